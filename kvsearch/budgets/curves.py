@@ -1,0 +1,69 @@
+"""How far a ranking is from the oracle, budget by budget."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.base import Floats
+from kvsearch.budgets.convex import check_importance
+from kvsearch.errors import UsageError
+
+
+def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:
+    """Sum the importance that budgets evict, i.e. all beyond the first b ranked entries.
+
+    `importance` is [..., T] in the ranking's order, `budgets` [...]; returns float64 [...] in units of importance.
+    UsageError if a budget is outside [0, T] (LU-KV, Eq. 6).
+    """
+    ranked, kept = check_importance(importance), np.asarray(budgets)
+    if kept.size and (kept.min() < 0 or kept.max() > ranked.shape[-1]):
+        raise UsageError(f"budgets {kept.min()} to {kept.max()} are outside 0 to {ranked.shape[-1]} entries")
+    lost: Floats = np.where(np.arange(ranked.shape[-1]) >= kept[..., None], ranked, 0.0).sum(axis=-1)
+    return lost
+
+
+def without_gap(importance: ArrayLike) -> Floats:
+    """Sort importance in descending order along the last axis, as if the ranking were the oracle's.
+
+    Solving with it is the ablation of the optimality gap; evict with the real ranking (LU-KV, "w/o gap").
+    """
+    return -np.sort(-check_importance(importance), axis=-1)
+
+
+def recall_curve(importance: ArrayLike) -> Floats:
+    """Share of the importance a ranking keeps at every budget: [..., T] -> float64 [..., T + 1], index = budget.
+
+    A head without any importance has nothing to lose: its recall is 1 at every budget.
+    """
+    kept = _kept(check_importance(importance))
+    mass = kept[..., -1:]
+    return np.divide(kept, mass, out=np.ones_like(kept), where=mass > 0)
+
+
+def oracle_recall_curve(importance: ArrayLike) -> Floats:
+    """Share of the importance the best possible ranking keeps at every budget: [..., T] -> float64 [..., T + 1]."""
+    return recall_curve(without_gap(importance))
+
+
+def optimality_gap(importance: ArrayLike) -> Floats:
+    """Eviction loss of a ranking minus the oracle's at every budget, >= 0: [..., T] -> float64 [..., T + 1].
+
+    In units of importance: what the ranking misses minus what it keeps in its place (LU-KV, Eq. 7).
+    """
+    ranked = check_importance(importance)
+    gap: Floats = np.maximum(_kept(without_gap(ranked)) - _kept(ranked), 0.0)
+    return gap
+
+
+def recall_area(importance: ArrayLike) -> Floats:
+    """Mean recall a ranking loses to the oracle over all budgets, 0 for the oracle itself: [..., T] -> float64 [...]."""
+    area: Floats = (oracle_recall_curve(importance) - recall_curve(importance)).mean(axis=-1)
+    return area
+
+
+def _kept(ranked: Floats) -> Floats:
+    """Importance kept at every budget 0 ... T."""
+    kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))
+    np.cumsum(ranked, axis=-1, out=kept[..., 1:])
+    return kept

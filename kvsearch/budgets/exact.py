@@ -1,0 +1,55 @@
+"""The exact optimum by dynamic programming: the yardstick for `marginal` on small instances."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.base import Floats, Ints
+from kvsearch.budgets.convex import check_importance
+from kvsearch.errors import UsageError
+
+
+def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> Ints:
+    """Maximise the importance kept by prefixes of every head, a multiple-choice knapsack in O(heads * T * total).
+
+    Args:
+        importance: [L, Hkv, T] in the ranking's order.
+        total: entries of all heads together.
+        floors: least entries per head, broadcasts to [L, Hkv].
+
+    Returns:
+        int64 [L, Hkv] that sums to `total`.
+
+    Raises:
+        UsageError: importance is negative or not finite; `total` is outside [sum of floors, L * Hkv * T].
+    """
+    values = check_importance(importance)
+    heads = values.shape[:-1]
+    low = np.broadcast_to(np.asarray(floors, dtype=np.int64), heads)
+    rows = values.reshape(-1, values.shape[-1])
+    if not low.sum() <= total <= rows.size:
+        raise UsageError(f"total {total} is outside the budgets' reach: at least {low.sum()}, at most {rows.size}")
+    choices = _choices(rows, low.ravel(), total)
+    budgets = np.zeros(len(rows), dtype=np.int64)
+    for head in reversed(range(len(rows))):
+        budgets[head] = choices[head, total]
+        total -= int(budgets[head])
+    return budgets.reshape(heads)
+
+
+def _choices(rows: Floats, floors: Ints, total: int) -> Ints:
+    """Budget of head h in the best allocation of t entries to heads 0 ... h, [heads, total + 1]; -1 where none exists."""
+    choices = np.full((len(rows), total + 1), -1, dtype=np.int64)
+    best = np.full(total + 1, -np.inf)
+    best[0] = 0.0
+    for head, row in enumerate(rows):
+        kept = np.concatenate([[0.0], np.cumsum(row)])
+        grown = np.full(total + 1, -np.inf)
+        for budget in range(int(floors[head]), min(len(row), total) + 1):
+            value = best[: total + 1 - budget] + kept[budget]
+            better = value > grown[budget:]
+            grown[budget:][better] = value[better]
+            choices[head, budget:][better] = budget
+        best = grown
+    return choices

@@ -1,0 +1,101 @@
+"""What to do with the entries left over when the next block does not fit.
+
+Inside a block the pooled gains promise more than the first entries deliver, so cutting a block short is not optimal. The
+leftover is instead spent on the better, by true importance, of two candidates: all of it on one head, or step by step on
+whatever prefix of whatever head has the highest importance per entry.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvsearch.budgets.base import Floats, Ints
+from kvsearch.budgets.convex import Blocks
+
+
+def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
+    """Place `left` entries, fewer than the block at `taken` holds, on top of the `taken` blocks in `budgets`.
+
+    Args:
+        prefix: true prefix sums of importance, [heads, T + 1].
+        caps: most entries per head, [heads].
+        blocks: all blocks in the order they are taken.
+        taken: how many of them `budgets` already holds.
+        budgets: entries per head so far, [heads]; not changed.
+        left: entries to place.
+
+    Returns:
+        int64 [heads], the sum of budgets plus `left`; equal candidates resolve to the single head.
+    """
+    single = _on_one_head(prefix, caps, budgets, left)
+    spread = _ByDensity(prefix, blocks, taken, budgets, left).spend()
+    heads = np.arange(len(budgets))
+    held = prefix[heads, budgets]
+    spread_wins = (prefix[heads, spread] - held).sum() > (prefix[heads, single] - held).sum()
+    return spread if spread_wins else single
+
+
+def _on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
+    """Give everything to the head that gains most; ties go to the lower layer, then head."""
+    heads = np.arange(len(budgets))
+    grown = budgets + left
+    gain = prefix[heads, np.minimum(grown, caps)] - prefix[heads, budgets]
+    best = int(np.where(grown <= caps, gain, -1.0).argmax())
+    return budgets + left * (heads == best)
+
+
+class _ByDensity:
+    """Repeatedly the head and prefix, no longer than what is left, with the highest true importance per entry.
+
+    While a head's next block fits, that block is its densest prefix and its slope the density, so whole blocks are taken
+    in their sorted order, many at a time. Only a head whose next block does not fit is searched, and it stays cut: less
+    and less is left, so its block never fits again.
+    """
+
+    def __init__(self, prefix: Floats, blocks: Blocks, taken: int, budgets: Ints, left: int) -> None:
+        self.prefix, self.blocks, self.next, self.left = prefix, blocks, taken, left
+        self.kept = budgets.copy()
+        self.density = np.full(len(budgets), -np.inf)  # of the densest prefix, for cut heads only
+        self.length = np.zeros(len(budgets), dtype=np.int64)
+
+    def spend(self) -> Ints:
+        while self.left:
+            best = int(self.density.argmax())
+            self._take_blocks(self.density[best])
+            if not self.left:
+                break
+            if self.next < len(self.blocks.head) and self.blocks.slope[self.next] >= self.density[best]:
+                self._cut(int(self.blocks.head[self.next]))
+            elif self.length[best] > self.left:
+                self._cut(best)
+            else:
+                self._take_prefix(best)
+        return self.kept
+
+    def _take_blocks(self, at_least: float) -> None:
+        """Take blocks of uncut heads while they fit and are as dense as any prefix of a cut head."""
+        while self.left and self.next < len(self.blocks.head):
+            window = slice(self.next, self.next + self.left)
+            head, slope = self.blocks.head[window], self.blocks.slope[window]
+            size = np.where(np.isneginf(self.density[head]), self.blocks.size[window], 0)
+            spent = np.cumsum(size)
+            fit = int(np.count_nonzero((spent <= self.left) & (slope >= at_least)))
+            np.add.at(self.kept, head[:fit], size[:fit])
+            self.next += fit
+            self.left -= int(spent[fit - 1]) if fit else 0
+            if fit < len(head):
+                return
+
+    def _take_prefix(self, head: int) -> None:
+        self.kept[head] += self.length[head]
+        self.left -= int(self.length[head])
+        if self.left:
+            self._cut(head)
+
+    def _cut(self, head: int) -> None:
+        """Find the densest prefix of what is left for a head; equal densities resolve to the longest."""
+        held = self.kept[head]
+        gains = self.prefix[head, held + 1 : held + self.left + 1] - self.prefix[head, held]
+        density = gains / np.arange(1, self.left + 1)
+        longest = len(density) - 1 - int(density[::-1].argmax())
+        self.density[head], self.length[head] = density[longest], longest + 1

@@ -1,0 +1,33 @@
+"""Every error kvsearch raises on purpose, and the exit code each one means on the command line."""
+
+from __future__ import annotations
+
+
+class KvsearchError(Exception):
+    """Root of all errors raised by kvsearch. The message is one line: what is wrong, where, and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(KvsearchError):
+    """The request cannot be carried out as asked: a bad option, ratio, file or configuration."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(KvsearchError):
+    """The machine or installation is at fault: no such device, a full disk, a missing extra, no network."""
+
+    exit_code = 3
+
+
+class IncompatibleError(UsageError):
+    """Model, plan and data do not fit together: an unsupported architecture, a plan of another model, NaN weights."""
+
+    exit_code = 4
+
+
+class InternalError(KvsearchError):
+    """A bug in kvsearch: please report it."""
+
+    exit_code = 1

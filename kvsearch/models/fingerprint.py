@@ -1,0 +1,57 @@
+"""The fingerprint of a loaded model: a hash of its configuration and a hash of a sample of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from kvsearch.models.architecture import describe, text_config
+from kvsearch.plan import ModelFingerprint
+from kvsearch.plan.canonical import sha256_of
+
+# how a model is loaded does not make it another model
+VOLATILE = frozenset(
+    {
+        "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "dtype", "name_or_path",
+        "torch_dtype", "transformers_version", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+        "chunk_size_feed_forward", "quantization_config",
+    }
+)  # fmt: skip
+SAMPLES = 64
+
+
+def fingerprint(model: Any, name: str | None = None, revision: str | None = None) -> ModelFingerprint:
+    """Identify `model` by content. Weights are sampled (64 values of every tensor, rounded to bfloat16), so that the
+    fingerprint costs milliseconds and does not depend on the dtype or device the model was loaded with.
+    """
+    shape = describe(model)
+    return ModelFingerprint(
+        name=name or getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        model_type=shape.model_type,
+        config_sha256=config_hash(text_config(model)),
+        weights_sha256=weights_hash(model),
+        revision=revision,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+
+
+def config_hash(config: Any) -> str:
+    """SHA-256 of the configuration without what says only how or where it was loaded."""
+    return sha256_of({key: value for key, value in config.to_dict().items() if key not in VOLATILE})
+
+
+@torch.no_grad()
+def weights_hash(model: Any) -> str:
+    """SHA-256 over the names, shapes and sampled values of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        count = min(SAMPLES, flat.numel())
+        index = torch.arange(count, device=flat.device) * flat.numel() // count
+        sample = flat[index].to(torch.bfloat16).float().cpu().numpy().tobytes()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample)
+    return digest.hexdigest()

@@ -1,0 +1,54 @@
+"""Plans and profiles: the files kvsearch writes. Whatever needs numpy is imported on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvsearch.plan.canonical import canonical_json, sha256_of
+from kvsearch.plan.files import atomic_write, describe_validation_error, load_plan, save_plan
+from kvsearch.plan.schema import LayerPlan, ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Provenance
+
+if TYPE_CHECKING:
+    from kvsearch.plan.arithmetic import BudgetChange, budgets_at, diff
+    from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
+    from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
+
+__all__ = [
+    "GRID",
+    "BudgetChange",
+    "LayerPlan",
+    "ModelFingerprint",
+    "Phase",
+    "PhasePlan",
+    "Plan",
+    "PolicySpec",
+    "Profile",
+    "ProfileMetadata",
+    "Provenance",
+    "atomic_write",
+    "budgets_at",
+    "canonical_json",
+    "describe_validation_error",
+    "diff",
+    "largest_remainder",
+    "load_plan",
+    "load_profile",
+    "round_half_up",
+    "save_plan",
+    "save_profile",
+    "sha256_of",
+    "water_fill",
+]
+
+_LAZY = {
+    **dict.fromkeys(("BudgetChange", "budgets_at", "diff"), "arithmetic"),
+    **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
+    **dict.fromkeys(("largest_remainder", "round_half_up", "water_fill"), "rounding"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,88 @@
+"""Field types of the files kvsearch reads and writes: strict, finite and frozen, equal bytes for equal content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+# A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
+COMPLETE = "kvsearch"
+# Cached positions are stored as int32.
+MOST_ENTRIES = 2**31 - 1
+
+
+class Record(BaseModel):
+    """A frozen pydantic model that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
+    """Raise one pydantic error that holds all `problems`, each a place below the current field and a message.
+
+    Raises:
+        ValidationError: there is at least one problem; inside a validator pydantic merges it with its own errors.
+    """
+    details = [
+        InitErrorDetails(type=PydanticCustomError(COMPLETE, "{what}", {"what": what}), loc=place, input=None)
+        for place, what in problems
+    ]
+    if details:
+        raise ValidationError.from_exception_data("record", details)
+
+
+def _encodable(value: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise PydanticCustomError(COMPLETE, "holds half of a surrogate pair, which no UTF-8 file can store")
+    return value
+
+
+def _scalar(value: object) -> bool | int | float | str:
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _encodable(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    message = "must be a finite number, true, false or a text, not {what}"
+    what = repr(value) if isinstance(value, float) else type(value).__name__
+    raise PydanticCustomError(COMPLETE, message, {"what": what})
+
+
+def _setting(value: object) -> Setting:
+    if isinstance(value, list | tuple):
+        return tuple(item if item is None else _scalar(item) for item in value)
+    return value if value is None else _scalar(value)
+
+
+Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_encodable)]
+Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Index = Annotated[int, Field(strict=True, ge=0)]
+Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
+Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
+
+Scalar = bool | int | float | str
+Setting = Scalar | None | tuple[Scalar | None, ...]
+ScalarField = Annotated[Scalar, PlainValidator(_scalar)]
+SettingField = Annotated[Setting, PlainValidator(_setting)]
+
+
+class Provenance(Record):
+    """How a file came about, without a time stamp: equal inputs give equal bytes.
+
+    `kvsearch`, `torch` and `transformers` are version numbers; `settings` are those of the calibration or search,
+    scalars or lists of scalars.
+    """
+
+    method: Text
+    seed: Index
+    kvsearch: Text
+    torch: Text
+    transformers: Text
+    data_sha256: Sha256 | None = None
+    settings: dict[Text, SettingField] = Field(default_factory=dict)

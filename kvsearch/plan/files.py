@@ -1,0 +1,141 @@
+"""Reading and writing plan files; a write either completes or leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
+
+__all__ = ["atomic_write", "describe_validation_error", "load_plan", "read_bytes", "save_plan"]
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "choose a writable place",
+}
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        UsageError: there is no such file, or it is not a valid plan; the message then lists all that is wrong with it.
+        EnvironmentFault: the file cannot be read.
+    """
+    name = str(path)
+    data = require_header(parse_json(read_bytes(path), name), PLAN_FORMAT, PLAN_VERSION, name)
+    return _checked(data, name)
+
+
+def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
+    """Write a plan file; equal plans give equal bytes.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    atomic_write(path, canonical_json(_checked(plan.model_dump(), f"the plan for {path}")), overwrite)
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        UsageError: there is no such file, or it is a folder.
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"there is no file {path}: check the path") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder: name a file in it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
+    except ValueError as error:  # a zero byte in the name
+        raise UsageError(f"cannot read {path!r}: {error}") from error
+
+
+def atomic_write(path: str | Path, data: bytes, overwrite: bool = True) -> None:
+    """Replace the content of `path` in one step that survives a crash; links are followed, the file mode is kept.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is off, is a folder or device, or its folder does not exist.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    try:
+        target = Path(path).resolve()
+        mode = _mode_of(target)
+        if mode is not None and not overwrite:
+            raise UsageError(f"{path} exists already: choose another name or ask to overwrite it")
+        _replace(target, data, mode)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
+    except (RuntimeError, ValueError) as error:  # a link that leads to itself, a zero byte in the name
+        raise UsageError(f"cannot write {path!r}: {error}") from error
+    _sync_folder(target.parent)
+
+
+def _mode_of(target: Path) -> int | None:
+    """Permission bits of an existing regular file, None for a new one."""
+    try:
+        found = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if not target.parent.is_dir():
+            raise UsageError(f"cannot write {target}: its folder does not exist, create it first") from None
+        return None
+    if not stat.S_ISREG(found):
+        what = "a folder" if stat.S_ISDIR(found) else "not a regular file"
+        raise UsageError(f"cannot write {target}: it is {what}, name a file")
+    return stat.S_IMODE(found)
+
+
+def _replace(target: Path, data: bytes, mode: int | None) -> None:
+    temporary = target.with_name(f".kvsearch-{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable. The file is complete by now, and some file systems cannot sync folders: no error."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _checked(data: dict[str, object], name: str) -> Plan:
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, name)) from error
+
+
+def _reason(error: OSError) -> str:
+    what = (error.strerror or str(error)).lower()
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{what}, {remedy}" if remedy else what

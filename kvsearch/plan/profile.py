@@ -1,0 +1,223 @@
+"""What a calibration measured: arrays in a safetensors file, with checked metadata in its header."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.fields import Count, Entries, Floor, Index, Provenance, Record, Text, refuse
+from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
+from kvsearch.plan.schema import PolicySpec
+
+Array = NDArray[Any]
+
+PROFILE_FORMAT = "kvsearch.profile"
+PROFILE_VERSION = 1
+# Row i of the LU-KV table is the global eviction ratio (i + 1) / 100.
+GRID = 99
+EVICTED_RATIO = "evicted_ratio"
+
+_HEADER_KEY = "kvsearch"
+_DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
+_SLACK = 1e-3
+
+
+class ProfileMetadata(Record):
+    """What the arrays of a profile mean and where they come from.
+
+    `length` is the calibration context in tokens; `layers` holds the model layer of each profile row, ascending.
+    """
+
+    format: Literal["kvsearch.profile"] = "kvsearch.profile"
+    version: Literal[1] = 1
+    model: ModelFingerprint
+    method: Text
+    policy: PolicySpec
+    length: Entries
+    questions: Count
+    layers: tuple[Index, ...] = Field(min_length=1)
+    floor: Floor
+    provenance: Provenance
+
+    @property
+    def seed(self) -> int:
+        """The seed of the calibration, as kept in `provenance`."""
+        return self.provenance.seed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(profile layers, kv heads)."""
+        return len(self.layers), self.model.kv_heads
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_of_the_model(cls, layers: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if sorted(set(layers)) != list(layers):
+            refuse([((), "must be ascending model layers, each once")])
+        model: ModelFingerprint | None = info.data.get("model")
+        if model is not None and max(layers) >= model.layers:
+            refuse([((), f"names layer {max(layers)}, but the model has layers 0 to {model.layers - 1}")])
+        return layers
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Calibration results; the arrays are read-only copies, checked against the metadata.
+
+    LU-KV (method "lukv") has "evicted_ratio", float32 [99, L, Hkv]: row i belongs to the global eviction ratio
+    (i + 1) / 100, its entries are the local eviction ratios in [0, 1] of each layer and kv head (arXiv 2602.08585).
+
+    Raises:
+        UsageError: arrays of a wrong type, shape or value; all problems in one message.
+    """
+
+    metadata: ProfileMetadata
+    arrays: dict[str, Array]
+
+    def __post_init__(self) -> None:
+        problems = list(_array_problems(self.arrays, self.metadata))
+        if problems:
+            raise UsageError(list_problems(problems, "the profile"))
+        frozen = {name: _read_only(array) for name, array in sorted(self.arrays.items())}
+        object.__setattr__(self, "arrays", frozen)
+
+    def to_bytes(self) -> bytes:
+        """Render the safetensors file; equal profiles give equal bytes."""
+        return bytes(save(self.arrays, {_HEADER_KEY: canonical_json(self.metadata).decode()}))
+
+    def local_ratios(self, ratio: float) -> NDArray[np.float64]:
+        """Look up local eviction ratios [L, Hkv] for a global `ratio`, linear between grid rows (LU-KV).
+
+        Below 0.01 the way leads from all zeros to the first row; above 0.99 the last row holds.
+
+        Raises:
+            UsageError: `ratio` is outside (0, 1) or the profile has no such table.
+        """
+        if isinstance(ratio, bool) or not 0 < ratio < 1:
+            raise UsageError(f"a global eviction ratio lies between 0 and 1, got {ratio}: say 0.8 to keep a fifth")
+        if EVICTED_RATIO not in self.arrays:
+            raise UsageError(f"this {self.metadata.method!r} profile has no {EVICTED_RATIO!r} table: calibrate LU-KV")
+        table = self.arrays[EVICTED_RATIO].astype(np.float64)
+        position = min(ratio * (GRID + 1), float(GRID))
+        nearest = round(position)
+        if abs(position - nearest) < 1e-9 and nearest > 0:  # 0.29 * 100 is not 29, but means that row
+            return _row(table, nearest)
+        below = math.floor(position)
+        share = position - below
+        return (1.0 - share) * _row(table, below) + share * _row(table, below + 1)
+
+
+def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) -> None:
+    """Write a profile file in one step.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is off, or is no regular file.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    atomic_write(path, profile.to_bytes(), overwrite)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read and check a profile file.
+
+    Raises:
+        UsageError: there is no such file, or it is not a valid profile; the message lists all that is wrong with it.
+        EnvironmentFault: the file cannot be read.
+    """
+    name = str(path)
+    header, arrays, problems = _read(read_bytes(path), name)
+    metadata: ProfileMetadata | None = None
+    try:
+        metadata = ProfileMetadata.model_validate(header)
+    except ValidationError as error:
+        problems = [*problems_of(error), *problems]
+    problems += _array_problems(arrays, metadata)
+    if metadata is None or problems:
+        raise UsageError(list_problems(problems, name))
+    return Profile(metadata, arrays)
+
+
+def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
+    """Split a file into metadata, the arrays of types we use, and what is wrong with the rest."""
+    try:
+        tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise UsageError(f"{name} is no complete safetensors file: {error}") from error
+    size = int.from_bytes(data[:8], "little")  # deserialize has checked it
+    header = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
+    if _HEADER_KEY not in header:
+        raise UsageError(f"{name} is a safetensors file without {_HEADER_KEY} metadata: not a {PROFILE_FORMAT} file")
+    metadata = parse_json(header[_HEADER_KEY].encode(), f"the metadata of {name}")
+    problems = [f"header.{key}: unknown key: remove it" for key in sorted(header.keys() - {_HEADER_KEY})]
+    arrays: dict[str, Array] = {}
+    for key, tensor in sorted(tensors.items()):
+        if tensor["dtype"] in _DTYPES:
+            arrays[key] = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        else:
+            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(_DTYPES)}")
+    return require_header(metadata, PROFILE_FORMAT, PROFILE_VERSION, name), arrays, problems
+
+
+def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | None) -> Iterator[str]:
+    """Find what is wrong with the arrays, as far as it can be told without valid metadata."""
+    for name, array in sorted(arrays.items()):
+        if array.dtype.newbyteorder("=") not in list(_DTYPES.values()):
+            yield f"arrays.{name}: has type {array.dtype}, must be float32, float64, int32 or int64"
+        elif not np.isfinite(array).all():
+            yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
+    if EVICTED_RATIO in arrays:
+        yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
+    elif metadata is not None and metadata.method == "lukv":
+        yield f"arrays.{EVICTED_RATIO}: is missing, a lukv profile needs it"
+
+
+def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:
+    if table.dtype.newbyteorder("=") != np.float32:
+        yield f"has type {table.dtype}, must be float32"
+    if table.dtype.kind not in "fiu":
+        return
+    expected = (GRID, *metadata.shape) if metadata is not None else (GRID, *table.shape[1:])
+    if table.ndim != 3 or table.shape != expected:
+        shape = list(expected) if metadata is not None else f"[{GRID}, layers, kv heads]"
+        yield f"has shape {list(table.shape)}, must be {shape}"
+    outside = np.count_nonzero((table < 0) | (table > 1))
+    if outside:
+        yield f"{outside} of {table.size} ratios are outside [0, 1]"
+    elif metadata is not None and table.shape == expected:
+        yield from _mean_problems(table, metadata.length)
+
+
+def _mean_problems(table: Array, length: int) -> Iterator[str]:
+    """Check that the mean of each row is its global ratio, up to one entry per head and rounding."""
+    wanted = np.arange(1, GRID + 1) / (GRID + 1)
+    means = table.mean(axis=(1, 2), dtype=np.float64)
+    wrong = np.flatnonzero(np.abs(means - wanted) > 1 / length + _SLACK)  # a row with NaN is reported as not finite
+    if wrong.size:
+        row = int(wrong[0])
+        example = f"row {row} ({wanted[row]:.2f}) to {means[row]:.4f}"
+        yield f"{wrong.size} of {GRID} rows do not average to their global ratio, e.g. {example}"
+
+
+def _row(table: NDArray[np.float64], position: int) -> NDArray[np.float64]:
+    """Look up the row of a global ratio of `position` percent; nothing is evicted at zero."""
+    return table[position - 1] if position else np.zeros_like(table[0])
+
+
+def _read_only(array: Array) -> Array:
+    copy = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    copy.setflags(write=False)
+    return copy

@@ -1,0 +1,174 @@
+"""Exact rounding: real-valued shares become integer budgets within their bounds that sum to the total."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvsearch.errors import UsageError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Shares are read to nine decimals: 0.6 / 1.5 * 30 = 11.999... is twelve, and equal remainders tie despite float noise.
+GUARD = 1e-9
+_DECIMALS = 9
+_LARGEST = 2.0**53
+_FAINTEST = 1e-200
+
+
+def round_half_up(value: float) -> int:
+    """Round to the nearest integer, halves upward, e.g. the entries a ratio of a length stands for."""
+    return math.floor(value + 0.5 + GUARD)
+
+
+def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper: ArrayLike | None = None) -> Ints:
+    """Round `ideal` shares to integers within bounds that sum to `total` exactly (method of largest remainders).
+
+    Starts from clamp(floor(x_i), lower_i, upper_i). Missing units go one by one to the largest x_i - k_i that has
+    room, excess units are taken from the smallest; ties go to the lower index (C order).
+
+    Args:
+        ideal: shares >= 0 in entries, any shape.
+        total: the sum to reach, in entries.
+        lower: whole numbers >= 0 that broadcast to the shape of `ideal`.
+        upper: likewise; None means no upper bound.
+
+    Returns:
+        int64 array of `ideal`'s shape.
+
+    Raises:
+        UsageError: a share is negative, not finite or above 2**53; bounds cross; `total` is outside the bounds' sums.
+    """
+    shares = _shares(ideal, "share")
+    if shares.size and shares.max() > _LARGEST:
+        raise UsageError(f"cannot round a share of {shares.max():g} exactly: the largest is 2**53")
+    low, high = _bounds(shares.shape, total, lower, upper)
+    kept = np.clip(np.floor(shares + GUARD), low, high).astype(np.int64)
+    missing = total - int(kept.sum())
+    left = np.round(shares - kept, _DECIMALS)
+    if missing > 0:
+        return kept + _take(left, high - kept, missing)
+    if missing < 0:
+        return kept - _take(-left, kept - low, -missing)
+    return kept
+
+
+def water_fill(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: ArrayLike | None = None) -> Ints:
+    """Share `total` in proportion to `weights` within bounds: x_i = clamp(lam * w_i, lower_i, upper_i), then round.
+
+    lam is solved for exactly on the active set, so a bound that binds loses no entry; the rounding is
+    `largest_remainder`. Zero weights keep their lower bound until all others are full, then fill uniformly, so all-zero
+    weights mean uniform.
+
+    Args:
+        weights: >= 0, any shape and scale.
+        total: the sum to reach, in entries.
+        lower: whole numbers >= 0 that broadcast to the shape of `weights`.
+        upper: likewise; None means no upper bound.
+
+    Returns:
+        int64 array of `weights`' shape.
+
+    Raises:
+        UsageError: a weight is negative or not finite; bounds cross; `total` is outside the bounds' sums.
+    """
+    scaled = _shares(weights, "weight")
+    low, high = _bounds(scaled.shape, total, lower, upper)
+    if scaled.size and scaled.max() > 0:
+        scaled = scaled / scaled.max()
+    flat, lo, hi = scaled.ravel(), low.ravel(), high.ravel()
+    weighty = flat > _FAINTEST
+    filled = np.where(weighty, hi, lo)
+    rest = total - int(filled.sum())
+    ideal = filled.astype(np.float64)
+    if rest > 0:
+        bare = ~weighty
+        ideal[bare] = _fill(np.ones(int(bare.sum())), rest + int(lo[bare].sum()), lo[bare], hi[bare])
+    elif rest < 0:
+        room = total - int(lo[~weighty].sum())
+        ideal[weighty] = _fill(flat[weighty], room, lo[weighty], hi[weighty])
+    return largest_remainder(ideal.reshape(scaled.shape), total, low, high)
+
+
+def _fill(weights: Floats, total: int, low: Ints, high: Ints) -> Floats:
+    """Solve sum clamp(lam * w, low, high) = total for lam; weights > 0, sum(low) <= total <= sum(high)."""
+    starts, stops = low / weights, high / weights
+    bends = np.unique(np.concatenate([starts, stops]))
+    below, above = 0, len(bends) - 1  # the sum is <= total at bends[below] and >= total at bends[above]
+    while above - below > 1:
+        middle = (below + above) // 2
+        if np.clip(bends[middle] * weights, low, high).sum() <= total:
+            below = middle
+        else:
+            above = middle
+    at_low, at_high = starts >= bends[above], stops <= bends[below]
+    free = ~(at_low | at_high)
+    filled = np.where(at_high, high, low).astype(np.float64)
+    if free.any():
+        lam = (total - filled[~free].sum()) / weights[free].sum()
+        filled[free] = np.clip(lam * weights[free], low[free], high[free])
+    return filled
+
+
+def _take(priority: Floats, room: Ints, count: int) -> Ints:
+    """Which `count` units are taken when unit t of entry i has priority p_i - t, t < room_i; ties to the lower index.
+
+    All units above an integer level are taken; at the level each entry has one unit, and the largest fractions win.
+    """
+    whole = np.floor(priority).astype(np.int64)
+    taken, level = int((whole - room).min()), int(whole.max()) + 1
+    while level - taken > 1:  # count(level) < count <= count(taken), where count(k) = units with priority >= k
+        middle = (taken + level) // 2
+        if int(np.clip(whole - middle + 1, 0, room).sum()) < count:
+            level = middle
+        else:
+            taken = middle
+    units = np.clip(whole - level + 1, 0, room)
+    at_level = np.flatnonzero((np.clip(whole - taken + 1, 0, room) > units).ravel())
+    fraction = np.round(priority - whole, _DECIMALS).ravel()[at_level]
+    winners = at_level[np.argsort(-fraction, kind="stable")[: count - int(units.sum())]]
+    flat = units.ravel()
+    flat[winners] += 1
+    return flat.reshape(room.shape)
+
+
+def _shares(values: ArrayLike, noun: str) -> Floats:
+    shares = np.asarray(values, dtype=np.float64)
+    wrong = shares[~(np.isfinite(shares) & (shares >= -GUARD))]
+    if wrong.size:
+        raise UsageError(
+            f"every {noun} must be finite and >= 0: {wrong.size} of {shares.size} are not, e.g. {wrong[0]}"
+        )
+    return np.maximum(shares, 0.0)
+
+
+def _bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLike | None) -> tuple[Ints, Ints]:
+    """Check the bounds and make them int64; the upper is cut to `total`: no result changes, no sum overflows."""
+    wanted = operator.index(total)
+    low = _whole(lower, shape, "lower")
+    high = np.full(shape, max(wanted, 0)) if upper is None else _whole(upper, shape, "upper")
+    if low.size and low.min() < 0:
+        raise UsageError(f"a budget cannot be negative, got the lower bound {low.min()}")
+    crossed = np.flatnonzero((low > high).ravel()) if upper is not None else np.zeros(0, np.int64)
+    if crossed.size:
+        at = crossed[0]
+        raise UsageError(f"lower bound {low.ravel()[at]} exceeds upper bound {high.ravel()[at]} at index {at}")
+    least, most = sum(low.ravel().tolist()), sum(high.ravel().tolist())
+    if wanted < least or wanted > most:
+        ceiling = "unbounded" if upper is None and low.size else f"at most {most}"
+        raise UsageError(f"total {wanted} cannot be met by {low.size} budgets: at least {least}, {ceiling}")
+    return low, np.minimum(high, wanted)
+
+
+def _whole(bound: ArrayLike, shape: tuple[int, ...], noun: str) -> Ints:
+    given = np.asarray(bound)
+    if given.dtype.kind not in "iu" and not np.array_equal(given, np.floor(given)):
+        raise UsageError(f"every {noun} bound must be a whole number of entries")
+    try:
+        return np.broadcast_to(given.astype(np.int64), shape)
+    except ValueError:
+        raise UsageError(f"{noun} bounds of shape {given.shape} do not fit budgets of shape {shape}") from None

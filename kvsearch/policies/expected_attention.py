@@ -1,0 +1,83 @@
+"""ExpectedAttention (Devoto et al. 2025): attention that future queries are expected to pay, from query statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import InternalError
+from kvsearch.policies.base import Needs, Observation, Policy
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Policy):
+    """score[i] = (mean_g softmax_i(z[q, i]) + epsilon) * |v_i|_2 over the entries behind the sinks, where
+
+    z[q, i] = s mu_q.k_i + s^2 k_i^T C_q k_i / 2, with s the attention scaling and mu, C the mean and covariance of the
+    unrotated queries, turned by the mean rotation over the next `future` positions (methods.md A14).
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
+
+    future: int = 512
+    sinks: int = 4
+    epsilon: float = 0.0
+    covariance: bool = True
+    value_norm: bool = True
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.future >= 1, f"future must be 1 or more, got {self.future}")
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
+        self._require(self.epsilon >= 0, f"epsilon must be 0 or more, got {self.epsilon}")
+
+    def needs(self) -> Needs:
+        return Needs(query_statistics_from=self.sinks)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Expected attention times value norm, [B, Hkv, T] fp32; the sinks themselves score 0 (they are protected)."""
+        logits = self._logits(observation)  # [B, Hkv, G, T]
+        index = observation.valid.cumsum(-1) - 1
+        hidden = (~observation.valid | (index < self.sinks))[:, None, None]
+        probability = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
+        scores = probability + self.epsilon
+        if self.value_norm:
+            scores = scores * observation.values.float().norm(dim=-1)
+        return scores.masked_fill(hidden[:, :, 0], 0.0)
+
+    def _logits(self, observation: Observation) -> Tensor:
+        if observation.statistics is None:
+            raise InternalError("ExpectedAttention was not given the query statistics it declares")
+        keys = observation.keys.float()
+        heads = keys.shape[1]
+        rotation = self._mean_rotation(observation, keys.shape[-1])  # [B, D, D]
+        mean = torch.einsum("bij,bqj->bqi", rotation, observation.statistics.mean)
+        logits = torch.einsum("bhgd,bhtd->bhgt", mean.unflatten(1, (heads, -1)), keys) * observation.scaling
+        if self.covariance:
+            cov = torch.einsum("bij,bqjk,blk->bqil", rotation, observation.statistics.covariance, rotation)
+            for head, part in enumerate(cov.unflatten(1, (heads, -1)).unbind(1)):
+                quadratic = ((keys[:, head, None] @ part) * keys[:, head, None]).sum(-1)
+                logits[:, head] += quadratic * (observation.scaling**2 / 2)
+        return logits
+
+    def _mean_rotation(self, observation: Observation, dim: int) -> Tensor:
+        """Mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
+        if observation.rotary is None:
+            raise InternalError("ExpectedAttention was not given the model's rotary embedding")
+        matrices = []
+        for length in observation.lengths.tolist():
+            positions = torch.arange(length, length + self.future, device=observation.keys.device)
+            cos, sin = (table.float().mean(0) for table in observation.rotary(positions))
+            rotary_dim, half = cos.shape[0], cos.shape[0] // 2
+            matrix = torch.eye(dim, device=cos.device)
+            matrix[:rotary_dim, :rotary_dim] = torch.diag(cos)
+            row = torch.arange(half, device=cos.device)
+            matrix[row, row + half] -= sin[:half]
+            matrix[row + half, row] += sin[half:]
+            matrices.append(matrix)
+        return torch.stack(matrices)

@@ -1,0 +1,20 @@
+"""FullKV: keeps every entry. A layer under it is charged its full length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsearch.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class FullKV(Policy):
+    name: ClassVar[str] = "full"
+    source: ClassVar[str] = "no eviction"
+
+    def score(self, observation: Observation) -> Tensor:
+        """Constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""
+        return observation.keys.new_zeros(observation.keys.shape[:3]).float()

@@ -1,0 +1,35 @@
+"""KeyDiff (Park et al. 2025): keep the keys least similar to the mean key direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsearch.policies.base import Observation, Policy
+
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """score[i] = -cos(k_i, anchor), anchor = mean_i k_i / |k_i| over the real tokens, keys as cached (rotated)."""
+
+    name: ClassVar[str] = "keydiff"
+    source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form, methods.md A13"
+
+    sinks: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
+
+    def score(self, observation: Observation) -> Tensor:
+        """Negative cosine to the anchor, [B, Hkv, T] fp32."""
+        keys = observation.keys.float()
+        unit = F.normalize(keys, dim=-1, eps=EPSILON) * observation.valid[:, None, :, None]
+        anchor = unit.sum(-2, keepdim=True) / observation.lengths.clamp(min=1)[:, None, None, None]
+        return -F.cosine_similarity(keys, anchor, dim=-1, eps=EPSILON)

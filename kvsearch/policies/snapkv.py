@@ -1,0 +1,43 @@
+"""SnapKV (Li et al. 2024): what the last window of queries attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.scoring import candidate_mask, mean_window_attention, pool_positions
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """score[i] = pool_i( agg_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - w.
+
+    The window columns are cut before pooling, the group is aggregated before pooling (methods.md A5).
+    """
+
+    name: ClassVar[str] = "snapkv"
+    source: ClassVar[str] = "SnapKV, arXiv 2404.14469; LongBench settings w=32, k=7, max"
+
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "max"
+    group: str = "mean"
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
+        self._require(self.pooling in ("max", "avg", "none"), f"pooling is max, avg or none, got {self.pooling!r}")
+        self._require(self.group in ("mean", "max"), f"group is mean or max, got {self.group!r}")
+
+    def needs(self) -> Needs:
+        return Needs(query_rows=self.window)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Pooled mean attention of the window, [B, Hkv, T] fp32."""
+        attention = mean_window_attention(observation, self.window, self.group)
+        return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation.valid, self.window))

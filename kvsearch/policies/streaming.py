@@ -1,0 +1,33 @@
+"""StreamingLLM (Xiao et al. 2024): attention sinks and the most recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keeps the first `sinks` entries and the last `budget - sinks`; keys keep their original rotation."""
+
+    name: ClassVar[str] = "streaming"
+    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form, methods.md A2"
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+
+    @property
+    def window_count(self) -> int:
+        return 1  # the newest entry; the rest of the recent entries follow from the score
+
+    def score(self, observation: Observation) -> Tensor:
+        """The position itself: newer is better, [B, Hkv, T] fp32."""
+        batch, heads, length, _ = observation.keys.shape
+        return torch.arange(length, device=observation.keys.device).float().expand(batch, heads, length)

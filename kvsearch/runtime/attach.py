@@ -1,0 +1,62 @@
+"""attach: run a plan under `generate()` without patching the model."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvsearch.errors import UsageError
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.program import Program
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan
+
+
+class PlannedModel:
+    """A model together with a plan: `generate` runs with a fresh `PlanCache` each time.
+
+    Use it as a context manager; leaving it gives the model its attention implementation back.
+    """
+
+    def __init__(self, model: Any, program: Program, *, exact: bool = False) -> None:
+        self.model, self.program, self.exact = model, program, exact
+        self.cache: PlanCache | None = None
+        self._before: str | None = None
+
+    def __enter__(self) -> PlannedModel:
+        self._before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.model.set_attn_implementation(self._before)
+
+    def new_cache(self, prompt_length: int | None = None) -> PlanCache:
+        """An empty cache for one conversation (or one batch of them)."""
+        return PlanCache(self.model, self.program, prompt_length=prompt_length, exact=self.exact)
+
+    def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        """`model.generate` under the plan; arguments and result are those of transformers.
+
+        The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation.
+
+        Raises:
+            UsageError: outside the context, or with a cache option the plan cannot honour.
+        """
+        if self.model.config._attn_implementation != NAME:
+            raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
+        if kwargs.get("cache_implementation") is not None:
+            raise UsageError("cache_implementation and a plan exclude each other: drop the option")
+        if kwargs.get("past_key_values") is None:
+            prompt = input_ids if input_ids is not None else kwargs.get("inputs")
+            kwargs["past_key_values"] = self.new_cache(None if prompt is None else prompt.shape[1])
+        self.cache = kwargs["past_key_values"]
+        return self.model.generate(input_ids, **kwargs)
+
+
+def attach(model: Any, plan: Plan | Program, *, exact: bool = False) -> PlannedModel:
+    """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors."""
+    program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
+    return PlannedModel(model, program, exact=exact)

@@ -1,0 +1,86 @@
+"""PlanCache: pass it to `model.generate(past_key_values=...)` and the plan is executed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.program import Program
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan
+
+
+class PlanCache(Cache):
+    """A KV cache that keeps, in every planned layer and kv head, what the plan says, and frees the rest.
+
+    Layers the plan does not govern (sliding-window layers of the model) keep their stock cache. The model must run the
+    attention implementation "kvsearch" (`attach` sets it). With `exact`, layers that lost nothing use transformers'
+    own decode attention and are bit-identical to it; otherwise decode packs query groups, which is faster.
+
+    Args:
+        model: the model that will use the cache.
+        plan: a `Plan`, checked against the model, or a `Program`.
+        prompt_length: tokens of the prompt, needed when it arrives in several forward passes (chunked prefill):
+            eviction waits for the last of them. Default: the first forward pass is the prompt.
+        exact: see above.
+
+    Raises:
+        IncompatibleError: the model or the plan does not fit (see `Program.from_plan`, `architecture.describe`).
+        UsageError: see `Program.from_plan`.
+    """
+
+    def __init__(
+        self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
+    ) -> None:
+        program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
+        shape, config, tables = describe(model), text_config(model), rotary(model)
+        layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(shape.layers)]
+        for index, policy in program.policies.items():
+            if type(layers[index]) is not DynamicLayer:
+                raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
+            layers[index] = EvictingLayer(
+                policy,
+                partial(program.budgets, index),
+                config,
+                tables,
+                prompt_length=prompt_length,
+                exact=exact,
+            )
+        super().__init__(layers=layers)
+
+    @property
+    def planned(self) -> dict[int, EvictingLayer]:
+        """The layers governed by the plan, by model layer index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
+
+    def entries(self) -> torch.Tensor:
+        """Entries held now, [planned layers, B, Hkv] int64, padding not counted."""
+        stores = [layer.store for layer in self.planned.values()]
+        return torch.stack([store.entries() for store in stores if store is not None])
+
+    def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
+        """Positions of the entries one kv head holds, ascending."""
+        store = self.planned[layer].store
+        return [] if store is None else store.kept_positions(row, head)
+
+    def nbytes(self) -> int:
+        """Bytes of cache storage allocated now, in all layers."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                total += layer.nbytes()
+            elif layer.keys is not None:
+                total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        return total
+
+    def forget(self, tokens: int) -> None:
+        """Take back the last `tokens` tokens in every layer, so that another question can follow the same context."""
+        for layer in self.layers:
+            layer.crop(-tokens)

@@ -1,0 +1,188 @@
+"""The bundled model's language: facts hidden in predictable filler, and questions about them.
+
+A document is a list of short sentences. Evidence sentences ("needles") carry the answers, filler sentences carry
+nothing, and `recall` sentences mention an earlier fact again without giving all of it away:
+
+    code amber anchor kettle .          a code fact: two values under one key
+    item teal second harp .             one of the three values of an item
+    set beta = alpha .                  one link of a variable chain (the first link holds a value)
+    vote clara .                        one vote; the candidate with most votes wins
+    bell .                              one stroke; strokes are counted
+    recall code amber anchor .          a mention: repeats the first value only
+    the calm fox greets the nurse in barn .
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvsearch.tasks.synthetic import vocabulary as v
+
+Sentence = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a document: the task it belongs to, the words asked and the words of the one right answer."""
+
+    task: str
+    prompt: Sentence
+    answer: Sentence
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Evidence sentences in their order of appearance, what may be asked about them, and how they may be mentioned."""
+
+    sentences: tuple[Sentence, ...] = ()
+    questions: tuple[Question, ...] = ()
+    mentions: tuple[Sentence, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sentence) for sentence in self.sentences)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A context in words (with the leading `<bos>`), its questions, and how many of its words are evidence."""
+
+    words: Sentence
+    questions: tuple[Question, ...]
+    evidence: int
+
+
+@dataclass
+class Names:
+    """Draws names without replacement, so that no two facts of one document share a key."""
+
+    rng: random.Random
+    _left: dict[str, list[str]] = field(default_factory=dict)
+
+    def draw(self, kind: str, pool: Sequence[str]) -> str:
+        if kind not in self._left:
+            self._left[kind] = self.rng.sample(list(pool), len(pool))
+        return self._left[kind].pop()
+
+    def left(self, kind: str, pool: Sequence[str]) -> int:
+        """How many names of this kind are still free."""
+        return len(self._left.get(kind, pool))
+
+
+def code_facts(rng: random.Random, names: Names, count: int, task: str = "multikey") -> Needles:
+    """`count` facts `code KEY VALUE VALUE .`; one question a fact, asked in the order of `task`."""
+    facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
+    return Needles(
+        tuple(("code", key, a, b, ".") for key, a, b in facts),
+        tuple(Question(task, ("?", "code", key), (a, b, ".")) for key, a, b in facts),
+        tuple(("recall", "code", key, a, ".") for key, a, _ in facts),
+    )
+
+
+def code_pairs(rng: random.Random, names: Names, count: int) -> Needles:
+    """`count` code facts, asked two at a time in one question (multi-query)."""
+    single = code_facts(rng, names, count)
+    pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
+    questions = [
+        Question("multiquery", ("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs
+    ]
+    return Needles(single.sentences, tuple(questions), single.mentions)
+
+
+def item_facts(rng: random.Random, names: Names, count: int) -> Needles:
+    """`count` items, each with three values told in three places; the question wants all three (multi-value)."""
+    sentences: list[Sentence] = []
+    questions, mentions = [], []
+    for _ in range(count):
+        key = names.draw("key", v.KEYS)
+        values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
+        parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
+        answer = tuple(word for part in parts for word in part)[1:] + (".",)
+        questions.append(Question("multivalue", ("?", "item", key), answer))
+        mentions.append(("recall", "item", *parts[0], "."))
+        sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
+    return Needles(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
+
+
+def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Needles:
+    """`count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
+    told: list[list[Sentence]] = []
+    questions, mentions = [], []
+    for _ in range(count):
+        variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
+        value = rng.choice(v.VALUES)
+        told.append([("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)])
+        back = variables[-2::-1]
+        answer = tuple(word for name in back for word in (name, "set", name, "="))
+        questions.append(Question("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))
+        mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
+    return Needles(tuple(_interleave(rng, told)), tuple(questions), tuple(mentions))
+
+
+def votes(rng: random.Random, count: int, candidates: int = 3) -> Needles:
+    """`count` votes with one clear winner: at least two votes ahead (frequency)."""
+    names = rng.sample(v.CANDIDATES, candidates)
+    while True:
+        cast = [rng.choices(names, weights=(3, *(1 for _ in names[1:])))[0] for _ in range(count)]
+        tally = sorted((cast.count(name) for name in names), reverse=True)
+        if tally[0] >= tally[1] + 2:
+            break
+    winner = max(names, key=cast.count)
+    return Needles(tuple(("vote", name, ".") for name in cast), (Question("vote", ("?", "vote"), (winner, ".")),))
+
+
+def bells(count: int) -> Needles:
+    """`count` strokes of a bell, 1 to 6; the question asks how many (word counting)."""
+    return Needles((("bell", "."),) * count, (Question("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+
+
+def _interleave(rng: random.Random, groups: list[list[Sentence]]) -> list[Sentence]:
+    """A random merge of the groups that keeps the order inside each."""
+    order = [i for i, group in enumerate(groups) for _ in group]
+    rng.shuffle(order)
+    iterators = [iter(group) for group in groups]
+    return [next(iterators[i]) for i in order]
+
+
+_grammar = random.Random(20260)
+_NOUN_VERBS = {noun: _grammar.sample(v.VERBS, 4) for noun in v.NOUNS}
+_NOUN_ADJECTIVES = {noun: _grammar.sample(v.ADJECTIVES, 4) for noun in v.NOUNS}
+_VERB_PLACES = {verb: _grammar.sample(v.PLACES, 3) for verb in v.VERBS}
+
+
+def filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
+    """One nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
+    noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(v.NOUNS)
+    verb = rng.choice(_NOUN_VERBS[noun])
+    return (
+        "the", rng.choice(_NOUN_ADJECTIVES[noun]), noun, verb,
+        "the", rng.choice(v.NOUNS), "in", rng.choice(_VERB_PLACES[verb]), ".",
+    )  # fmt: skip
+
+
+def compose(
+    rng: random.Random, length: int, needles: Sequence[Needles], mentions: int = 0, tail_mentions: int = 0
+) -> Document:
+    """A document of at most `length` words: the needles in order at random places, filled up with filler.
+
+    `mentions` recall sentences go to random places after their fact, `tail_mentions` more to the last sentences.
+    """
+    topic = rng.sample(v.NOUNS, 6)
+    evidence = sum(group.tokens for group in needles)
+    pool = [mention for group in needles for mention in group.mentions]
+    middle = rng.sample(pool, min(mentions, len(pool)))
+    tail = rng.sample(pool, min(tail_mentions, len(pool)))
+    room = length - 1 - evidence - sum(map(len, middle)) - sum(map(len, tail))
+    fillers = [filler(rng, topic) for _ in range(max(0, room) // 9)]
+    told = _interleave(rng, [fillers, *[list(group.sentences) for group in needles]])
+    for mention in middle:
+        facts = [i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]]
+        told.insert(rng.randint(facts[0] + 1, len(told)), mention)
+    for mention in tail:
+        told.insert(len(told) - rng.randint(0, min(2, len(told))), mention)
+    questions = [question for group in needles for question in group.questions]
+    rng.shuffle(questions)
+    words = (v.BOS, *(word for sentence in told for word in sentence))
+    return Document(words, tuple(questions), evidence)

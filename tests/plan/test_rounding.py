@@ -1,0 +1,155 @@
+"""Exact rounding: the worked examples, then the defining greedy rules as a brute-force oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
+
+
+def greedy_oracle(ideal: list[float], total: int, lower: list[int], upper: list[int]) -> list[int]:
+    """One unit at a time, as the rule is stated."""
+    kept = [min(max(int(np.floor(x + 1e-9)), lo), hi) for x, lo, hi in zip(ideal, lower, upper, strict=True)]
+    while sum(kept) != total:
+        step = 1 if sum(kept) < total else -1
+        open_to = [i for i, k in enumerate(kept) if (k < upper[i] if step > 0 else k > lower[i])]
+        winner = max(open_to, key=lambda i: (step * round(ideal[i] - kept[i], 9), -i))
+        kept[winner] += step
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("ideal", "total", "lower", "expected"),
+    [
+        ([6.4, 8.8, 11.2, 13.6], 40, 4, [6, 9, 11, 14]),
+        ([19.5, 38.75, 0.25, 21.5], 80, 1, [19, 39, 1, 21]),
+        ([12.0, 28 / 3, 20 / 3, 4.0], 32, 0, [12, 9, 7, 4]),
+        ([0.6 / 1.5 * 30, 18.0], 30, 0, [12, 18]),
+        ([0.5, 0.5, 0.5, 0.5], 2, 0, [1, 1, 0, 0]),
+        ([1.4, 10.4, 3.4], 15, 0, [2, 10, 3]),
+        ([0.0, 0.0, 0.0], 7, 0, [3, 2, 2]),
+        ([3.0, 3.0], 4, 0, [2, 2]),
+        ([2.0, 3.0], 4, 0, [1, 3]),
+    ],
+)
+def test_worked_examples(ideal: list[float], total: int, lower: int, expected: list[int]) -> None:
+    assert largest_remainder(ideal, total, lower).tolist() == expected
+
+
+def test_upper_bound_passes_the_unit_on() -> None:
+    assert largest_remainder([5.9, 2.5, 2.1], 10, upper=[5, 3, 9]).tolist() == [5, 3, 2]
+    assert largest_remainder([100.0, 50.0], 2, upper=5).tolist() == [2, 0]
+
+
+@st.composite
+def bounded(draw: st.DrawFn) -> tuple[list[float], int, list[int], list[int]]:
+    size = draw(st.integers(1, 7))
+    tenths = st.integers(0, 120).map(lambda n: n / 10)
+    ideal = draw(st.lists(tenths, min_size=size, max_size=size))
+    lower = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size))
+    upper = [lo + draw(st.integers(0, 9)) for lo in lower]
+    return ideal, draw(st.integers(sum(lower), sum(upper))), lower, upper
+
+
+@settings(max_examples=400, deadline=None)
+@given(bounded())
+def test_equals_the_unit_by_unit_rule(case: tuple[list[float], int, list[int], list[int]]) -> None:
+    assert largest_remainder(*case).tolist() == greedy_oracle(*case)
+
+
+@settings(max_examples=300, deadline=None)
+@given(bounded())
+def test_water_fill_is_exact_and_close_to_its_ideal(case: tuple[list[float], int, list[int], list[int]]) -> None:
+    weights, total, lower, upper = case
+    budgets = water_fill(weights, total, lower, upper)
+    assert budgets.sum() == total
+    assert (budgets >= lower).all()
+    assert (budgets <= upper).all()
+    # One multiplier fits all: each budget is within one unit of clamp(lam * w), so their intervals of lam meet.
+    w = np.asarray(weights)
+    free = w > 0
+    below = free & (budgets < upper)
+    above = free & (budgets > lower)
+    if below.any() and above.any():
+        assert ((budgets - 1)[above] / w[above]).max() <= ((budgets + 1)[below] / w[below]).min() + 1e-9
+
+
+def test_water_fill_examples() -> None:
+    assert water_fill([1, 2, 3, 4], 40, upper=12).tolist() == [5, 11, 12, 12]
+    assert water_fill([1, 1, 8], 20, lower=4).tolist() == [4, 4, 12]
+    assert water_fill([0.0, 0.0, 0.0], 7).tolist() == [3, 2, 2]
+    assert water_fill([0.0, 0.0, 0.0], 10, lower=[0, 6, 0]).tolist() == [2, 6, 2]
+    assert water_fill([5.0, 0.0, 0.0], 10, upper=4).tolist() == [4, 3, 3]
+    assert water_fill([5.0, 0.0], 4, lower=[0, 1]).tolist() == [3, 1]
+    assert water_fill([1e-300, 2e-300], 6).tolist() == [2, 4]
+    assert water_fill([1e-290, 1e300, 1e300], 6, upper=2).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("round_to", [largest_remainder, water_fill])
+def test_shapes_bounds_and_large_moves(round_to: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.pareto(1.2, (32, 8, 39)) * 50
+    upper = rng.integers(100, 4096, (32, 1, 39))
+    total = int(np.broadcast_to(upper, values.shape).sum()) // 2
+    budgets = round_to(values, total, lower=7, upper=upper)
+    assert budgets.shape == values.shape
+    assert budgets.dtype == np.int64
+    assert budgets.sum() == total
+    assert budgets.min() >= 7
+    assert (budgets <= upper).all()
+
+
+def test_permutation_of_distinct_remainders_permutes_the_result() -> None:
+    ideal = np.array([3.15, 2.35, 9.05, 4.45])
+    order = [2, 0, 3, 1]
+    assert largest_remainder(ideal[order], 19).tolist() == largest_remainder(ideal, 19)[order].tolist()
+
+
+@pytest.mark.parametrize("round_to", [largest_remainder, water_fill])
+@pytest.mark.parametrize(
+    ("values", "total", "lower", "upper", "message"),
+    [
+        ([1.0, 2.0], 9, 0, 4, "total 9 .*at least 0, at most 8"),
+        ([1.0, 2.0], 3, 2, None, "total 3 .* 4"),
+        ([1.0, 2.0], -1, 0, None, "total -1"),
+        ([1.0, float("nan")], 3, 0, None, "nan"),
+        ([1.0, float("inf")], 3, 0, None, "inf"),
+        ([1.0, -0.5], 3, 0, None, "-0.5"),
+        ([1.0, 2.0], 3, 5, 4, "lower bound 5 .* upper bound 4"),
+        ([1.0, 2.0], 3, -1, None, "lower bound -1"),
+        ([1.0, 2.0], 3, 0.5, None, "whole"),
+        ([1.0, 2.0], 3, [0, 0, 0], None, "shape"),
+        ([], 1, 0, None, "total 1"),
+        ([1e300, 1.0], 3, 0, None, "1e\\+300"),
+    ],
+)
+def test_refusals_name_the_numbers(
+    round_to: Callable[..., Any], values: list[float], total: int, lower: Any, upper: Any, message: str
+) -> None:
+    if round_to is water_fill and "300" in message:
+        pytest.skip("weights have no scale")
+    with pytest.raises(UsageError, match=message) as caught:
+        round_to(values, total, lower, upper)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_share() -> None:
+    assert largest_remainder(np.zeros((2, 0)), 0).shape == (2, 0)
+    assert water_fill([0.0], 0).tolist() == [0]
+    assert water_fill(3.0, 5).tolist() == 5
+
+
+def test_unbounded_upper_may_be_the_largest_integer() -> None:
+    assert largest_remainder([1.5, 2.5], 4, upper=np.iinfo(np.int64).max).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.5, 1), (1.5, 2), (2.5, 3), (2.4999, 2), (0.7 * 5, 4), (1.1 * 5, 6)])
+def test_round_half_up(value: float, expected: int) -> None:
+    assert round_half_up(value) == expected
