@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,15 +54,9 @@ def allocator_names() -> list[str]:
 def create_allocator(name: str, params: Mapping[str, Any] | None = None) -> Allocator:
     """Build an allocator from its name and options; UsageError names what is unknown."""
     if name not in BUILT_IN:
-        raise UsageError(f"unknown allocator {name!r}{_suggest(name)}")
+        raise UsageError(f"unknown allocator {name!r}{suggest(name, allocator_names())}")
     module, _, attribute = BUILT_IN[name].partition(":")
     try:
         return cast(Allocator, getattr(import_module(module), attribute)(**(params or {})))
     except TypeError as error:
         raise UsageError(f"allocator {name}: {str(error).partition('() ')[2]}") from error
-
-
-def _suggest(name: str) -> str:
-    near = difflib.get_close_matches(name, allocator_names(), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{hint} (known: {', '.join(allocator_names())})"

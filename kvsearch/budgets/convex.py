@@ -1,12 +1,13 @@
 """Marginal gains made non-increasing, and the blocks of equal gain an allocation is built from.
 
-A ranking that is not perfect has marginal gains (importances in ranked order) that rise somewhere, so its eviction loss is
-not convex. Isotonic regression (PAVA) of the gains pools every rise into a block with one mean gain; the prefix sums of
-the result are the least concave majorant of the true ones and equal them at block ends (LU-KV, section 4).
+A ranking that is not perfect has marginal gains (importances in ranked order) that rise somewhere, so its eviction
+loss is not convex. Isotonic regression (PAVA) of the gains pools every rise into a block with one mean gain; the prefix
+sums of the result are the least concave majorant of the true ones and equal them at block ends (LU-KV, section 4).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,16 +42,17 @@ def marginal_gains(importance: ArrayLike) -> Floats:
         UsageError: a value is negative or not finite.
     """
     checked = check_importance(importance)
-    rows = checked.reshape(-1, checked.shape[-1])
+    rows = checked.reshape(math.prod(checked.shape[:-1]), checked.shape[-1])
     everything = np.full(len(rows), rows.shape[1])
     return _pool(rows, np.zeros_like(everything), everything).reshape(checked.shape)
 
 
-def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
-    """Pool entries floors[h] to caps[h] of each head and sort all blocks: slope falling, then size, layer and head rising.
+def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = True) -> Blocks:
+    """Pool entries floors[h] to caps[h] of each head and sort all blocks by slope, the steepest first.
 
-    This is the order a k-way heap over each head's next block pops them in: slopes fall strictly inside a head, so
-    sorting cannot break its prefix order. `rows` is [heads, T], `floors` and `caps` are [heads].
+    Equal slopes are sorted by size if `small_first`, then by layer and head. This is the order a k-way heap over each
+    head's next block pops them in: slopes fall strictly inside a head, so sorting cannot break its prefix order.
+    `rows` is [heads, T], `floors` and `caps` are [heads].
     """
     gains = _pool(rows, floors, caps)
     rank = np.arange(rows.shape[1])
@@ -60,7 +62,7 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     head, start = np.nonzero(starts)
     stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
     size, slope = stop - start, gains[head, start]
-    order = np.lexsort((head, size, -slope))
+    order = np.lexsort((head, size * small_first, -slope))
     return Blocks(head[order], size[order], slope[order])
 
 

@@ -57,13 +57,13 @@ def optimality_gap(importance: ArrayLike) -> Floats:
 
 
 def recall_area(importance: ArrayLike) -> Floats:
-    """Mean recall a ranking loses to the oracle over all budgets, 0 for the oracle itself: [..., T] -> float64 [...]."""
+    """Average over all budgets the recall a ranking loses to the oracle, 0 at best: [..., T] -> float64 [...]."""
     area: Floats = (oracle_recall_curve(importance) - recall_curve(importance)).mean(axis=-1)
     return area
 
 
 def _kept(ranked: Floats) -> Floats:
-    """Importance kept at every budget 0 ... T."""
+    """Sum the importance kept at every budget 0 ... T."""
     kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))
     np.cumsum(ranked, axis=-1, out=kept[..., 1:])
     return kept

@@ -39,7 +39,7 @@ def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> I
 
 
 def _choices(rows: Floats, floors: Ints, total: int) -> Ints:
-    """Budget of head h in the best allocation of t entries to heads 0 ... h, [heads, total + 1]; -1 where none exists."""
+    """Find head h's budget when heads 0 ... h share t entries at best: [heads, total + 1], -1 where they cannot."""
     choices = np.full((len(rows), total + 1), -1, dtype=np.int64)
     best = np.full(total + 1, -np.inf)
     best[0] = 0.0

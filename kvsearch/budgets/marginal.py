@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.base import Ints, Signals
 from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.budgets.split import spend_leftover
 from kvsearch.errors import UsageError
@@ -24,8 +24,9 @@ class MarginalSolver:
     """Allocates any total over the heads of one importance table (LU-KV, Algorithm 1).
 
     Floors are granted first and the rest is pooled and sorted once; a solution is then the longest run of whole blocks
-    that fits, with the leftover placed by the split rule: `best` compares candidates by true importance, `partial_block`
-    cuts the next block short as the paper does.
+    that fits, with the leftover placed by the split rule: `best` compares candidates by true importance,
+    `partial_block` cuts the next block short as the paper does, with ties between heads in their order. As the total
+    rises, `best` may move a leftover from one head to another, by less than the block that is split.
 
     Args:
         importance: [L, Hkv, T] oracle importance >= 0 in the ranking's order, protected entries first.
@@ -43,14 +44,13 @@ class MarginalSolver:
         checked = check_importance(importance)
         if checked.ndim != 3:
             raise UsageError(f"importance must be [layers, kv heads, entries], got shape {list(checked.shape)}")
-        if split not in get_args(Split):
-            raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
+        _check_split(split)
         self.shape, self.length, self.split = checked.shape[:2], checked.shape[2], split
         rows = checked.reshape(-1, self.length)
         self._floors, self._caps = _head_bounds(floors, caps, self.shape, self.length)
         self._prefix = np.zeros((len(rows), self.length + 1))
         np.cumsum(rows, axis=1, out=self._prefix[:, 1:])
-        self._blocks = sorted_blocks(rows, self._floors, self._caps)
+        self._blocks = sorted_blocks(rows, self._floors, self._caps, small_first=split == "best")
         self._ends = self.least + np.concatenate([[0], np.cumsum(self._blocks.size)])
 
     @property
@@ -92,7 +92,9 @@ class MarginalSolver:
             return whole
         if self.split == "best":
             return spend_leftover(self._prefix, self._caps, self._blocks, taken, whole, left)
-        return whole + left * (np.arange(len(whole)) == self._blocks.head[taken])
+        cut = whole.copy()
+        cut[self._blocks.head[taken]] += left
+        return cut
 
 
 def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
@@ -104,7 +106,8 @@ def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
     entries = solver.length * solver.shape[0] * solver.shape[1]
     totals = (2 * (100 - np.arange(1, GRID + 1)) * entries + 100) // 200
     budgets = solver.solve_many(np.clip(totals, solver.least, solver.most))
-    return (1.0 - budgets / solver.length).astype(np.float32)
+    ratios: NDArray[np.float32] = (1.0 - budgets / solver.length).astype(np.float32)
+    return ratios
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,9 @@ class MarginalAllocator:
 
     name: ClassVar[str] = "marginal"
     split: Split = "best"
+
+    def __post_init__(self) -> None:
+        _check_split(self.split)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries: int64 [L, Hkv]; caps above T count as T.
@@ -123,14 +129,17 @@ class MarginalAllocator:
         return MarginalSolver(signals, floors, caps, self.split).solve(total)
 
 
-def _head_bounds(
-    floors: ArrayLike, caps: ArrayLike | None, shape: tuple[int, ...], length: int
-) -> tuple[Ints, Ints]:
+def _check_split(split: str) -> None:
+    if split not in get_args(Split):
+        raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
+
+
+def _head_bounds(floors: ArrayLike, caps: ArrayLike | None, shape: tuple[int, ...], length: int) -> tuple[Ints, Ints]:
     try:
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), shape).ravel()
         high = np.broadcast_to(np.asarray(length if caps is None else caps, dtype=np.int64), shape).ravel()
     except ValueError:
-        raise UsageError(f"floors {np.shape(floors)} and caps {np.shape(caps)} do not fit heads {shape}") from None
+        raise UsageError(f"floors or caps do not fit {shape[0]} layers of {shape[1]} kv heads") from None
     high = np.minimum(high, length)
     wrong = np.flatnonzero((low < 0) | (low > high))
     if wrong.size:

@@ -1,8 +1,9 @@
 """What to do with the entries left over when the next block does not fit.
 
-Inside a block the pooled gains promise more than the first entries deliver, so cutting a block short is not optimal. The
-leftover is instead spent on the better, by true importance, of two candidates: all of it on one head, or step by step on
-whatever prefix of whatever head has the highest importance per entry.
+Inside a block the pooled gains promise more than the first entries deliver, so cutting a block short is not optimal.
+The leftover is instead spent on the best, by true importance, of these candidates: all of it on one head; step by step
+on whatever prefix of whatever head has the highest importance per entry; and, where blocks tie with the one that
+does not fit, the paper's allocation, which takes tied blocks in the order of heads. So it never loses to the paper's.
 """
 
 from __future__ import annotations
@@ -25,31 +26,52 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
         left: entries to place.
 
     Returns:
-        int64 [heads], the sum of budgets plus `left`; equal candidates resolve to the single head.
+        int64 [heads], summing to the sum of budgets plus `left`; among equals the first candidate wins.
     """
-    single = _on_one_head(prefix, caps, budgets, left)
-    spread = _ByDensity(prefix, blocks, taken, budgets, left).spend()
+    candidates = [_on_one_head(prefix, caps, budgets, left), _ByDensity(prefix, blocks, taken, budgets, left).spend()]
+    if _is_tied(blocks, taken):
+        candidates.append(_in_head_order(blocks, taken, budgets, left))
     heads = np.arange(len(budgets))
     held = prefix[heads, budgets]
-    spread_wins = (prefix[heads, spread] - held).sum() > (prefix[heads, single] - held).sum()
-    return spread if spread_wins else single
+    gains = [float((prefix[heads, candidate] - held).sum()) for candidate in candidates]
+    return candidates[int(np.argmax(gains))]
 
 
 def _on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
     """Give everything to the head that gains most; ties go to the lower layer, then head."""
     heads = np.arange(len(budgets))
-    grown = budgets + left
-    gain = prefix[heads, np.minimum(grown, caps)] - prefix[heads, budgets]
-    best = int(np.where(grown <= caps, gain, -1.0).argmax())
-    return budgets + left * (heads == best)
+    wanted = budgets + left
+    gain = prefix[heads, np.minimum(wanted, caps)] - prefix[heads, budgets]
+    best = int(np.where(wanted <= caps, gain, -1.0).argmax())
+    grown = budgets.copy()
+    grown[best] += left
+    return grown
+
+
+def _is_tied(blocks: Blocks, taken: int) -> bool:
+    near = blocks.slope[max(taken - 1, 0) : taken + 2]
+    return int(np.count_nonzero(near == blocks.slope[taken])) > 1
+
+
+def _in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
+    """Undo the blocks that tie with the one at `taken`, then take the tied ones in head order, cutting the last."""
+    tied = np.flatnonzero(blocks.slope == blocks.slope[taken])
+    undone = tied[tied < taken]
+    grown = budgets.copy()
+    grown[blocks.head[undone]] -= blocks.size[undone]
+    left += int(blocks.size[undone].sum())
+    tied = tied[np.argsort(blocks.head[tied])]  # a head has at most one block of a slope
+    size = blocks.size[tied]
+    grown[blocks.head[tied]] += np.clip(left - (np.cumsum(size) - size), 0, size)
+    return grown
 
 
 class _ByDensity:
     """Repeatedly the head and prefix, no longer than what is left, with the highest true importance per entry.
 
-    While a head's next block fits, that block is its densest prefix and its slope the density, so whole blocks are taken
-    in their sorted order, many at a time. Only a head whose next block does not fit is searched, and it stays cut: less
-    and less is left, so its block never fits again.
+    While a head's next block fits, that block is its densest prefix and its slope the density, so whole blocks are
+    taken in their sorted order, many at a time. Only a head whose next block does not fit is searched, and it stays
+    cut: less and less is left, so its block never fits again.
     """
 
     def __init__(self, prefix: Floats, blocks: Blocks, taken: int, budgets: Ints, left: int) -> None:

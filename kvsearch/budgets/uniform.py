@@ -17,7 +17,7 @@ class Uniform:
 
     name: ClassVar[str] = "uniform"
 
-    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:  # noqa: ARG002
         """Share `total` equally over the [L, Hkv] heads of `floors`; the signals are not read.
 
         Raises:

@@ -1,0 +1,48 @@
+"""The command line: `kvsearch VERB`. One thin module per verb; nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvsearch.cli.calibrate import calibrate
+from kvsearch.cli.doctor import doctor
+from kvsearch.cli.evaluate import evaluate
+from kvsearch.cli.export import export
+from kvsearch.cli.generate import generate
+from kvsearch.cli.headroom import headroom
+from kvsearch.cli.show import show
+
+app = typer.Typer(
+    name="kvsearch",
+    help="Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache.",
+    epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (calibrate, export, evaluate, generate, show, headroom, doctor):
+    app.command(no_args_is_help=verb is not doctor)(verb)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"kvsearch {version('kvsearch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache."""
+
+
+def main() -> None:
+    """Entry point of the `kvsearch` command."""
+    app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ VOLATILE = frozenset(
     {
         "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "dtype", "name_or_path",
         "torch_dtype", "transformers_version", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-        "chunk_size_feed_forward", "quantization_config",
+        "chunk_size_feed_forward", "quantization_config", "id2label", "label2id",
     }
 )  # fmt: skip
 SAMPLES = 64
@@ -41,7 +42,8 @@ def fingerprint(model: Any, name: str | None = None, revision: str | None = None
 
 def config_hash(config: Any) -> str:
     """SHA-256 of the configuration without what says only how or where it was loaded."""
-    return sha256_of({key: value for key, value in config.to_dict().items() if key not in VOLATILE})
+    plain = json.loads(config.to_json_string(use_diff=False))
+    return sha256_of({key: value for key, value in plain.items() if key not in VOLATILE})
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
@@ -35,22 +35,21 @@ def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
         raise ValidationError.from_exception_data("record", details)
 
 
-def _encodable(value: str) -> str:
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise PydanticCustomError(COMPLETE, "holds half of a surrogate pair, which no UTF-8 file can store")
-    return value
-
-
-def _scalar(value: object) -> bool | int | float | str:
+def _scalar(value: object) -> Scalar:
     if isinstance(value, bool | int):
         return value
-    if isinstance(value, str):
-        return _encodable(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
+    if isinstance(value, str) and _is_utf8(value):
+        return value
+    what = repr(value) if isinstance(value, float | str) else type(value).__name__
     message = "must be a finite number, true, false or a text, not {what}"
-    what = repr(value) if isinstance(value, float) else type(value).__name__
     raise PydanticCustomError(COMPLETE, message, {"what": what})
+
+
+def _is_utf8(text: str) -> bool:
+    """Tell whether UTF-8 can store `text`, which half of a surrogate pair prevents."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _setting(value: object) -> Setting:
@@ -59,7 +58,12 @@ def _setting(value: object) -> Setting:
     return value if value is None else _scalar(value)
 
 
-Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_encodable)]
+def _unchanged(value: Any) -> Any:
+    """Serialize a setting as it is; pydantic's own union serializer warns about tuples."""
+    return value
+
+
+Text = Annotated[str, Field(strict=True, min_length=1)]
 Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Index = Annotated[int, Field(strict=True, ge=0)]
@@ -69,7 +73,7 @@ Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
 Scalar = bool | int | float | str
 Setting = Scalar | None | tuple[Scalar | None, ...]
 ScalarField = Annotated[Scalar, PlainValidator(_scalar)]
-SettingField = Annotated[Setting, PlainValidator(_setting)]
+SettingField = Annotated[Setting, PlainValidator(_setting), PlainSerializer(_unchanged)]
 
 
 class Provenance(Record):

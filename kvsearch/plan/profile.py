@@ -198,12 +198,15 @@ def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[
     if outside:
         yield f"{outside} of {table.size} ratios are outside [0, 1]"
     elif metadata is not None and table.shape == expected:
-        yield from _mean_problems(table, metadata.length)
+        yield from _mean_problems(table, metadata.length, metadata.floor)
 
 
-def _mean_problems(table: Array, length: int) -> Iterator[str]:
-    """Check that the mean of each row is its global ratio, up to one entry per head and rounding."""
-    wanted = np.arange(1, GRID + 1) / (GRID + 1)
+def _mean_problems(table: Array, length: int, floor: int) -> Iterator[str]:
+    """Check that the mean of each row is its global ratio, up to one entry per head and rounding.
+
+    Ratios that would leave heads less than the floor stay at what the floor allows.
+    """
+    wanted = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), 1 - min(floor, length) / length)
     means = table.mean(axis=(1, 2), dtype=np.float64)
     wrong = np.flatnonzero(np.abs(means - wanted) > 1 / length + _SLACK)  # a row with NaN is reported as not finite
     if wrong.size:

@@ -49,6 +49,7 @@ class Observation:
     softcap: float | None = None
     statistics: QueryStatistics | None = None
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # positions [N] -> cos, sin [N, rotary dims]
+    next_position: Tensor | None = None  # [B] rotary position of the token that comes next; default: the lengths
 
     @property
     def lengths(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +15,9 @@ from kvsearch.policies.base import Needs, Observation, Policy
 
 @dataclass(frozen=True)
 class ExpectedAttention(Policy):
-    """score[i] = (mean_g softmax_i(z[q, i]) + epsilon) * |v_i|_2 over the entries behind the sinks, where
+    """Attention expected from later queries, times the value norm.
 
+    score[i] = (mean_g softmax_i(z[q, i]) + epsilon) * |v_i|_2 over the entries behind the sinks, where
     z[q, i] = s mu_q.k_i + s^2 k_i^T C_q k_i / 2, with s the attention scaling and mu, C the mean and covariance of the
     unrotated queries, turned by the mean rotation over the next `future` positions (methods.md A14).
     """
@@ -34,7 +36,7 @@ class ExpectedAttention(Policy):
         self._require(self.future >= 1, f"future must be 1 or more, got {self.future}")
         self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
         self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
-        self._require(self.epsilon >= 0, f"epsilon must be 0 or more, got {self.epsilon}")
+        self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
 
     def needs(self) -> Needs:
         return Needs(query_statistics_from=self.sinks)
@@ -54,13 +56,14 @@ class ExpectedAttention(Policy):
         if observation.statistics is None:
             raise InternalError("ExpectedAttention was not given the query statistics it declares")
         keys = observation.keys.float()
-        heads = keys.shape[1]
-        rotation = self._mean_rotation(observation, keys.shape[-1])  # [B, D, D]
+        batch, heads, _, dim = keys.shape
+        rotation = self._mean_rotation(observation, dim)  # [B, D, D]
         mean = torch.einsum("bij,bqj->bqi", rotation, observation.statistics.mean)
-        logits = torch.einsum("bhgd,bhtd->bhgt", mean.unflatten(1, (heads, -1)), keys) * observation.scaling
+        mean = mean.reshape(batch, heads, -1, dim)
+        logits = torch.einsum("bhgd,bhtd->bhgt", mean, keys) * observation.scaling
         if self.covariance:
             cov = torch.einsum("bij,bqjk,blk->bqil", rotation, observation.statistics.covariance, rotation)
-            for head, part in enumerate(cov.unflatten(1, (heads, -1)).unbind(1)):
+            for head, part in enumerate(cov.reshape(batch, heads, -1, dim, dim).unbind(1)):
                 quadratic = ((keys[:, head, None] @ part) * keys[:, head, None]).sum(-1)
                 logits[:, head] += quadratic * (observation.scaling**2 / 2)
         return logits
@@ -70,8 +73,9 @@ class ExpectedAttention(Policy):
         if observation.rotary is None:
             raise InternalError("ExpectedAttention was not given the model's rotary embedding")
         matrices = []
-        for length in observation.lengths.tolist():
-            positions = torch.arange(length, length + self.future, device=observation.keys.device)
+        following = observation.lengths if observation.next_position is None else observation.next_position
+        for first in following.tolist():
+            positions = torch.arange(first, first + self.future, device=observation.keys.device)
             cos, sin = (table.float().mean(0) for table in observation.rotary(positions))
             rotary_dim, half = cos.shape[0], cos.shape[0] // 2
             matrix = torch.eye(dim, device=cos.device)

@@ -34,18 +34,20 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
     order = protection_order(valid, sinks, window)
     # three classes, best first: protected (in the order of protection), candidates (by score), padding
     candidates = scores.float().masked_fill(~valid[:, None], float("-inf"))
-    by_score = torch.argsort(candidates, dim=-1, stable=True, descending=True)
-    length = valid.shape[-1]
-    place = torch.empty_like(by_score).scatter_(-1, by_score, torch.arange(length, device=valid.device).expand_as(by_score))
-    sort_key = place + sinks + window
-    sort_key = torch.where((order >= 0)[:, None], order[:, None], sort_key)
-    sort_key = sort_key.masked_fill(~valid[:, None], 2 * length + sinks + window)
-    ranked = torch.argsort(sort_key, dim=-1, stable=True)
-    return torch.empty_like(ranked).scatter_(-1, ranked, torch.arange(length, device=valid.device).expand_as(ranked)).int()
+    place = _inverse(torch.argsort(candidates, dim=-1, stable=True, descending=True))
+    sort_key = torch.where((order >= 0)[:, None], order[:, None], place + sinks + window)
+    sort_key = sort_key.masked_fill(~valid[:, None], 2 * valid.shape[-1] + sinks + window)
+    return _inverse(torch.argsort(sort_key, dim=-1, stable=True)).int()
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    """Where each element went: the inverse of permutations along the last dimension."""
+    index = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
+    return torch.empty_like(permutation).scatter_(-1, permutation, index)
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
-    """Entries kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(real length, budget) in each head."""
+    """Entries kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(real length, budget) per head."""
     return (ranks < budgets.to(ranks.device).view(-1, ranks.shape[1], 1)) & valid[:, None]
 
 

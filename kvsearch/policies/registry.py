@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
@@ -53,10 +53,3 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
         elif type(value) is not wanted:
             raise UsageError(f"policy {name}: {key} must be {wanted.__name__}, got {value!r}")
     return found(**values)
-
-
-def suggest(name: str, known: list[str]) -> str:
-    """The tail of an error message: the nearest known name, and all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{hint} (known: {', '.join(known)})"

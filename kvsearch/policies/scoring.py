@@ -23,9 +23,9 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
     if queries is None:
         raise InternalError("a policy asked for window attention but did not declare query rows")
     rows = min(window, queries.shape[2])
-    batch, heads, length, _ = keys.shape
+    batch, heads, length, dim = keys.shape
     group = queries.shape[1] // heads
-    queries = queries[:, :, -rows:].unflatten(1, (heads, group))
+    queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
     position = torch.arange(length, device=keys.device)
     causal = position[None] <= (length - rows + torch.arange(rows, device=keys.device))[:, None]
     visible = (causal[None] & valid[:, None])[:, None, None]

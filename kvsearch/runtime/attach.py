@@ -30,7 +30,9 @@ class PlannedModel:
         self.model.set_attn_implementation(NAME)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.model.set_attn_implementation(self._before)
 
     def new_cache(self, prompt_length: int | None = None) -> PlanCache:
@@ -47,13 +49,25 @@ class PlannedModel:
         """
         if self.model.config._attn_implementation != NAME:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
-        if kwargs.get("cache_implementation") is not None:
-            raise UsageError("cache_implementation and a plan exclude each other: drop the option")
+        self._refuse_other_caches(kwargs)
+        if input_ids is None:
+            input_ids = kwargs.pop("inputs", None)
         if kwargs.get("past_key_values") is None:
-            prompt = input_ids if input_ids is not None else kwargs.get("inputs")
+            prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
             kwargs["past_key_values"] = self.new_cache(None if prompt is None else prompt.shape[1])
         self.cache = kwargs["past_key_values"]
         return self.model.generate(input_ids, **kwargs)
+
+    def _refuse_other_caches(self, kwargs: dict[str, Any]) -> None:
+        config = kwargs.get("generation_config") or self.model.generation_config
+        asked = kwargs.get("cache_implementation") or config.cache_implementation
+        if asked is not None:
+            raise UsageError(f"cache_implementation={asked!r} and a plan exclude each other: drop the option")
+        if (config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]) is False:
+            raise UsageError("use_cache=False and a plan exclude each other: drop the option")
+        cache = kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, PlanCache):
+            raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
 
 
 def attach(model: Any, plan: Plan | Program, *, exact: bool = False) -> PlannedModel:

@@ -62,14 +62,17 @@ def dense_attention(
 
 def additive_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     """A float mask for eager attention; None means causal."""
-    rows, length = query.shape[2], key.shape[2]
     if mask is None:
-        mask = torch.ones(rows, length, dtype=torch.bool, device=key.device).tril(length - rows)[None, None]
+        mask = causal_mask(query.shape[2], key.shape[2], key.device)[None, None]
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
-        ~mask, torch.finfo(query.dtype).min
-    )
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+
+
+def causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
+    """What the last `rows` of `length` tokens may see, [rows, length] bool."""
+    return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
 def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
@@ -86,37 +89,27 @@ def ragged_attention(store: RaggedStore, query: Tensor, scaling: float, softcap:
     The query heads of a kv head are packed into one matrix, so keys and values are read once.
     """
     batch, query_heads, rows, dim = query.shape
-    group = query_heads // store.heads
-    packed = query.reshape(batch * store.heads, group * rows, dim)
-    if len(store.blocks) == 1:  # its segments are all segments, in order
-        output = _block_attention(store.blocks[0], packed, rows, scaling, softcap)
-    else:
-        value_dim = store.blocks[0].values.shape[-1]
-        output = query.new_empty(batch * store.heads, group * rows, value_dim)
-        for block in store.blocks:
-            part = _block_attention(block, packed[block.segments], rows, scaling, softcap)
-            output.index_copy_(0, block.segments, part)
+    parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
+    output = store.join(
+        [_block_attention(block, part, rows, scaling, softcap) for block, part in zip(store.blocks, parts, strict=True)]
+    )
     return output.view(batch, query_heads, rows, -1)
 
 
 def _block_attention(block: Block, query: Tensor, rows: int, scaling: float, softcap: float | None) -> Tensor:
-    """[S, G * rows, D] -> [S, G * rows, Dv]: the last `rows` columns are the queries' own tokens, seen causally."""
-    keys, values = block.keys[:, : block.end], block.values[:, : block.end]
-    mask = block.visible
-    mask = None if mask is None else mask[:, None]
+    """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
+    keys, values = block.keys.narrow(1, 0, block.end).unsqueeze(1), block.values.narrow(1, 0, block.end).unsqueeze(1)
+    bias = block.bias
+    if bias is not None:
+        bias = bias[:, None, None]
     if rows > 1:
-        column = torch.arange(block.end, device=keys.device)
-        row = torch.arange(rows, device=keys.device)
-        causal = (column[None] <= (block.end - rows + row)[:, None]).repeat(query.shape[1] // rows, 1)[None]
-        mask = causal if mask is None else mask & causal
+        later = ~causal_mask(rows, block.end, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
+        bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
     if softcap is None:
-        bias = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(
-            query[:, None], keys[:, None], values[:, None], attn_mask=bias, scale=scaling
-        )[:, 0]
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
     logits = softcap * torch.tanh(query @ keys.transpose(-1, -2) * scaling / softcap)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
+    if bias is not None:
+        logits = logits + bias
     return logits.float().softmax(-1).nan_to_num(0.0).to(values.dtype) @ values
 
 

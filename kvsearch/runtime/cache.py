@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, rotary, text_config
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import Program
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
 
 
-class PlanCache(Cache):
+class PlanCache(Cache):  # type: ignore[misc]
     """A KV cache that keeps, in every planned layer and kv head, what the plan says, and frees the rest.
 
     Layers the plan does not govern (sliding-window layers of the model) keep their stock cache. The model must run the
@@ -48,7 +48,7 @@ class PlanCache(Cache):
             layers[index] = EvictingLayer(
                 policy,
                 partial(program.budgets, index),
-                config,
+                lambda: str(config._attn_implementation),
                 tables,
                 prompt_length=prompt_length,
                 exact=exact,
@@ -61,9 +61,11 @@ class PlanCache(Cache):
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
 
     def entries(self) -> torch.Tensor:
-        """Entries held now, [planned layers, B, Hkv] int64, padding not counted."""
-        stores = [layer.store for layer in self.planned.values()]
-        return torch.stack([store.entries() for store in stores if store is not None])
+        """Entries held now, [planned layers, B, Hkv] int64, padding not counted; UsageError before the prompt ends."""
+        stores = [layer.store for layer in self.planned.values() if layer.store is not None]
+        if not stores:
+            raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
+        return torch.stack([store.entries() for store in stores])
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
         """Positions of the entries one kv head holds, ascending."""
@@ -80,7 +82,25 @@ class PlanCache(Cache):
                 total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
         return total
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
+        for layer in self.planned.values():
+            layer.croppable(tokens_to_remove)
+        for index, layer in enumerate(self.layers):
+            if tokens_to_remove and _forgot_its_past(layer):
+                raise UsageError(
+                    f"layer {index} holds its last {layer.sliding_window - 1} tokens only: call "
+                    "activate_past_recording() on the cache before the tokens that are to be forgotten"
+                )
+        super().crop(tokens_to_remove)
+
     def forget(self, tokens: int) -> None:
-        """Take back the last `tokens` tokens in every layer, so that another question can follow the same context."""
-        for layer in self.layers:
-            layer.crop(-tokens)
+        """Take back the last `tokens` tokens, so that another question can follow the same context; see `crop`."""
+        self.crop(-tokens)
+
+
+def _forgot_its_past(layer: Any) -> bool:
+    """Whether this is a sliding-window layer that has dropped tokens and cannot bring them back."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
+        return False
+    return bool(layer.get_seq_length() >= layer.sliding_window)

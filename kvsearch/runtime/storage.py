@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,22 +29,40 @@ class Block:
     positions: Tensor  # [S, capacity] int32, -1 where no entry
     end: int
     padded: bool  # some column left of `end` is empty in some segment
+    _bias: Tensor | None = None  # [S, capacity], made when first asked for
 
     @property
-    def visible(self) -> Tensor | None:
-        """Columns that hold an entry, [S, end] bool; None when all do."""
-        return self.positions[:, : self.end] >= 0 if self.padded else None
+    def bias(self) -> Tensor | None:
+        """What to add to the logits, [S, end]: -inf where there is no entry, else 0; None when every column has one.
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Add q columns: keys and values [B*Hkv, q, D], positions [B*Hkv, q] int32 with -1 for padding."""
+        Spare columns count as filled, so that decode steps need not touch it.
+        """
+        if not self.padded:
+            return None
+        if self._bias is None:
+            empty = self.positions < 0
+            empty[:, self.end :] = False
+            self._bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+            self._bias.masked_fill_(empty, float("-inf"))
+        return self._bias[:, : self.end]
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
+        """Add q columns: keys [S, q, D], values [S, q, Dv], positions [S or 1, q] int32, -1 for padding if `padded`."""
         count = keys.shape[1]
         if self.end + count > self.keys.shape[1]:
             self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH)))
         columns = slice(self.end, self.end + count)
-        self.keys[:, columns] = keys[self.segments]
-        self.values[:, columns] = values[self.segments]
-        self.positions[:, columns] = positions[self.segments]
+        self.keys[:, columns] = keys
+        self.values[:, columns] = values
+        self.positions[:, columns] = positions
         self.end += count
+        if padded:
+            self.padded, self._bias = True, None
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` columns."""
+        self.end -= count
+        self._bias = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
         for name in ("keys", "values", "positions"):
@@ -51,12 +70,12 @@ class Block:
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)
+        self._bias = None
 
     def select(self, rows: Tensor, segments: Tensor) -> Block:
         """The block that holds this block's rows `rows` under the new names `segments`, both [S'] int64."""
-        return replace(
-            self, segments=segments, keys=self.keys[rows], values=self.values[rows], positions=self.positions[rows]
-        )
+        keys, values, positions = self.keys[rows], self.values[rows], self.positions[rows]
+        return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None)
 
 
 class RaggedStore:
@@ -65,15 +84,19 @@ class RaggedStore:
     def __init__(self, blocks: list[Block], batch: int, heads: int) -> None:
         self.blocks, self.batch, self.heads = blocks, batch, heads
         self.appended = 0
+        self._sizes = [len(block.segments) for block in blocks]
+        # segments in the order of the blocks, and back
+        self._order = torch.cat([block.segments for block in blocks])
+        self._back = torch.argsort(self._order)
 
     @classmethod
     def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, positions: Tensor) -> RaggedStore:
         """Copy the kept entries out of a dense layer.
 
         `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool,
-        `positions` [B, T] int32. One host synchronisation (the lengths of the segments).
+        `positions` [B, T] are the columns' positions. One host synchronisation (the lengths of the segments).
         """
-        batch, heads, length, _ = keys.shape
+        batch, heads = keys.shape[:2]
         flat_keep = keep.flatten(0, 1)
         lengths = flat_keep.sum(-1).tolist()
         blocks = []
@@ -81,34 +104,43 @@ class RaggedStore:
             segments = torch.tensor(members, device=keys.device)
             width = max(lengths[i] for i in members)
             index, filled = _right_aligned(flat_keep[segments], width)
-            rows = segments[:, None]
-            where = positions[segments // heads].gather(1, index).int()
+            # sequence and head apart: flattening a transposed layer would copy all of it
+            row, head = (segments // heads)[:, None], (segments % heads)[:, None]
+            where = positions[row, index].int()
             padded = any(lengths[i] < width for i in members)
-            blocks.append(
-                Block(
-                    segments,
-                    keys.flatten(0, 1)[rows, index],
-                    values.flatten(0, 1)[rows, index],
-                    torch.where(filled, where, -1) if padded else where,
-                    width,
-                    padded,
-                )
-            )
+            if padded:
+                where = torch.where(filled, where, -1)
+            blocks.append(Block(segments, keys[row, head, index], values[row, head, index], where, width, padded))
         return cls(blocks, batch, heads)
 
+    def split(self, states: Tensor) -> list[Tensor]:
+        """States of all segments, [B * Hkv, ...], as one part per block."""
+        if len(self.blocks) == 1:  # its segments are all segments, in order
+            return [states]
+        return list(torch.split_with_sizes(states.index_select(0, self._order), self._sizes))
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
+
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
-        """Add q tokens to every segment: keys [B, Hkv, q, D], values [B, Hkv, q, Dv], positions [B, q] (-1: padding)."""
-        flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-        per_segment = positions.int().repeat_interleave(self.heads, 0)
-        for block in self.blocks:
-            block.append(flat_keys, flat_values, per_segment)
-            block.padded |= padded
+        """Add q tokens to every segment.
+
+        `keys` [B, Hkv, q, D], `values` [B, Hkv, q, Dv], `positions` [B or 1, q] int32 with -1 for padding, of which
+        there is none unless `padded`.
+        """
+        rows = [positions] * len(self.blocks)
+        if len(positions) > 1:
+            rows = self.split(positions.repeat_interleave(self.heads, 0))
+        parts = zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
+        for block, block_keys, block_values, block_positions in parts:
+            block.append(block_keys, block_values, block_positions, padded)
         self.appended += keys.shape[2]
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
         for block in self.blocks:
-            block.end -= count
+            block.crop(count)
         self.appended -= count
 
     def select_rows(self, rows: Sequence[int]) -> RaggedStore:
@@ -146,11 +178,12 @@ class RaggedStore:
         return []
 
     def nbytes(self) -> int:
-        """Bytes of storage really allocated: keys, values and positions, padding and spare columns included."""
+        """Bytes of storage really allocated: keys, values, positions and biases, padding and spare columns included."""
         return sum(
             tensor.untyped_storage().nbytes()
             for block in self.blocks
-            for tensor in (block.keys, block.values, block.positions)
+            for tensor in (block.keys, block.values, block.positions, block._bias)
+            if tensor is not None
         )
 
 
@@ -165,7 +198,7 @@ def bucket(lengths: Sequence[int]) -> list[list[int]]:
     groups = [(length, by_length[length]) for length in sorted(by_length)]
     allowance = int(sum(lengths) * WASTE)
     while len(groups) > 1:
-        costs = [(b[0] - a[0]) * len(a[1]) for a, b in zip(groups, groups[1:], strict=False)]
+        costs = [(b[0] - a[0]) * len(a[1]) for a, b in pairwise(groups)]
         cheapest = min(range(len(costs)), key=costs.__getitem__)
         if costs[cheapest] > allowance:
             break

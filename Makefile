@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := runs/demo
+
+.PHONY: setup demo test lint bench train clean
+
+setup:
+	@$(PYTHON) scripts/bootstrap.py
+
+# The main job on the bundled model: calibrate, export, look, evaluate, answer.
+demo: setup
+	$(BIN)/kvsearch calibrate bundled --method lukv --policy snapkv -o $(DEMO) --force
+	$(BIN)/kvsearch export $(DEMO) --ratio 0.8 -o $(DEMO)/plan.json --force
+	$(BIN)/kvsearch show $(DEMO)/plan.json
+	$(BIN)/kvsearch evaluate bundled --plan $(DEMO)/plan.json --samples 16
+	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_solver.py
+
+# About an hour on two cores.
+train: setup
+	$(BIN)/python -m kvsearch.models.train_bundled --out runs/bundled --minutes 60
+
+clean:
+	rm -rf .venv runs build dist *.egg-info

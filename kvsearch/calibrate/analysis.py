@@ -1,0 +1,91 @@
+"""What a LU-KV profile says: is a static table justified, how good is the ranking, what does an allocation lose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.calibrate.options import STABILITY_RATIOS
+from kvsearch.errors import UsageError
+from kvsearch.plan import Profile
+
+Floats = NDArray[np.float64]
+STABLE, DOUBTFUL = 0.8, 0.5
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Spearman rank correlation of the local ratios (Figure 2b), all heads of all layers together.
+
+    `questions`: mean over pairs of questions of one context; `texts`: mean over pairs of contexts, each averaged over
+    its questions; `halves`: between the means of the odd and the even questions. NaN where there are no pairs.
+    """
+
+    ratio: float
+    questions: float
+    texts: float
+    halves: float
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers say about a static table."""
+        if self.halves >= STABLE:
+            return "stable: a static table is justified"
+        return "doubtful: use more questions" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
+
+
+def stability(profile: Profile, ratio: float) -> Stability:
+    """Stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
+    nearest = int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
+    rows = profile.arrays["question_ratio"][:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
+    context = profile.arrays["question_context"]
+    means = [rows[context == number].mean(0) for number in np.unique(context)]
+    pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
+    return Stability(
+        STABILITY_RATIOS[nearest],
+        _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
+        _mean([spearman(a, b) for a, b in combinations(means, 2)]),
+        spearman(rows[::2].mean(0), rows[1::2].mean(0)) if len(rows) > 1 else float("nan"),
+    )
+
+
+def spearman(a: Floats, b: Floats) -> float:
+    """Rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
+    from scipy.stats import rankdata
+
+    x, y = rankdata(a) - (len(a) + 1) / 2, rankdata(b) - (len(b) + 1) / 2
+    spread = float(np.sqrt((x**2).sum() * (y**2).sum()))
+    if spread == 0:
+        return float(not x.any() and not y.any())
+    return float((x * y).sum() / spread)
+
+
+def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
+    """Importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv] of the context, [L, Hkv].
+
+    In the profile's comparable units, as a share of the importance of the whole model.
+    """
+    mass = profile.arrays["mass"].astype(np.float64)
+    if kept_share.shape != mass.shape[:2]:
+        raise UsageError(f"the allocation has shape {list(kept_share.shape)}, the profile {list(mass.shape[:2])}")
+    position = np.clip(kept_share, 0, 1) * (mass.shape[-1] - 1)
+    below = np.floor(position).astype(int)
+    above = np.minimum(below + 1, mass.shape[-1] - 1)
+    low = np.take_along_axis(mass, below[..., None], -1)[..., 0]
+    high = np.take_along_axis(mass, above[..., None], -1)[..., 0]
+    kept = low + (position - below) * (high - low)
+    lost: Floats = (mass[..., -1] - kept) / mass[..., -1].sum()
+    return lost
+
+
+def ranking_gap(profile: Profile) -> Floats:
+    """Mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
+    gap: Floats = (profile.arrays["oracle_recall"].astype(np.float64) - profile.arrays["recall"]).mean(-1)
+    return gap
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

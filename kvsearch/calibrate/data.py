@@ -1,0 +1,119 @@
+"""Calibration data: texts with questions and answers, from one JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.parsing import describe_validation_error, parse_json
+from kvsearch.plan.files import read_bytes
+from kvsearch.resources import resource
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+
+DEFAULTS = {"bundled": "data/calibration/bundled.json"}
+DEFAULT = "data/calibration/novel.json"
+
+Filled = Annotated[str, Field(min_length=1)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Pair(_Record):
+    """A question and the answer that is teacher-forced while importance is measured."""
+
+    question: Filled
+    answer: Filled
+
+
+class Text(_Record):
+    """One context: its text, or the file it is in (relative to the JSON file), and what is asked of it."""
+
+    text: Filled | None = None
+    text_file: Filled | None = None
+    questions: tuple[Pair, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Text:
+        if (self.text is None) == (self.text_file is None):
+            raise ValueError("give either text or text_file")
+        return self
+
+
+class CalibrationFile(_Record):
+    """The file format: a name, the prompt that puts a question after a context, and the contexts."""
+
+    name: Filled
+    prompt: Filled = PLAIN_PROMPT
+    contexts: tuple[Text, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context with its questions, ready to be tokenised."""
+
+    text: str
+    questions: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """All contexts of a calibration; `sha256` identifies their content."""
+
+    name: str
+    prompt: str
+    contexts: tuple[Context, ...]
+    sha256: str
+
+    @property
+    def questions(self) -> int:
+        return sum(len(context.questions) for context in self.contexts)
+
+    def limited(self, questions: int | None) -> CalibrationData:
+        """The first `questions` questions only, spread over the contexts as they come."""
+        if questions is None:
+            return self
+        kept, left = [], questions
+        for context in self.contexts:
+            if left > 0:
+                kept.append(Context(context.text, context.questions[:left]))
+                left -= len(kept[-1].questions)
+        return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
+
+
+def default_data(model: str) -> Path:
+    """The shipped calibration data for `model`: the bundled model has its own, all others get the novel."""
+    return resource(DEFAULTS.get(model, DEFAULT))
+
+
+def load_calibration_data(path: str | Path) -> CalibrationData:
+    """Read and check a calibration file.
+
+    Raises:
+        UsageError: there is no such file, or it is not valid; the message lists all that is wrong with it.
+    """
+    raw = parse_json(read_bytes(path), str(path))
+    try:
+        parsed = CalibrationFile.model_validate(raw)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, str(path))) from error
+    contexts = tuple(Context(_text(item, Path(path)), item.questions) for item in parsed.contexts)
+    content = [[c.text, [[p.question, p.answer] for p in c.questions]] for c in contexts]
+    digest = hashlib.sha256(json.dumps([parsed.prompt, content]).encode()).hexdigest()
+    return CalibrationData(parsed.name, parsed.prompt, contexts, digest)
+
+
+def _text(item: Text, path: Path) -> str:
+    if item.text is not None:
+        return item.text
+    text = read_bytes(path.parent / str(item.text_file)).decode("utf-8", "replace").strip()
+    if not text:
+        raise UsageError(f"{path.parent / str(item.text_file)} is empty: a calibration context needs text")
+    return text

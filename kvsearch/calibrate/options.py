@@ -1,0 +1,35 @@
+"""Choices of a LU-KV calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
+Aggregate = Literal["ratios", "importance"]
+Group = Literal["sum", "max"]
+
+STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
+
+
+@dataclass(frozen=True)
+class LukvOptions:
+    """What the paper leaves open, and its ablations.
+
+    `normalization` makes layers comparable, which the paper asks for without saying how. "effect" (default) measures it:
+    a layer's importance adds up to what the answer loses when the layer sees only the protected entries of the context.
+    "layer" gives every layer the same mass, "layer_max" the same largest value, "output" and "residual" divide by the
+    mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
+
+    `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
+    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `minimum` is the least share of
+    the context every head keeps, `answer_tokens` the longest answer that is teacher-forced.
+    """
+
+    normalization: Normalization = "effect"
+    aggregate: Aggregate = "ratios"
+    group: Group = "sum"
+    gap: bool = True
+    minimum: float = 0.01
+    answer_tokens: int = 128
+    seed: int = 0

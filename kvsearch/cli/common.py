@@ -1,0 +1,183 @@
+"""What every command shares: its options, its two output channels, its exit codes.
+
+Data goes to standard output, talk to standard error. Exit codes: 0 done, 1 our bug, 2 usage or configuration, 3 the
+environment, 4 model or data incompatible, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsearch.errors import EnvironmentFault, KvsearchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvsearch.models.loading import LoadedModel
+
+Progress = Callable[[int, int], None]
+BUG, INTERRUPTED = 1, 130
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Common:
+    """The options every command takes."""
+
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or an accelerate device map such as balanced.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0)] = 0
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.")] = False
+    offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No talk and no progress bars.")] = False
+    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="More talk.")] = 0
+    log_file: Annotated[Path | None, typer.Option(help="Write a log to this file.")] = None
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done, then stop.")] = False
+
+    @functools.cached_property
+    def talk(self) -> Console:
+        """The console for people, on standard error."""
+        from rich.console import Console
+
+        return Console(stderr=True, quiet=self.quiet, highlight=False)
+
+    @functools.cached_property
+    def out(self) -> Console:
+        """The console for results, on standard output; wide enough for a table when it is not a terminal."""
+        from rich.console import Console
+
+        return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+    def say(self, text: str) -> None:
+        """Tell the user something that is not a result."""
+        self.talk.print(text, markup=False, soft_wrap=True)
+        logging.getLogger("kvsearch").info(text)
+
+    def print_json(self, data: Any) -> None:
+        """Print a result as JSON on standard output."""
+        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+    def load(self, model: str) -> LoadedModel:
+        """Load a model as these options say."""
+        from kvsearch.models.loading import LoadOptions, load
+
+        _silence_libraries(self.verbose)
+        return load(model, LoadOptions(self.device, self.dtype, self.revision, self.trust_remote_code, self.offline))
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Progress]:
+        """A progress bar with the time left, on a terminal; nothing elsewhere."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Bars(*columns, console=self.talk, disable=self.quiet or not sys.stderr.isatty()) as bars:
+            task = bars.add_task(what, total=None)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the common options (passed on as `common`) and turn errors into messages and exit codes."""
+    names = [field.name for field in fields(Common)]
+    hints = inspect.get_annotations(Common, eval_str=True)
+    own = inspect.signature(function, eval_str=True)
+    shared = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(Common)
+    ]
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "common"]
+
+    @functools.wraps(function)
+    def wrapped(**values: Any) -> None:
+        common = Common(**{name: values.pop(name) for name in names})
+        code = guarded(lambda: function(common=common, **values), common)
+        if code:
+            raise typer.Exit(code)
+
+    wrapped.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in [*kept, *shared]}
+    return wrapped
+
+
+def guarded(action: Callable[[], None], common: Common) -> int:
+    """Run `action`; returns the exit code and prints one line about what went wrong, if anything."""
+    try:
+        _log_to(common.log_file)
+        action()
+    except KeyboardInterrupt:
+        _complain("interrupted: nothing half-written was left behind")
+        return INTERRUPTED
+    except KvsearchError as error:
+        return _failed(str(error), error, error.exit_code, common)
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough
+    except OSError as error:
+        what = "the disk is full" if error.errno in OUT_OF_SPACE else error.strerror or str(error)
+        where = f": {error.filename}" if error.filename else ""
+        return _failed(f"{what}{where}", error, EnvironmentFault.exit_code, common)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
+        if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+            return _failed("out of memory: use a smaller --batch, model or --dtype", error, 3, common)
+        return _failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG, common)
+    return 0
+
+
+def _failed(message: str, error: BaseException, code: int, common: Common) -> int:
+    logging.getLogger("kvsearch").error(message, exc_info=error)
+    if common.debug:
+        raise error
+    _complain(message)
+    return code
+
+
+def _complain(message: str) -> None:
+    # errors are shown even when talk is not wanted
+    sys.stderr.write(f"kvsearch: error: {message}\n")
+
+
+def _log_to(path: Path | None) -> None:
+    logger = logging.getLogger("kvsearch")
+    logger.propagate = False
+    logger.handlers = [logging.NullHandler() if path is None else logging.FileHandler(path, encoding="utf-8")]
+    logger.setLevel(logging.INFO)
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+
+def _silence_libraries(verbose: int) -> None:
+    if verbose:
+        return
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def new_directory(path: Path, force: bool, config: str) -> Path:
+    """A directory to write results to; UsageError if more than a leftover `config` file is there and `force` is off."""
+    from kvsearch.errors import UsageError
+
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: give a directory to write to")
+    if path.is_dir() and not force and any(item.name != config for item in path.iterdir()):
+        raise UsageError(f"{path} exists and is not empty: choose another directory, or --force to replace its results")
+    path.mkdir(parents=True, exist_ok=True)
+    return path

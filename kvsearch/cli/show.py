@@ -1,0 +1,153 @@
+"""kvsearch show: what is in a plan or a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsearch.cli.calibrate import PROFILE
+from kvsearch.cli.common import Common, command
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan, Profile
+
+STABILITY_SHOWN = (0.5, 0.8, 0.9)
+
+
+@command
+def show(
+    path: Annotated[Path, typer.Argument(help="A plan, a profile, or the directory of one.", show_default=False)],
+    common: Common,
+    ratio: Annotated[float, typer.Option(help="Global eviction ratio at which a profile is shown.")] = 0.8,
+    plan: Annotated[
+        Path | None, typer.Option(help="With a profile: what this plan loses, layer by layer.", show_default=False)
+    ] = None,
+) -> None:
+    """Show a plan or a profile: tables and a heat map of layers and heads.
+
+    For a profile: local eviction ratios, whether they are stable across questions and texts, how far the policy's
+    ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's.
+    """
+    from kvsearch.plan import load_plan
+    from kvsearch.plan.profile import load_profile
+
+    file = path / PROFILE if path.is_dir() else path
+    if file.suffix == ".json":
+        _show_plan(load_plan(file), common)
+    else:
+        _show_profile(load_profile(file), ratio, load_plan(plan) if plan is not None else None, common)
+
+
+def _show_plan(plan: Plan, common: Common) -> None:
+    if common.as_json:
+        common.print_json(plan.model_dump(mode="json"))
+        return
+    import numpy as np
+
+    from kvsearch.cli.heatmap import heatmap
+
+    facts: dict[str, Any] = {
+        "model": plan.model.short(), "method": plan.provenance.method, "total": f"{plan.total} entries",
+        "scaling": plan.scaling, "length": plan.length, "floor": plan.floor,
+    }  # fmt: skip
+    for phase in ("prefill", "decode"):
+        part = getattr(plan, phase)
+        if part is None:
+            continue
+        layers = part.planned_layers
+        policies = sorted({f"{p.policy.name} {p.policy.params}" for p in part.layers if p is not None})
+        _facts({**facts, "policy": "; ".join(policies)}, common)
+        budgets = np.array([part.budgets[layer] for layer in layers])
+        common.out.print(heatmap(f"{phase}: entries per layer and kv head", budgets, layers))
+
+
+def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Common) -> None:
+    import numpy as np
+
+    from kvsearch.calibrate.analysis import lost_mass, ranking_gap, stability
+    from kvsearch.cli.heatmap import heatmap
+
+    metadata = profile.metadata
+    ratios = profile.local_ratios(ratio)
+    stable = [stability(profile, at) for at in STABILITY_SHOWN]
+    losses = {
+        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)), metadata.method: lost_mass(profile, 1 - ratios),
+    }  # fmt: skip
+    if plan is not None:
+        budgets = plan.budgets("prefill")
+        kept = np.array([budgets[layer] for layer in metadata.layers], dtype=float)
+        losses["plan"] = lost_mass(profile, kept / (plan.length or metadata.length))
+    if common.as_json:
+        common.print_json(
+            {
+                "metadata": metadata.model_dump(mode="json"), "ratio": ratio, "local_ratios": ratios.tolist(),
+                "stability": [{**s.__dict__, "verdict": s.verdict} for s in _without_nan(stable)],
+                "ranking_gap": ranking_gap(profile).tolist(),
+                "eviction_loss": {name: loss.tolist() for name, loss in losses.items()},
+            }
+        )  # fmt: skip
+        return
+    _facts(
+        {
+            "model": metadata.model.short(), "method": metadata.method, "questions": metadata.questions,
+            "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
+            "data": metadata.provenance.settings.get("data"),
+        },
+        common,
+    )  # fmt: skip
+    layers = metadata.layers
+    common.out.print(heatmap(f"local eviction ratio at {ratio:g}", ratios, layers, "{:.2f}", "mean"))
+    common.out.print(heatmap("recall lost to the oracle ranking", ranking_gap(profile), layers, "{:.3f}", "mean"))
+    common.out.print(_loss_table(losses, layers, ratio))
+    common.out.print(_recall_table(profile))
+    common.out.print(_stability_table(stable))
+    common.out.print(f"at {stable[1].ratio:g}: {stable[1].verdict}", markup=False)
+
+
+def _without_nan(stable: list[Any]) -> list[Any]:
+    from dataclasses import replace
+
+    names = ("questions", "texts", "halves")
+    return [replace(s, **{n: None for n in names if getattr(s, n) != getattr(s, n)}) for s in stable]
+
+
+def _facts(facts: dict[str, Any], common: Common) -> None:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        common.out.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
+
+
+def _table(title: str, columns: list[str]) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _loss_table(losses: dict[str, Any], layers: Any, ratio: float) -> Any:
+    table = _table(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses])
+    for row, layer in enumerate(layers):
+        table.add_row(str(layer), *(f"{loss[row].sum():.4f}" for loss in losses.values()))
+    table.add_row("all", *(f"{loss.sum():.4f}" for loss in losses.values()), style="bold")
+    return table
+
+
+def _recall_table(profile: Profile) -> Any:
+    shown = (1, 2, 5, 10, 20, 50)
+    table = _table("importance kept at a budget, mean over heads", ["ranking", *(f"{at}%" for at in shown)])
+    for label, name in (("policy", "recall"), ("oracle", "oracle_recall")):
+        curve = profile.arrays[name].mean(axis=(0, 1))
+        table.add_row(label, *(f"{curve[at]:.3f}" for at in shown))
+    return table
+
+
+def _stability_table(stable: list[Any]) -> Any:
+    table = _table("rank correlation of local ratios", ["ratio", "questions of one text", "texts", "odd/even questions"])
+    for s in stable:
+        table.add_row(f"{s.ratio:g}", f"{s.questions:.2f}", f"{s.texts:.2f}", f"{s.halves:.2f}")
+    return table

@@ -1,0 +1,86 @@
+"""What a plan is compared with: the full cache, and simpler methods that hold exactly as many entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.naming import suggest
+from kvsearch.plan.rounding import largest_remainder
+from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.runtime import Program
+
+BASELINES = ("uniform", "snapkv", "streaming", "random")
+SNAPKV_SINKS = 4
+
+
+@dataclass(frozen=True)
+class RandomEviction(Policy):
+    """Keeps random entries besides the sinks; a control, not a method."""
+
+    name: ClassVar[str] = "random"
+    source: ClassVar[str] = "control"
+
+    seed: int = 0
+    sinks: int = 4
+    window: int = 0
+
+    def score(self, observation: Observation) -> Tensor:
+        """Uniform noise that depends on the seed and the shape only, [B, Hkv, T] fp32."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(observation.keys.shape[:3], generator=generator).to(observation.keys.device)
+
+
+def full_cache(model: Any) -> Program:
+    """Nothing is evicted."""
+    return Program.uniform(model, create_policy("full"), lambda length: length)
+
+
+def equal_uniform(model: Any, policy: Policy, total: Callable[[int], int]) -> Program:
+    """`policy` with `total(length)` entries spread evenly over all full-attention layers and kv heads, exactly."""
+    shape = describe(model)
+    heads = (len(shape.full_layers), shape.kv_heads)
+
+    def table(length: int) -> np.ndarray:
+        entries = total(length)
+        return largest_remainder(np.full(heads, entries / (heads[0] * heads[1])), entries, 0, length)
+
+    return Program(dict.fromkeys(shape.full_layers, policy), table)
+
+
+def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> dict[str, Program]:
+    """The named baselines, each with the plan's total at every prompt length.
+
+    "uniform" is the plan's own policy with even budgets; "snapkv" and "streaming" are those methods; "random" evicts at
+    random. A baseline that equals another one is left out.
+    """
+
+    def total(length: int) -> int:
+        return int(np.minimum(plan.table(length), length).sum())
+
+    policies = set(plan.policies.values())
+    made: dict[str, Policy] = {}
+    for name in names:
+        if name == "uniform" and len(policies) > 1:
+            continue  # a plan of several policies has no uniform counterpart of its own
+        policy = next(iter(policies)) if name == "uniform" else _policy(name)
+        if policy not in made.values():
+            made[name] = policy
+    return {name: equal_uniform(model, policy, total) for name, policy in made.items()}
+
+
+def _policy(name: str) -> Policy:
+    if name == "random":
+        return RandomEviction()
+    if name == "snapkv":
+        return create_policy("snapkv", {"sinks": SNAPKV_SINKS})
+    if name == "streaming":
+        return create_policy("streaming")
+    raise UsageError(f"unknown baseline {name!r}{suggest(name, list(BASELINES))}")

@@ -1,0 +1,101 @@
+"""Headroom: what a perfect plan could keep, per task. Oracle importance of all questions asked of a context decides.
+
+If even the oracle loses the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot
+tell methods apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.budgets.marginal import MarginalSolver
+from kvsearch.calibrate.capture import Capture
+from kvsearch.evaluate.runner import Sample, answer_all
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.rounding import round_half_up
+from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.prompts import PromptFormat
+
+ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"
+
+
+@dataclass(frozen=True, eq=False)
+class GivenScores(Policy):
+    """Ranks entries by scores that are given, [1, Hkv, T]: the oracle's eye."""
+
+    name: ClassVar[str] = "given"
+    source: ClassVar[str] = "control"
+
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def score(self, observation: Observation) -> Tensor:
+        return self.scores.to(observation.keys.device)
+
+
+def headroom(
+    loaded: LoadedModel,
+    tasks: Sequence[Task],
+    ratio: float,
+    samples: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Sample]:
+    """Full cache, oracle (with oracle and with uniform budgets) and, at the same entries, simple baselines."""
+    before = loaded.model.config._attn_implementation
+    loaded.model.set_attn_implementation(NAME)
+    examples = [(task, example) for task in tasks for example in task.examples(samples, seed)]
+    results: list[Sample] = []
+    try:
+        for done, (task, example) in enumerate(examples):
+            for method, program in _programs(loaded, task, example, ratio):
+                results += answer_all(loaded, task, [example], method, program)
+            if progress is not None:
+                progress(done + 1, len(examples))
+    finally:
+        loaded.model.set_attn_implementation(before)
+    return results
+
+
+def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:
+    from kvsearch.evaluate.baselines import baselines, equal_uniform, full_cache
+
+    importance = context_importance(loaded, PromptFormat(loaded.tokenizer, task.prompt), example)
+    layers, heads, length = importance.shape
+    total = int(round_half_up((1 - ratio) * layers * heads * length))
+    ordered = -np.sort(-importance.double().numpy(), axis=-1)
+    budgets = MarginalSolver(ordered, 1).solve(total)
+    full = describe(loaded.model).full_layers
+    policies: Mapping[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
+    oracle = Program(dict(policies), lambda _: budgets)
+    uniform = equal_uniform(loaded.model, create_policy("snapkv", {"sinks": 4}), lambda _: total)
+    yield "full", full_cache(loaded.model)
+    yield ORACLE, oracle
+    yield ORACLE_UNIFORM, Program(dict(policies), uniform.table)
+    yield "snapkv", uniform
+    yield "keydiff", equal_uniform(loaded.model, create_policy("keydiff", {"sinks": 4, "window": 1}), lambda _: total)
+    yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
+
+
+def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
+    """Largest importance over all questions of a context, every layer scaled to sum 1, [L, Hkv, T] fp32."""
+    capture = Capture(loaded.model, [], prompt.context(example.context).to(loaded.device))
+    best: Tensor | None = None
+    for query in example.queries:
+        question, answer = prompt.question(query.question), prompt.answer(query.answers[0])
+        tokens = torch.cat([question, answer], 1).to(loaded.device)
+        taken: Any = capture.ask(tokens).importance
+        taken = taken / taken.sum((1, 2), keepdim=True).clamp(min=1e-30)
+        best = taken if best is None else torch.maximum(best, taken)
+    if best is None:
+        raise ValueError("an example without questions has no importance")
+    return best

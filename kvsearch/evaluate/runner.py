@@ -1,0 +1,155 @@
+"""Run examples under several programs: compress a batch of contexts once, then ask every question of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.prompts import PromptFormat
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reply of one method. `entries` and `bytes` are what the cache held after prefill, per context."""
+
+    task: str
+    method: str
+    key: str
+    question: int
+    reply: str
+    score: float
+    context_tokens: int
+    entries: int
+    bytes: float
+
+
+class Replies:
+    """Greedy replies of one compressed batch of contexts; questions follow each other without seeing one another.
+
+    Contexts and questions of different lengths are padded on the left.
+    """
+
+    def __init__(self, model: Any, cache: PlanCache, contexts: Sequence[Tensor], pad: int, stop: set[int]) -> None:
+        self.model, self.cache, self.pad, self.stop = model, cache, pad, stop
+        ids, self.mask = left_padded(contexts, pad, model.device)
+        self.lengths = self.mask.sum(-1, keepdim=True)
+        self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
+
+    def ask(self, questions: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
+        """One question per context; each reply ends before a stop token or after `max_new_tokens`."""
+        ids, mask = left_padded(questions, self.pad, self.model.device)
+        positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
+        seen = torch.cat([self.mask, mask], 1)
+        used, steps = ids.shape[1], []
+        ids, positions = self._forward(ids, seen, positions), positions[:, -1:]
+        done = torch.zeros(len(questions), dtype=torch.bool, device=ids.device)
+        stop = torch.tensor(sorted(self.stop), device=ids.device)
+        for step in range(max_new_tokens):
+            steps.append(ids)
+            done |= torch.isin(ids[:, 0], stop)
+            if step + 1 == max_new_tokens or bool(done.all()):
+                break
+            seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
+            ids = self._forward(ids, seen, positions)
+            used += 1
+        self.cache.forget(used)
+        return [_until(reply, self.stop) for reply in torch.cat(steps, 1).tolist()]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+            ).logits
+        if not bool(logits.isfinite().all()):
+            raise IncompatibleError("the model emits NaN or infinite logits: check its dtype and weights")
+        chosen: Tensor = logits[:, -1:].argmax(-1)
+        return chosen
+
+
+def run(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int = 0,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Sample]:
+    """Every program on the same `samples` examples of every task (question-agnostic protocol)."""
+    before = loaded.model.config._attn_implementation
+    loaded.model.set_attn_implementation(NAME)
+    results: list[Sample] = []
+    batches = [(task, part) for task in tasks for part in _batches(task.examples(samples, seed), batch)]
+    try:
+        for done, (task, examples) in enumerate(batches):
+            for position, (method, program) in enumerate(programs.items()):
+                results += answer_all(loaded, task, examples, method, program)
+                if progress is not None:
+                    progress(done * len(programs) + position + 1, len(batches) * len(programs))
+    finally:
+        loaded.model.set_attn_implementation(before)
+    return results
+
+
+def answer_all(
+    loaded: LoadedModel, task: Task, examples: Sequence[Example], method: str, program: Program
+) -> Iterator[Sample]:
+    """All questions of a batch of contexts under one program; the model must run the attention "kvsearch"."""
+    prompt = PromptFormat(loaded.tokenizer, task.prompt)
+    cache = PlanCache(loaded.model, program)
+    contexts = [prompt.context(example.context)[0] for example in examples]
+    replies = Replies(loaded.model, cache, contexts, _pad_token(loaded.tokenizer), stop_tokens(loaded))
+    entries, held = cache.entries().sum((0, 2)).tolist(), cache.nbytes() / len(examples)
+    for asked in range(max(len(example.queries) for example in examples)):
+        # a context without a question of that number repeats its first one, unheard
+        queries = [example.queries[asked if asked < len(example.queries) else 0] for example in examples]
+        tokens = [prompt.question(query.question)[0] for query in queries]
+        answered = replies.ask(tokens, max(query.max_new_tokens for query in queries))
+        for row, (example, query) in enumerate(zip(examples, queries, strict=True)):
+            if asked < len(example.queries):
+                text = prompt.decode(answered[row][: query.max_new_tokens])
+                yield Sample(
+                    task.name, method, example.key, asked, text, task.score(text, query.answers),
+                    len(contexts[row]), entries[row], held,
+                )  # fmt: skip
+
+
+def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
+    return ids.to(device), mask.to(device)
+
+
+def stop_tokens(loaded: LoadedModel) -> set[int]:
+    """End-of-sequence tokens of the model's generation configuration and of the tokenizer."""
+    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
+
+
+def _pad_token(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
+    for first in range(0, len(examples), size):
+        yield examples[first : first + size]
+
+
+def _until(reply: list[int], stop: set[int]) -> list[int]:
+    """The reply without its stop token and what follows it."""
+    end = next((index for index, token in enumerate(reply) if token in stop), len(reply))
+    return reply[:end]

@@ -1,0 +1,86 @@
+"""One evaluation: plans, the full cache and baselines on the same samples, at the same entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluate.baselines import BASELINES, baselines, full_cache
+from kvsearch.evaluate.runner import Sample, run
+from kvsearch.evaluate.statistics import Row, summarize
+from kvsearch.models.loading import LoadedModel
+from kvsearch.naming import suggest
+from kvsearch.plan import Plan
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.tasks.base import Task
+
+FULL = "full"
+PROTOCOL = "question-agnostic"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Samples and summary of an evaluation; differences are those of `subject`, the first plan."""
+
+    model: str
+    subject: str
+    samples: list[Sample]
+    rows: list[Row]
+    seed: int
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(sample.method for sample in self.samples))
+
+    def held(self, method: str) -> tuple[float, float]:
+        """Mean entries and bytes a context left in the cache under `method`."""
+        mine = [sample for sample in self.samples if sample.method == method]
+        return sum(s.entries for s in mine) / len(mine), sum(s.bytes for s in mine) / len(mine)
+
+
+def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str]) -> dict[str, Plan]:
+    """Find what is wrong with a request before a model is loaded.
+
+    Raises:
+        UsageError: two plans of one name, different totals, unknown policies or baselines.
+    """
+    if len(plans) != len(paths):
+        raise UsageError("two plan files have the same name: rename one, the name labels its column")
+    for name in names:
+        if name not in BASELINES:
+            raise UsageError(f"unknown baseline {name!r}{suggest(name, BASELINES)}")
+    for label, plan in plans.items():
+        if label in (FULL, *BASELINES):
+            raise UsageError(f"a plan file cannot be called {label}.json: the name is taken by a baseline")
+        for layer in plan.phase("prefill").layers:
+            if layer is not None:
+                create_policy(layer.policy.name, layer.policy.params)
+    totals = {(plan.total, plan.scaling, plan.length if plan.scaling == "proportional" else None) for plan in plans.values()}
+    if len(totals) > 1:
+        listed = ", ".join(f"{label}: {plan.total}" for label, plan in plans.items())
+        raise UsageError(f"plans are compared at equal entries, these have different totals ({listed})")
+    return dict(plans)
+
+
+def study(
+    loaded: LoadedModel,
+    plans: Mapping[str, Plan],
+    names: Sequence[str],
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int = 0,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Study:
+    """Run everything and summarise it; see `check_plans` and `Program.from_plan` for the errors."""
+    programs: dict[str, Program] = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
+    subject = next(iter(programs))
+    methods: dict[str, Any] = {
+        FULL: full_cache(loaded.model), **programs, **baselines(loaded.model, programs[subject], tuple(names)),
+    }  # fmt: skip
+    results = run(loaded, methods, tasks, samples, seed, batch, progress)
+    return Study(loaded.name, subject, results, summarize(results, subject, seed), seed)

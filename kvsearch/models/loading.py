@@ -1,0 +1,129 @@
+"""Load a model and its tokenizer: a hub id, a local directory, or `bundled`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.resources import resource
+
+if TYPE_CHECKING:
+    from kvsearch.plan import ModelFingerprint
+
+BUNDLED = "bundled"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load a model. `device` is "auto", "cpu", "cuda", "cuda:1" or an accelerate device map such as "balanced"."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be calibrated or run, under the attention implementation it was loaded with."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    fingerprint: ModelFingerprint
+
+    @property
+    def device(self) -> Any:
+        """Where inputs go."""
+        return self.model.device
+
+
+def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
+    """Load `name`; the fingerprint is taken right away.
+
+    Raises:
+        IncompatibleError: unknown architecture, no tokenizer, NaN or infinite weights.
+        EnvironmentFault: no such model here (and no network), no such device.
+    """
+    options = options or LoadOptions()
+    if options.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    from kvsearch.models.fingerprint import fingerprint
+
+    source = str(resource("data/bundled")) if name == BUNDLED else name
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise EnvironmentFault(f"device {options.device!r} was asked for, but this machine has no CUDA device")
+    model, tokenizer = _from_pretrained(name, source, options)
+    model.eval()
+    _refuse_broken_weights(name, model)
+    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
+
+
+def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if Path(source).exists() and not (Path(source) / "config.json").is_file():
+        raise IncompatibleError(f"{name}: this directory has no config.json, so it is not a Hugging Face model")
+    common: dict[str, Any] = {
+        "revision": options.revision or "main",
+        "trust_remote_code": options.trust_remote_code,
+        "local_files_only": options.offline or Path(source).exists(),
+    }
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=options.dtype, device_map=_device_map(options.device), **common
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _explain(name, source, error) from error
+    except Exception as error:
+        # safetensors and accelerate raise types of their own for a damaged file or a device that is not there
+        if type(error).__module__.split(".")[0] not in ("safetensors", "safetensors_rust", "accelerate", "torch"):
+            raise
+        raise _explain(name, source, error) from error
+    return model, tokenizer
+
+
+def _device_map(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "auto" if torch.cuda.is_available() else "cpu"
+
+
+def _explain(name: str, source: str, error: Exception) -> KvsearchError:
+    reason = " ".join(str(error).split())[:300]
+    if not Path(source).exists():
+        return EnvironmentFault(
+            f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
+            f"and HF_HUB_OFFLINE ({reason})"
+        )
+    return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
+
+
+def _refuse_broken_weights(name: str, model: Any) -> None:
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+            raise IncompatibleError(f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged")
+
+
+def _revision(source: str, options: LoadOptions) -> str | None:
+    """The commit a hub model came from; None for local directories (config._commit_hash is gone in transformers 5)."""
+    if Path(source).exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(source, "config.json", revision=options.revision or "main")
+    return Path(cached).parent.name if isinstance(cached, str) else options.revision

@@ -1,0 +1,66 @@
+"""Oracle importance (LU-KV Eq. 4): what future tokens take from every cached entry under the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+SCRATCH_BYTES = 64 * 2**20
+
+
+def projected_norms(values: Tensor, output_weight: Tensor) -> Tensor:
+    """|v_j W_O[q]|_2 of every entry under every query head, [B, Hkv, G, T] fp32.
+
+    `values` is [B, Hkv, T, Dv], `output_weight` [Hq, Dv, d_model] fp32. Uses the Gram matrix W W^T per query head, so
+    the cost is T * Dv^2 and nothing of size T x d_model is made (methods.md C.5).
+    """
+    heads = values.shape[1]
+    gram = (output_weight @ output_weight.transpose(-1, -2)).unflatten(0, (heads, -1))  # [Hkv, G, Dv, Dv]
+    states = values.float()[:, :, None]
+    return ((states @ gram) * states).sum(-1).clamp(min=0).sqrt()
+
+
+def importance_rows(
+    query: Tensor,
+    keys: Tensor,
+    norms: Tensor | None,
+    context: int,
+    scaling: float,
+    softcap: float | None = None,
+    group: str = "sum",
+) -> Tensor:
+    """max_k agg_g A[q_g, k, j] |v_j W_O[q_g]|_2 over the query rows k, for the context entries j.
+
+    `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, T + K, D] all of them, `norms` [B, Hkv, G, T] (None:
+    attention alone). Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
+    """
+    parts = []
+    for part, taken in _attention_rows(query, keys, context, scaling, softcap):
+        if norms is not None:
+            taken = taken * norms[:, part, :, None]
+        parts.append(_most_over_rows(taken, group))
+    return torch.cat(parts, 1)
+
+
+def _attention_rows(
+    query: Tensor, keys: Tensor, context: int, scaling: float, softcap: float | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Full-cache attention of the K query rows to the context, a few kv heads at a time, [B, heads, G, K, T] fp32."""
+    batch, heads, length, _ = keys.shape
+    rows = query.shape[2]
+    queries = query.unflatten(1, (heads, -1))
+    hidden = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    step = max(1, SCRATCH_BYTES // (8 * batch * queries.shape[2] * rows * length))
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        logits = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        yield part, logits.masked_fill_(hidden, float("-inf")).softmax(-1)[..., :context]
+
+
+def _most_over_rows(taken: Tensor, group: str) -> Tensor:
+    """[B, heads, G, K, T] -> [B, heads, T]: over the query group first, then the largest row."""
+    return (taken.amax(2) if group == "max" else taken.sum(2)).amax(2)

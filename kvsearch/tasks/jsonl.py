@@ -1,0 +1,84 @@
+"""A user's own examples: one JSON object per line with context, question and answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import parse_json, problems_of
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+
+Filled = Annotated[str, Field(min_length=1)]
+SHOWN = 10
+
+
+class JsonlRow(BaseModel):
+    """One line of the file. Rows with the same context share one compressed cache."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    context: Filled
+    question: Filled
+    answers: tuple[Filled, ...] = Field(min_length=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    metric: str = "contains"
+
+
+@dataclass(frozen=True)
+class JsonlTask:
+    """Examples of one file; the metric is the same for all of its rows."""
+
+    name: str
+    rows: tuple[Example, ...]
+    metric: str
+    prompt: str = PLAIN_PROMPT
+
+    @classmethod
+    def load(cls, path: str | Path) -> JsonlTask:
+        """Read and check a file; UsageError lists the bad lines."""
+        lines = read_bytes(path).decode("utf-8", "replace").splitlines()
+        rows, problems = [], []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(JsonlRow.model_validate(parse_json(line.encode(), f"{path}, line {number}")))
+            except ValidationError as error:
+                problems += [f"line {number}: {problem}" for problem in problems_of(error)]
+            except UsageError as error:
+                problems.append(str(error))
+        metrics = sorted({row.metric for row in rows})
+        if not problems and len(metrics) != 1:
+            problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric" if metrics else "no rows")
+        problems += [f"unknown metric {m!r} (known: {', '.join(METRICS)})" for m in metrics if m not in METRICS]
+        if problems:
+            more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
+        return cls(Path(path).stem, _grouped(Path(path).stem, rows), metrics[0])
+
+    def examples(self, samples: int, seed: int) -> list[Example]:
+        """Up to `samples` contexts, drawn without replacement if the file has more."""
+        if samples >= len(self.rows):
+            return list(self.rows)
+        return random.Random(seed).sample(list(self.rows), samples)
+
+    def score(self, reply: str, answers: Sequence[str]) -> float:
+        return METRICS[self.metric](reply, answers)
+
+
+def _grouped(task: str, rows: Sequence[JsonlRow]) -> tuple[Example, ...]:
+    by_context: dict[str, list[Query]] = {}
+    for row in rows:
+        by_context.setdefault(row.context, []).append(Query(row.question, row.answers, row.max_new_tokens))
+    return tuple(
+        Example(task, str(number), context, tuple(queries)) for number, (context, queries) in enumerate(by_context.items())
+    )

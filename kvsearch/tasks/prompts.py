@@ -1,0 +1,70 @@
+"""Turn contexts, questions and answers into token ids, with the tokenizer's chat template where it has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError
+
+_MARK = "\u241e"  # a symbol no template contains: the place where the context ends and the question begins
+PLAIN_PROMPT = "\n\nQuestion: {question}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """Question-agnostic prompts: the context is tokenised alone, the question and the template's tail come after it.
+
+    `plain` is how a question follows the context where there is no chat template.
+    """
+
+    tokenizer: Any
+    plain: str = PLAIN_PROMPT
+
+    @property
+    def chat(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def context(self, text: str) -> Tensor:
+        """Token ids [1, T] of everything before the question; IncompatibleError if there is nothing."""
+        if self.chat:
+            ids = self._encode(self._wrapped()[0] + text, special=False)
+        else:
+            ids = self._encode(text, special=True)
+        if not ids:
+            raise IncompatibleError("a context is empty once it is tokenised")
+        return torch.tensor([ids])
+
+    def question(self, text: str) -> Tensor:
+        """Token ids [1, K] of a question and of what leads to the answer."""
+        if self.chat:
+            return torch.tensor([self._encode("\n\n" + text + self._wrapped()[1], special=False)])
+        return torch.tensor([self._encode(self.plain.format(question=text), special=False)])
+
+    def answer(self, text: str) -> Tensor:
+        """Token ids [1, K] of an answer to be teacher-forced; IncompatibleError if there is none."""
+        ids = self._encode(text if self.chat else " " + text, special=False)
+        if not ids:
+            raise IncompatibleError(f"the answer {text!r} is empty once it is tokenised")
+        return torch.tensor([ids])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of a reply."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _wrapped(self) -> tuple[str, str]:
+        rendered: str = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
+        )
+        head, found, tail = rendered.partition(_MARK)
+        if not found:
+            raise IncompatibleError("the tokenizer's chat template drops the user's message")
+        return head, tail
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvsearch.budgets.base import Floats
+from kvsearch.budgets.convex import marginal_gains, sorted_blocks
+from kvsearch.errors import UsageError
+
+from .samples import tables
+
+
+def concave_majorant(x: Floats) -> Floats:
+    """Least concave majorant of the prefix sums by its definition: the highest chord over every budget."""
+    prefix = np.concatenate([[0.0], np.cumsum(x)])
+    hull = prefix.copy()
+    for left in range(len(prefix)):
+        for right in range(left + 1, len(prefix)):
+            inside = np.arange(left, right + 1)
+            chord = prefix[left] + (prefix[right] - prefix[left]) * (inside - left) / (right - left)
+            hull[inside] = np.maximum(hull[inside], chord)
+    return hull
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        ([1, 5, 3, 1], [3, 3, 3, 1]),
+        ([4, 2, 2, 2], [4, 2, 2, 2]),
+        ([1, 1, 1, 5], [2, 2, 2, 2]),
+        ([3, 2, 1, 1], [3, 2, 1, 1]),
+        ([0, 0, 0], [0, 0, 0]),
+        ([7], [7]),
+    ],
+)
+def test_worked_examples(x: list[int], expected: list[int]) -> None:
+    assert marginal_gains(x).tolist() == expected
+
+
+@settings(max_examples=250, deadline=None)
+@given(tables(length=12))
+def test_gains_are_the_slopes_of_the_concave_majorant(table: Floats) -> None:
+    gains = marginal_gains(table)
+    assert gains.shape == table.shape
+    assert (np.diff(gains, axis=-1) <= 0).all()
+    assert np.allclose(gains.sum(-1), table.sum(-1))
+    for x, g in zip(table.reshape(-1, table.shape[-1]), gains.reshape(-1, table.shape[-1]), strict=True):
+        above = np.concatenate([[0.0], np.cumsum(g)])
+        true = np.concatenate([[0.0], np.cumsum(x)])
+        assert np.allclose(above, concave_majorant(x))
+        assert (above >= true - 1e-9 * (1 + true[-1])).all()
+        ends = np.flatnonzero(np.append(np.diff(g) != 0, True)) + 1
+        assert np.allclose(above[ends], true[ends])
+
+
+def test_the_raw_loss_would_already_be_monotone() -> None:
+    # Regressing the loss itself, as the paper's wording suggests, changes nothing: it never rises.
+    loss = 10 - np.cumsum([0.0, 1, 5, 3, 1])
+    assert (marginal_gains(loss) == loss).all()
+
+
+def test_blocks_sort_by_slope_then_size_then_head() -> None:
+    rows = np.array([[2.0, 2, 2, 0], [1, 3, 1, 1], [2, 0, 0, 0]])
+    blocks = sorted_blocks(rows, np.zeros(3, dtype=np.int64), np.full(3, 4))
+    found = list(zip(blocks.slope.tolist(), blocks.size.tolist(), blocks.head.tolist(), strict=True))
+    assert found == [(2, 1, 2), (2, 2, 1), (2, 3, 0), (1, 2, 1), (0, 1, 0), (0, 3, 2)]
+
+
+def test_floors_and_caps_cut_the_blocks() -> None:
+    rows = np.array([[9.0, 1, 3, 9], [5, 5, 5, 5], [1, 2, 3, 4]])
+    blocks = sorted_blocks(rows, np.array([1, 4, 0]), np.array([3, 4, 2]))
+    found = list(zip(blocks.slope.tolist(), blocks.size.tolist(), blocks.head.tolist(), strict=True))
+    assert found == [(2, 2, 0), (1.5, 2, 2)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
+def test_refusals_name_the_place(bad: float) -> None:
+    with pytest.raises(UsageError, match=rf"{bad} at \[1, 2\]"):
+        marginal_gains([[1.0, 2.0, 3.0], [1.0, 2.0, bad]])
+    with pytest.raises(UsageError, match="axis"):
+        marginal_gains(1.0)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvsearch.budgets.base import Floats
+from kvsearch.budgets.curves import (
+    eviction_loss,
+    optimality_gap,
+    oracle_recall_curve,
+    recall_area,
+    recall_curve,
+    without_gap,
+)
+from kvsearch.errors import UsageError
+
+from .samples import tables
+
+A = [1.0, 5, 3, 1]
+
+
+def test_worked_example() -> None:
+    assert recall_curve(A)[1] == pytest.approx(0.1)
+    assert oracle_recall_curve(A)[1] == pytest.approx(0.5)
+    assert optimality_gap(A).tolist() == [0, 4, 2, 0, 0]
+    assert without_gap(A).tolist() == [5, 3, 1, 1]
+    assert recall_area(A) == pytest.approx((0.4 + 0.2) / 5)
+    assert recall_area(without_gap(A)) == 0
+
+
+def test_loss_is_the_mass_beyond_the_budget() -> None:
+    assert eviction_loss([A, A, A], [0, 2, 4]).tolist() == [10, 4, 0]
+    with pytest.raises(UsageError, match="5 are outside 0 to 4"):
+        eviction_loss([A], [5])
+
+
+def test_a_head_without_importance_loses_nothing() -> None:
+    assert recall_curve([0.0, 0.0]).tolist() == [1, 1, 1]
+    assert optimality_gap([0.0, 0.0]).tolist() == [0, 0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables())
+def test_curves_rise_to_one_below_the_oracle(table: Floats) -> None:
+    curve, oracle = recall_curve(table), oracle_recall_curve(table)
+    assert curve.shape == (*table.shape[:-1], table.shape[-1] + 1)
+    assert (np.diff(curve, axis=-1) >= 0).all()
+    assert np.allclose(curve[..., -1], 1)
+    assert (curve <= oracle + 1e-12).all()
+    mass = table.sum(-1, keepdims=True)
+    assert np.allclose(optimality_gap(table), (oracle - curve) * mass)
+    for budget in range(table.shape[-1] + 1):
+        lost = eviction_loss(table, np.full(table.shape[:-1], budget))
+        assert np.allclose(lost, (mass * (1 - curve))[..., budget])

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvsearch.budgets.base import Floats
+from kvsearch.budgets.curves import eviction_loss
+from kvsearch.budgets.exact import exact_budgets
+from kvsearch.errors import UsageError
+
+from .samples import tables
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables(heads=2, length=4))
+def test_equals_enumeration(table: Floats) -> None:
+    heads = table.shape[:-1]
+    floors = np.minimum(1, np.arange(np.prod(heads)).reshape(heads))
+    every = [np.reshape(b, heads) for b in itertools.product(range(table.shape[-1] + 1), repeat=int(np.prod(heads)))]
+    for total in range(int(floors.sum()), table.size + 1):
+        least = min(eviction_loss(table, b).sum() for b in every if b.sum() == total and (b >= floors).all())
+        budgets = exact_budgets(table, total, floors)
+        assert budgets.sum() == total
+        assert (budgets >= floors).all()
+        assert eviction_loss(table, budgets).sum() == pytest.approx(least, abs=1e-9)
+
+
+def test_refuses_what_cannot_be_met() -> None:
+    with pytest.raises(UsageError, match=r"total 3 .* at least 4, at most 8"):
+        exact_budgets(np.ones((1, 2, 4)), 3, 2)
+    with pytest.raises(UsageError, match="total 9"):
+        exact_budgets(np.ones((1, 2, 4)), 9)

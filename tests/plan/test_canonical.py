@@ -1,0 +1,71 @@
+"""Canonical JSON: equal content, equal bytes; readable; refuses what JSON cannot hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.plan import Plan, canonical_json, sha256_of
+
+from .builders import make_plan, plan_dict
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def shuffled(value: Any) -> Any:
+    """The same content with every dictionary in reverse order."""
+    if isinstance(value, dict):
+        return {key: shuffled(value[key]) for key in reversed(list(value))}
+    return [shuffled(item) for item in value] if isinstance(value, list) else value
+
+
+@given(VALUES)
+def test_reads_back_as_the_same_value_whatever_the_order(value: Any) -> None:
+    data = canonical_json(value)
+    assert json.loads(data) == value
+    assert canonical_json(shuffled(value)) == data
+    assert data.endswith(b"\n")
+
+
+def test_equal_plans_have_equal_bytes() -> None:
+    assert canonical_json(Plan.model_validate(shuffled(plan_dict()))) == canonical_json(make_plan())
+    assert canonical_json(make_plan()) == canonical_json(make_plan().model_dump(mode="json"))
+
+
+def test_layout_is_fixed() -> None:
+    data = canonical_json({"b": [1, 2.5], "a": {"é": [], "d": {}}, "c": [{"x": None}, "y"], "t": (True,)})
+    assert data.decode() == (
+        '{\n  "a": {\n    "d": {},\n    "é": []\n  },\n  "b": [1, 2.5],\n'
+        '  "c": [\n    {\n      "x": null\n    },\n    "y"\n  ],\n  "t": [true]\n}\n'
+    )
+
+
+def test_long_lists_take_a_line_per_number() -> None:
+    lines = canonical_json({"a": list(range(1000, 1040))}).decode().splitlines()
+    assert len(lines) == 44
+    assert lines[2] == "    1000,"
+
+
+def test_digest_is_that_of_the_bytes() -> None:
+    assert sha256_of([]) == "37517e5f3dc66819f61f5a7bb8ace1921282415f10551d2defa5c3eb0985b570"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_refuses_what_is_not_finite(value: float) -> None:
+    with pytest.raises(UsageError, match=r"at a\.1\.b: JSON has finite numbers only"):
+        canonical_json({"a": [0, {"b": value}]})
+
+
+def test_refuses_other_types_and_keys() -> None:
+    with pytest.raises(InternalError, match="cannot write a set at a as JSON"):
+        canonical_json({"a": {1}})
+    with pytest.raises(InternalError, match="the key 1 at the top"):
+        canonical_json({1: "a"})
+    with pytest.raises(UsageError, match="surrogate"):
+        canonical_json("\udc00")

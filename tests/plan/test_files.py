@@ -1,0 +1,210 @@
+"""Plan files: round trips, torn and foreign files, and writes that never lose what was there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan import Plan, atomic_write, canonical_json, load_plan, save_plan
+
+from .builders import make_plan, phase_dict, plan_dict
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.json"
+
+
+def test_round_trip(path: Path) -> None:
+    plan = make_plan(decode=phase_dict([None, None, [7, 7]]))
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+    assert path.read_bytes() == canonical_json(plan)
+    save_plan(load_plan(str(path)), path, overwrite=True)
+    assert path.read_bytes() == canonical_json(plan)
+
+
+def test_an_existing_file_is_kept_unless_asked(path: Path) -> None:
+    path.write_text("mine")
+    with pytest.raises(UsageError, match=r"plan\.json exists already"):
+        save_plan(make_plan(), path)
+    assert path.read_text() == "mine"
+
+
+def test_an_invalid_copy_is_not_written(path: Path) -> None:
+    with pytest.raises(UsageError, match="says 1, but the prefill budgets add up to 32"):
+        save_plan(make_plan().model_copy(update={"total": 1}), path)
+    assert not path.exists()
+
+
+def test_every_truncation_is_a_usage_error(path: Path) -> None:
+    data = canonical_json(make_plan([[4, 4], [5, 6]]))
+    for size in range(len(data) - 1):  # without its last newline the plan is still whole
+        path.write_bytes(data[:size])
+        with pytest.raises(UsageError, match=r"plan\.json is not"):
+            load_plan(path)
+
+
+def test_truncation_is_placed(path: Path) -> None:
+    path.write_text('{\n  "format": "kvsearch.plan",\n')
+    with pytest.raises(UsageError, match="at line 3 column 1: the file ends too early"):
+        load_plan(path)
+    path.write_text('{"format": "kvsea')
+    with pytest.raises(UsageError, match="at line 1 column 12: the file ends too early"):
+        load_plan(path)
+
+
+FOREIGN: list[tuple[bytes, str]] = [
+    (b"", "not valid JSON at line 1 column 1"),
+    (b"\xff{}", "not UTF-8 text: byte 0 is 0xff"),
+    (b"[]", "not a kvsearch.plan file: it holds no object"),
+    (b"{}", "not a kvsearch.plan file: its format is null"),
+    (b'{"format": "kvsearch.profile", "version": 1}', "its format is 'kvsearch.profile'"),
+    (b'{"format": "kvsearch.plan"}', "has no valid version: found null"),
+    (b'{"format": "kvsearch.plan", "version": true}', "has no valid version: found True"),
+    (b'{"format": "kvsearch.plan", "version": 1.0}', "has no valid version: found 1.0"),
+    (
+        b'{"format": "kvsearch.plan", "version": 2}',
+        "was written by a newer kvsearch .version 2, this one reads 1.: upgrade",
+    ),
+    (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
+    (b'{"a": NaN}', "NaN is not a number JSON knows"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b"9" * 10_000, "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("data", "expected"), FOREIGN)
+def test_foreign_files_are_refused(path: Path, data: bytes, expected: str) -> None:
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=expected) as caught:
+        load_plan(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_hand_edited_file_lists_all_its_mistakes(path: Path) -> None:
+    path.write_text(json.dumps(plan_dict(total=31, extra=1, provenance={})))
+    with pytest.raises(UsageError) as caught:
+        load_plan(path)
+    first, *rest = str(caught.value).split("\n")
+    assert first == f"{path} is not valid, 7 problems:"
+    assert "  total: says 31, but the prefill budgets add up to 32: correct one of them" in rest
+    assert "  extra: unknown key: remove it or correct its spelling" in rest
+    assert "  provenance.seed: is missing: add it" in rest
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        load_plan(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="is a folder"):
+        load_plan(tmp_path)
+    with pytest.raises(UsageError, match="null byte"):
+        load_plan("a\0b")
+    with pytest.raises(UsageError, match="null byte"):
+        atomic_write("a\0b", b"")
+    with pytest.raises(UsageError, match="it is a folder"):
+        atomic_write(tmp_path, b"")
+    with pytest.raises(UsageError, match="its folder does not exist"):
+        atomic_write(tmp_path / "none" / "plan.json", b"")
+    with pytest.raises(UsageError, match="not a regular file"):
+        atomic_write("/dev/null", b"")
+
+
+def fail_with(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), EnvironmentFault),
+        (PermissionError(errno.EACCES, "Permission denied"), EnvironmentFault),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), MemoryError),
+    ],
+)
+def test_a_failed_write_leaves_everything_as_it_was(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    existing: bool,
+    error: BaseException,
+    raised: type[BaseException],
+) -> None:
+    if existing:
+        path.write_text("old")
+    monkeypatch.setattr(os, call, fail_with(error))
+    with pytest.raises(raised) as caught:
+        atomic_write(path, b"new")
+    assert [child.name for child in path.parent.iterdir()] == (["plan.json"] if existing else [])
+    assert not existing or path.read_text() == "old"
+    if raised is EnvironmentFault:
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_says_what_to_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", fail_with(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(EnvironmentFault, match="no space left on device, free some space"):
+        save_plan(make_plan(), path)
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    atomic_write(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_file_and_folder_are_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode)))
+    atomic_write(path, b"new")
+    assert synced == [False, True]
+
+
+def test_links_are_followed_and_the_mode_is_kept(path: Path) -> None:
+    path.write_text("old")
+    path.chmod(0o640)
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    atomic_write(link, b"new")
+    assert link.is_symlink()
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_link_to_itself_is_refused(path: Path) -> None:
+    path.symlink_to(path)
+    with pytest.raises((UsageError, EnvironmentFault), match=r"plan\.json"):
+        atomic_write(path, b"new")
+
+
+def test_a_new_file_gets_the_usual_mode(path: Path) -> None:
+    path.with_name("other").write_text("")
+    atomic_write(path, b"")
+    assert path.stat().st_mode == path.with_name("other").stat().st_mode
+
+
+def test_plans_written_through_json_validate_too() -> None:
+    plan = make_plan()
+    assert Plan.model_validate_json(canonical_json(plan)) == plan

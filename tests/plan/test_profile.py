@@ -1,0 +1,196 @@
+"""Profiles: byte-stable round trips, all mistakes at once, and the look-up between grid rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.numpy import save
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan import GRID, Profile, ProfileMetadata, load_profile, save_profile
+
+from .builders import make_profile, metadata_dict, ratio_table
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "profile.safetensors"
+
+
+def write(path: Path, arrays: dict[str, np.ndarray], metadata: object, **header: str) -> None:
+    path.write_bytes(save(arrays, {"kvsearch": json.dumps(metadata), **header}))
+
+
+def message_of(path: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_profile(path)
+    return str(caught.value)
+
+
+def test_round_trip_is_byte_stable(path: Path) -> None:
+    profile = make_profile()
+    save_profile(profile, path)
+    loaded = load_profile(path)
+    assert loaded.metadata == profile.metadata
+    assert np.array_equal(loaded.arrays["evicted_ratio"], profile.arrays["evicted_ratio"])
+    assert loaded.to_bytes() == path.read_bytes() == make_profile().to_bytes()
+    assert loaded.metadata.seed == 7
+
+
+def test_bytes_do_not_depend_on_order_or_memory_layout() -> None:
+    table, extra = ratio_table(), np.arange(6).reshape(2, 3)
+    metadata = ProfileMetadata.model_validate(metadata_dict())
+    one = Profile(metadata, {"evicted_ratio": table, "ranks": extra})
+    two = Profile(metadata, {"ranks": extra.astype(">i8"), "evicted_ratio": np.asfortranarray(table)})
+    assert one.to_bytes() == two.to_bytes()
+
+
+def test_arrays_are_read_only_copies() -> None:
+    table = ratio_table()
+    profile = make_profile(table)
+    table[:] = 0
+    assert profile.arrays["evicted_ratio"].any()
+    with pytest.raises(ValueError, match="read-only"):
+        profile.arrays["evicted_ratio"][0] = 0
+
+
+def test_an_existing_file_is_kept_unless_asked(path: Path) -> None:
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        save_profile(make_profile(), path)
+    save_profile(make_profile(), path, overwrite=True)
+    assert load_profile(path).metadata.questions == 3
+
+
+def test_truncated_files_are_usage_errors(path: Path) -> None:
+    data = make_profile().to_bytes()
+    for size in [*range(40), *range(40, len(data), 97), len(data) - 1]:
+        path.write_bytes(data[:size])
+        assert "is no complete safetensors file" in message_of(path)
+
+
+def test_foreign_files_are_refused(path: Path) -> None:
+    assert "there is no file" in message_of(path)
+    path.write_bytes(save({"a": np.zeros(2)}))
+    assert "without kvsearch metadata" in message_of(path)
+    path.write_bytes(save({"a": np.zeros(2)}, {"kvsearch": "{"}))
+    assert "is not valid JSON at line 1" in message_of(path)
+    write(path, {}, metadata_dict(version=2))
+    assert "written by a newer kvsearch" in message_of(path)
+    write(path, {}, metadata_dict(format="kvsearch.plan"))
+    assert "not a kvsearch.profile file" in message_of(path)
+
+
+def test_an_unreadable_file_is_the_environments_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(EnvironmentFault, match="permission denied, check the permissions"):
+        load_profile(path)
+
+
+def bent(row: int, value: float) -> np.ndarray:
+    table = ratio_table()
+    table[row, 0, 0] = value
+    return table
+
+
+BAD_TABLES: list[tuple[np.ndarray, str]] = [
+    (ratio_table()[:98], r"has shape [98, 2, 2], must be [99, 2, 2]"),
+    (ratio_table(3), r"has shape [99, 3, 2], must be [99, 2, 2]"),
+    (ratio_table()[0], r"has shape [2, 2], must be [99, 2, 2]"),
+    (ratio_table().astype(np.float64), "has type float64, must be float32"),
+    (bent(5, np.nan), "1 of 396 values are not finite"),
+    (bent(5, -0.5), "1 of 396 ratios are outside [0, 1]"),
+    (bent(5, 1.5), "1 of 396 ratios are outside [0, 1]"),
+    (bent(49, 0.95), "1 of 99 rows do not average to their global ratio, e.g. row 49 (0.50)"),
+    (ratio_table()[::-1], "98 of 99 rows do not average to their global ratio, e.g. row 0 (0.01)"),
+]
+
+
+@pytest.mark.parametrize(("table", "expected"), BAD_TABLES)
+def test_wrong_tables_are_refused_in_memory_and_on_disk(path: Path, table: np.ndarray, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_profile(table)
+    write(path, {"evicted_ratio": np.ascontiguousarray(table)}, metadata_dict())
+    for message in (str(caught.value), message_of(path)):
+        assert f"arrays.evicted_ratio: {expected}" in message
+
+
+def test_everything_wrong_with_a_file_is_listed_at_once(path: Path) -> None:
+    arrays = {"evicted_ratio": bent(5, 2.0)[:50], "extra": np.array([np.inf]), "half": np.zeros(2, np.float16)}
+    write(path, arrays, metadata_dict(layers=[2, 0], questions=0, note="x"), author="me")
+    places = [line.strip().partition(":")[0] for line in message_of(path).splitlines()[1:]]
+    expected = ["layers", "questions", "note", "header.author", "arrays.half"]
+    assert sorted(places) == sorted([*expected, "arrays.evicted_ratio", "arrays.evicted_ratio", "arrays.extra"])
+
+
+def test_odd_arrays_never_cause_other_errors() -> None:
+    for table in (np.zeros(3, complex), np.array(["a"]), np.zeros((0, 2, 2), np.float32), np.array(0.5, np.float32)):
+        with pytest.raises(UsageError, match=r"arrays\.evicted_ratio"):
+            make_profile(table)
+
+
+def test_a_lukv_profile_needs_its_table_and_others_do_not() -> None:
+    with pytest.raises(UsageError, match="evicted_ratio: is missing"):
+        Profile(ProfileMetadata.model_validate(metadata_dict()), {})
+    other = Profile(ProfileMetadata.model_validate(metadata_dict(method="cosine")), {"score": np.ones((2, 3))})
+    with pytest.raises(UsageError, match="this 'cosine' profile has no 'evicted_ratio' table"):
+        other.local_ratios(0.5)
+
+
+@pytest.mark.parametrize("layers", [[], [0, 0], [2, 1], [0, 3], [-1], [0.0], "ab"])
+def test_layers_must_be_layers_of_the_model(layers: Any) -> None:
+    with pytest.raises(ValidationError):
+        ProfileMetadata.model_validate(metadata_dict(layers=layers))
+
+
+def test_means_may_be_off_by_an_entry() -> None:
+    table = np.minimum(ratio_table() + np.float32(0.0109), 1)  # 1 / 100 + 1e-3 is allowed
+    assert make_profile(table).metadata.length == 100
+    with pytest.raises(UsageError, match="do not average"):
+        make_profile(table, length=1000)
+
+
+@pytest.mark.parametrize("row", range(GRID))
+def test_grid_ratios_give_their_row(row: int) -> None:
+    profile = make_profile()
+    table = profile.arrays["evicted_ratio"]
+    assert np.array_equal(profile.local_ratios((row + 1) / 100), table[row].astype(np.float64))
+
+
+def test_between_rows_the_way_is_straight() -> None:
+    profile = make_profile()
+    table = profile.arrays["evicted_ratio"].astype(np.float64)
+    np.testing.assert_allclose(profile.local_ratios(0.505), (table[49] + table[50]) / 2, atol=1e-12)
+    np.testing.assert_allclose(profile.local_ratios(0.8025), 0.75 * table[79] + 0.25 * table[80], atol=1e-12)
+
+
+def test_below_the_grid_towards_zero_and_above_it_flat() -> None:
+    profile = make_profile()
+    table = profile.arrays["evicted_ratio"].astype(np.float64)
+    np.testing.assert_allclose(profile.local_ratios(0.004), 0.4 * table[0], atol=1e-12)
+    assert np.abs(profile.local_ratios(1e-15)).max() < 1e-12
+    assert np.array_equal(profile.local_ratios(0.999), table[98])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-6, 0.99))
+def test_the_mean_stays_the_global_ratio(ratio: float) -> None:
+    local = make_profile().local_ratios(ratio)
+    assert local.shape == (2, 2)
+    assert local.mean() == pytest.approx(ratio, abs=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [0, 1, -0.1, 1.5, float("nan"), float("inf"), True])
+def test_ratios_outside_the_open_interval_are_refused(ratio: float) -> None:
+    with pytest.raises(UsageError, match="lies between 0 and 1"):
+        make_profile().local_ratios(ratio)

@@ -1,0 +1,176 @@
+"""The plan schema: strict types, and every contradiction named by its place, several at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.plan import Plan, PolicySpec, Provenance, describe_validation_error
+
+from .builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
+
+
+def problems(data: dict[str, Any]) -> list[str]:
+    """The lines under the heading, as a user sees them."""
+    with pytest.raises(ValidationError) as caught:
+        Plan.model_validate(data)
+    return describe_validation_error(caught.value, "plan.json").split("\n  ")[1:]
+
+
+def without(data: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name != key}
+
+
+def test_a_plan_tells_budgets_and_planned_layers() -> None:
+    plan = make_plan(decode=phase_dict([None, None, [7, 7]]))
+    assert plan.budgets("prefill") == ((10, 6), None, (4, 12))
+    assert plan.planned_layers("prefill") == (0, 2)
+    assert plan.planned_layers("decode") == (2,)
+    assert plan.total == plan.phase("prefill").total == 32
+
+
+def test_a_missing_phase_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no 'decode' phase, only prefill"):
+        make_plan().budgets("decode")
+
+
+def test_a_decode_only_plan_counts_its_decode_budgets() -> None:
+    plan = make_plan(prefill=None, decode=phase_dict([[5, 5], [5, 5], [5, 5]]), total=30)
+    assert plan.planned_layers("decode") == (0, 1, 2)
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        make_plan().total = 3
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (plan_dict(total=33), "total: says 33, but the prefill budgets add up to 32: correct one of them"),
+    (plan_dict(prefill=None, decode=phase_dict([[4, 4]] * 3), total=1), "total: says 1, but the decode budgets add"),
+    (plan_dict(total=32.0), "total: Input should be a valid integer, not 32.0"),
+    (plan_dict(total=True), "total: Input should be a valid integer, not True"),
+    (plan_dict(total="32"), "total: Input should be a valid integer, not '32'"),
+    (plan_dict(total=0), "total: Input should be greater than or equal to 1, not 0"),
+    (plan_dict(floor=-1), "floor: Input should be greater than or equal to 0, not -1"),
+    (plan_dict(floor=5), "prefill.layers.2.budget: is 4 at head 0, below the floor of 5 entries"),
+    (plan_dict(length=11), "prefill.layers.2.budget: is 12 at head 1, above the length of 11 tokens"),
+    (plan_dict(length=None), 'scaling: "proportional" needs a length'),
+    (plan_dict(scaling="linear"), "scaling: Input should be 'fixed' or 'proportional', not 'linear'"),
+    (plan_dict(prefill=None), "decode: a plan needs at least one phase"),
+    (plan_dict(prefill=phase_dict([None] * 3)), "prefill.layers: plans no layer"),
+    (plan_dict(extra=1), "extra: unknown key"),
+    (plan_dict(version=2), "version: Input should be 1, not 2"),
+    (plan_dict(model=model_dict(layers=4)), "prefill.layers: has 3 items, but model.layers is 4"),
+    (plan_dict(model=model_dict(kv_heads=3)), "prefill.layers.0.budget: has 2 items, but model.kv_heads is 3"),
+    (plan_dict(model=model_dict(config_sha256="abc")), "model.config_sha256: String should match pattern"),
+    (plan_dict(model=model_dict(name="")), "model.name: String should have at least 1 character"),
+    (plan_dict([[10, 0], [4, 4]]), "prefill.layers.0.budget.1: Input should be greater than or equal to 1, not 0"),
+    (plan_dict([[10, 2**31], [4, 4]]), "prefill.layers.0.budget.1: Input should be less than or equal to 2147483647"),
+    (plan_dict([[10, True], [4, 4]]), "prefill.layers.0.budget.1: Input should be a valid integer, not True"),
+    (without(plan_dict(), "floor"), "floor: is missing"),
+    (plan_dict(provenance={**PROVENANCE, "settings": {"a": {}}}), "provenance.settings.a: must be a finite number"),
+    (
+        plan_dict(provenance={**PROVENANCE, "settings": {"a": [float("inf")]}}),
+        "provenance.settings.a: must be a finite",
+    ),
+    (plan_dict(provenance={**PROVENANCE, "kvsearch": "\ud800"}), "provenance.kvsearch: Input should be a valid string"),
+    (
+        plan_dict(provenance={**PROVENANCE, "settings": {"a": "\ud800"}}),
+        "provenance.settings.a: must be a finite number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "expected"), BAD, ids=[expected.partition(":")[0] for _, expected in BAD])
+def test_each_mistake_is_named_by_its_place(data: dict[str, Any], expected: str) -> None:
+    found = problems(data)
+    assert any(line.startswith(expected) for line in found), found
+    assert all("\n" not in line for line in found)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    data = plan_dict([[10, 3], None, [4, 50]], total=1, extra=None, scaling="proportional")
+    data["provenance"] = {**PROVENANCE, "seed": 1.5, "when": "today"}
+    places = [line.partition(":")[0] for line in problems(data)]
+    expected = ["prefill.layers.0.budget", "prefill.layers.2.budget", "provenance.seed", "provenance.when", "extra"]
+    assert sorted(places) == sorted([*expected])
+
+
+def test_totals_are_checked_next_to_other_mistakes() -> None:
+    found = problems(plan_dict(total=1, extra=None, length="x"))
+    assert [line.partition(":")[0] for line in found] == ["length", "total", "extra"]
+
+
+def test_the_heading_names_the_file_and_counts() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Plan.model_validate(plan_dict(extra=1, total=0))
+    text = describe_validation_error(caught.value, "plan.json")
+    assert text.startswith("plan.json is not valid, 2 problems:\n  ")
+
+
+def test_fixed_budgets_may_exceed_the_calibration_length() -> None:
+    assert make_plan([[100, 4], [4, 4]], scaling="fixed").length == 40
+    assert make_plan(scaling="fixed", length=None).length is None
+
+
+def test_scalars_keep_their_type() -> None:
+    params: dict[str, bool | int | float | str] = {"a": 1, "b": 1.0, "c": True, "d": "1"}
+    assert [type(value) for value in PolicySpec(name="x", params=params).params.values()] == [int, float, bool, str]
+
+
+def test_settings_given_as_lists_or_tuples_are_equal() -> None:
+    listed = Provenance.model_validate({**PROVENANCE, "settings": {"a": [1, None, "x"]}})
+    assert listed == Provenance.model_validate({**PROVENANCE, "settings": {"a": (1, None, "x")}})
+
+
+def test_name_and_revision_never_cause_a_mismatch() -> None:
+    assert model().mismatch(model(name="elsewhere", revision="abc")) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model_type", "qwen3"), ("config_sha256", "0" * 64), ("kv_heads", 4), ("head_dim", 16)]
+)
+def test_every_other_field_does(field: str, value: object) -> None:
+    difference = model().mismatch(model(**{field: value}))
+    assert difference is not None
+    assert difference.startswith(f"{field} differs: expected 'toy'")
+    assert "\n" not in difference
+
+
+def test_weights_may_be_allowed_to_differ() -> None:
+    tuned = model(weights_sha256="a" * 64)
+    assert model().mismatch(tuned, weights=False) is None
+    assert "weights_sha256 differs" in str(model().mismatch(tuned))
+
+
+def test_another_model_is_refused_with_both_hashes() -> None:
+    ours, other = model(), model(name="other", config_sha256="b" * 64, weights_sha256="c" * 64)
+    with pytest.raises(IncompatibleError) as caught:
+        ours.require(other, "plan.json")
+    message = str(caught.value)
+    hashes = (ours.config_sha256, ours.weights_sha256, other.config_sha256, other.weights_sha256)
+    assert all(digest[:12] in message for digest in hashes)
+    assert message.startswith("plan.json was made for another model")
+    ours.require(model(), "plan.json")
+
+
+def test_importing_the_schema_is_light() -> None:
+    code = (
+        "import sys, kvsearch.plan.schema as s; heavy = {'torch', 'transformers', 'numpy', 'safetensors'};"
+        "print(*sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_all_public_names_resolve() -> None:
+    import kvsearch.plan as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing

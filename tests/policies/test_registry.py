@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.policies import Observation, Policy, create_policy, policy_class, policy_names, registry
+from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.snapkv import SnapKV
+
+from .contract import Case, observe
+
+
+@dataclass(frozen=True)
+class Newest(Policy):
+    """What a third party would add."""
+
+    name: ClassVar[str] = "newest"
+    source: ClassVar[str] = "a test"
+
+    weight: float = 1.0
+
+    def score(self, observation: Observation) -> torch.Tensor:
+        return torch.arange(observation.keys.shape[2]).float().expand(observation.keys.shape[:3]) * self.weight
+
+
+def refusal(name: str, params: dict[str, object] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        create_policy(name, params)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_all_names_are_known() -> None:
+    assert {"expected_attention", "full", "keydiff", "snapkv", "streaming"} <= set(policy_names())
+    assert policy_names() == sorted(policy_names())
+    for name in policy_names():
+        assert policy_class(name).name == name
+        assert list(create_policy(name).parameters()) == [field.name for field in fields(policy_class(name))]
+
+
+def test_an_unknown_policy_gets_a_suggestion() -> None:
+    message = refusal("snapvk")
+    assert message.startswith("unknown policy 'snapvk'; did you mean 'snapkv'?")
+    assert all(name in message for name in policy_names())
+    assert "did you mean" not in refusal("zzz")
+
+
+def test_an_unknown_parameter_gets_a_suggestion() -> None:
+    message = refusal("snapkv", {"windw": 8})
+    assert message.startswith("policy snapkv has no parameter 'windw'; did you mean 'window'?")
+    assert "pooling" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("snapkv", {"window": "32"}, "window must be int, got '32'"),
+        ("snapkv", {"window": 32.0}, "window must be int, got 32.0"),
+        ("snapkv", {"window": True}, "window must be int, got True"),
+        ("snapkv", {"pooling": 3}, "pooling must be str, got 3"),
+        ("expected_attention", {"covariance": 1}, "covariance must be bool, got 1"),
+        ("expected_attention", {"epsilon": "0.1"}, "epsilon must be float, got '0.1'"),
+        ("expected_attention", {"epsilon": True}, "epsilon must be float, got True"),
+    ],
+)
+def test_wrong_types(name: str, params: dict[str, object], expected: str) -> None:
+    assert refusal(name, params) == f"policy {name}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("snapkv", {"window": 0}, "window must be 1 or more, got 0"),
+        ("snapkv", {"kernel": 4}, "kernel must be odd, got 4"),
+        ("snapkv", {"kernel": -1}, "kernel must be odd, got -1"),
+        ("snapkv", {"pooling": "mean"}, "pooling is max, avg or none, got 'mean'"),
+        ("snapkv", {"group": "sum"}, "group is mean or max, got 'sum'"),
+        ("snapkv", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ("streaming", {"sinks": -4}, "sinks must be 0 or more, got -4"),
+        ("keydiff", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ("keydiff", {"window": -1}, "window must be 0 or more, got -1"),
+        ("expected_attention", {"future": 0}, "future must be 1 or more, got 0"),
+        ("expected_attention", {"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ("expected_attention", {"window": -1}, "window must be 0 or more, got -1"),
+        ("expected_attention", {"epsilon": -0.1}, "epsilon must be finite and 0 or more, got -0.1"),
+        ("expected_attention", {"epsilon": float("nan")}, "epsilon must be finite and 0 or more, got nan"),
+        ("expected_attention", {"epsilon": float("inf")}, "epsilon must be finite and 0 or more, got inf"),
+    ],
+)
+def test_out_of_range(name: str, params: dict[str, object], expected: str) -> None:
+    assert refusal(name, params) == f"policy {name}: {expected}"
+
+
+def test_whole_numbers_serve_as_floats() -> None:
+    policy = create_policy("expected_attention", {"epsilon": 1})
+    assert policy == ExpectedAttention(epsilon=1.0)
+    assert type(policy.parameters()["epsilon"]) is float
+
+
+def test_policies_are_frozen() -> None:
+    with pytest.raises(AttributeError, match=re.escape("cannot assign to field 'window'")):
+        SnapKV().window = 3  # type: ignore[misc]
+
+
+def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("newest", f"{__name__}:Newest", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))
+    assert "newest" in policy_names()
+    policy = create_policy("newest", {"weight": 2})
+    assert isinstance(policy, Policy)
+    assert type(policy).__name__ == "Newest"
+    assert "did you mean 'newest'?" in refusal("newst")
+
+
+@pytest.mark.parametrize("policy", [SnapKV(), ExpectedAttention()])
+def test_what_a_policy_declares_must_be_given(policy: Policy) -> None:
+    case = Case(heads=1, group=1, length=4, pads=(0,), seed=0)
+    bare = Observation(*[torch.zeros(1, 1, 4, 4)] * 2, torch.ones(1, 4, dtype=torch.bool), 1.0)
+    assert policy.score(observe(policy, case)).shape == (1, 1, 4)
+    with pytest.raises(InternalError):
+        policy.score(bare)

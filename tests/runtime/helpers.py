@@ -1,0 +1,169 @@
+"""A policy with given scores, random ragged programs, and the reference that every runtime result is held against.
+
+The reference is eager attention over a full `DynamicCache` in which evicted keys get a mask of -inf, in every forward
+pass after the prompt's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
+
+from kvsearch.models.architecture import describe
+from kvsearch.policies import Observation, Policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+
+TOLERANCE = 2e-5
+Kept = dict[int, Tensor]  # model layer -> [B, Hkv, T] bool
+
+
+@dataclass(frozen=True)
+class GivenScores(Policy):
+    """Scores fixed beforehand."""
+
+    name: ClassVar[str] = "given"
+    source: ClassVar[str] = "tests"
+
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def score(self, observation: Observation) -> Tensor:
+        return self.scores.to(observation.keys.device)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A program with random scores and random ragged budgets, and what it must keep of the prompt."""
+
+    program: Program
+    kept: Kept
+
+
+def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[int] | None = None) -> Eviction:
+    """Evict at random, other entries in every layer, sequence and head, 1 to 90% of them, for the prompt of `mask`."""
+    shape = describe(model)
+    planned = tuple(layers) if layers is not None else shape.full_layers
+    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    scores = torch.rand(len(planned), len(mask), shape.kv_heads, mask.shape[1], generator=generator)
+    ratios = rng.uniform(0.01, 0.9, (len(planned), shape.kv_heads))
+
+    def table(length: int) -> np.ndarray:
+        return np.maximum(1, np.round(ratios * length)).astype(np.int64)
+
+    kept = {}
+    for row, layer in enumerate(planned):
+        chosen = torch.zeros(scores.shape[1:], dtype=torch.bool)
+        for sequence in range(len(mask)):
+            real = torch.nonzero(mask[sequence].cpu()).flatten()
+            for head, budget in enumerate(table(len(real))[row]):
+                best = scores[row, sequence, head, real].argsort(descending=True)[:budget]
+                chosen[sequence, head, real[best]] = True
+        kept[layer] = chosen
+    policies = {layer: GivenScores(scores[row]) for row, layer in enumerate(planned)}
+    return Eviction(Program(policies, table), kept)
+
+
+def keep_everything(model: Any) -> Program:
+    """A program that evicts nothing."""
+    from kvsearch.policies.full import FullKV
+
+    return Program.uniform(model, FullKV(), lambda length: 10**6)
+
+
+@contextmanager
+def running(model: Any, implementation: str) -> Iterator[None]:
+    """The model under another attention implementation."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+_evicted: Kept = {}
+
+
+def _masked_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    evicted = _evicted.get(module.layer_idx)
+    if evicted is not None and key.shape[2] > evicted.shape[2]:
+        bias = torch.zeros(*evicted.shape[:2], 1, key.shape[2], device=key.device)
+        bias[:, :, 0, : evicted.shape[2]].masked_fill_(evicted.to(key.device), float("-inf"))
+        bias = bias.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        mask = bias if mask is None else mask + bias
+    eager: Any = sys.modules[type(module).__module__].eager_attention_forward
+    output: tuple[Tensor, Tensor | None] = eager(module, query, key, value, mask, **kwargs)
+    return output
+
+
+REFERENCE = "kvsearch_test_reference"
+AttentionInterface.register(REFERENCE, _masked_eager)
+AttentionMaskInterface.register(REFERENCE, eager_mask)
+
+
+@contextmanager
+def reference(model: Any, kept: Kept) -> Iterator[DynamicCache]:
+    """A full cache in which all but the `kept` entries of the prompt are masked once the prompt has passed."""
+    _evicted.update({layer: ~chosen for layer, chosen in kept.items()})
+    try:
+        with running(model, REFERENCE):
+            yield DynamicCache(config=model.config)
+    finally:
+        _evicted.clear()
+
+
+@torch.no_grad()
+def feed(model: Any, cache: Any, pieces: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Logits [B, q, V] of consecutive pieces (ids, mask) [B, q], each one forward pass, positions as `generate` has."""
+    seen: Tensor | None = None
+    logits = []
+    for ids, mask in pieces:
+        seen = mask if seen is None else torch.cat([seen, mask], 1)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
+        logits.append(output.logits)
+    return logits
+
+
+def one_by_one(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Ids [B, n] as n pieces of one token."""
+    return [(ids[:, i : i + 1], torch.ones_like(ids[:, :1])) for i in range(ids.shape[1])]
+
+
+def planned_and_reference(
+    model: Any, eviction: Eviction, pieces: Sequence[tuple[Tensor, Tensor]], **options: Any
+) -> tuple[list[Tensor], list[Tensor], PlanCache]:
+    """What the runtime makes of `pieces` (the first is the prompt), what the reference does, and the runtime's cache."""
+    with running(model, NAME):
+        cache = PlanCache(model, eviction.program, **options)
+        planned = feed(model, cache, pieces)
+    with reference(model, eviction.kept) as full:
+        return planned, feed(model, full, pieces), cache
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Equal up to `tolerance` times the largest expected value (or 1)."""
+    assert actual.shape == expected.shape
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((actual - expected).abs().max()) <= tolerance * scale
+
+
+def kept_columns(chosen: Tensor) -> list[list[list[int]]]:
+    """The columns of a kept mask [B, Hkv, T], per sequence and head."""
+    return [[torch.nonzero(head).flatten().tolist() for head in row] for row in chosen]
+
+
+def held_columns(cache: PlanCache, layer: int, batch: int, heads: int) -> list[list[list[int]]]:
+    """The same of a cache."""
+    return [[cache.kept_positions(layer, row, head) for head in range(heads)] for row in range(batch)]
