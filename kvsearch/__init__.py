@@ -1,0 +1,35 @@
+"""kvsearch: offline calibration and strategy search for KV-cache eviction in language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsearch.calibrate.lukv import calibrate_lukv
+    from kvsearch.errors import KvsearchError
+    from kvsearch.export.build import Target, plan_from_profile
+    from kvsearch.models.loading import load
+    from kvsearch.plan import Plan, Profile, load_plan, save_plan
+    from kvsearch.plan.profile import load_profile, save_profile
+    from kvsearch.runtime import PlanCache, attach
+
+# resolved on first use, so that `import kvsearch` stays light
+_HOMES = {
+    "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
+    "Profile": "kvsearch.plan", "Target": "kvsearch.export.build", "attach": "kvsearch.runtime",
+    "calibrate_lukv": "kvsearch.calibrate.lukv", "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
+    "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.export.build", "save_plan": "kvsearch.plan",
+    "save_profile": "kvsearch.plan.profile",
+}  # fmt: skip
+
+__all__ = [
+    "KvsearchError", "Plan", "PlanCache", "Profile", "Target", "attach", "calibrate_lukv", "load", "load_plan",
+    "load_profile", "plan_from_profile", "save_plan", "save_profile",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvsearch' has no attribute {name!r}")

@@ -23,7 +23,9 @@ CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
 def main() -> None:
     if sys.version_info < (3, 11):
-        sys.exit(f"kvsearch needs Python 3.11 or newer, this is {sys.version.split()[0]}: run `make PYTHON=python3.11 ...`")
+        sys.exit(
+            f"kvsearch needs Python 3.11 or newer, this is {sys.version.split()[0]}: run `make PYTHON=python3.11 ...`"
+        )
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if STAMP.is_file() and STAMP.read_text() == wanted:
         return

@@ -32,7 +32,7 @@ class Captured:
     logits: Tensor  # [K, vocabulary]
 
 
-class CaptureLayer(CacheLayerMixin):
+class CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keeps the dense context of one layer; later tokens see it in full and are measured, but not stored."""
 
     is_sliding = False
@@ -148,7 +148,7 @@ class Capture:
 
     @torch.no_grad()
     def ask_without(self, tokens: Tensor, row: int, keep: Tensor) -> Tensor:
-        """Logits [K, vocabulary] of `tokens` when measured layer `row` may see the entries `keep` [Hkv, T] bool only."""
+        """Logits [K, vocabulary] of `tokens` when measured layer `row` sees only the entries `keep` [Hkv, T] bool."""
         layer = self.measured[row]
         layer.keep = keep.to(tokens.device)
         try:

@@ -11,8 +11,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.resources import resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 

@@ -108,7 +108,8 @@ def _effect_weights(measured: Sequence[Measured]) -> NDArray[np.float64]:
     """Nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
     mass = np.sum([item.scale for item in measured], axis=0)
     effect = np.sum([item.effect for item in measured], axis=0)
-    return np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
+    weights: NDArray[np.float64] = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
+    return weights
 
 
 def _effects(capture: Capture, captured: Captured, tokens: Tensor, answer: int, protected: Tensor) -> Tensor:
@@ -128,25 +129,25 @@ class _Summary:
         self.lengths: list[int] = []
         self.contexts: list[int] = []
         self._grid: list[NDArray[np.float32]] = []
-        self._curves: list[NDArray[np.float32]] = []
+        self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
         self._mean: NDArray[np.float64] | None = None
 
     def add(self, measured: Measured, weights: NDArray[np.float64]) -> None:
         """Take in one question; `weights` [L] make its layers comparable."""
         values = measured.importance.astype(np.float64) * weights[:, None, None]
-        if not self.options.gap:
-            values = without_gap(values)
         length = values.shape[-1]
         self.lengths.append(length)
         self.contexts.append(measured.context)
-        self._curves.append(np.stack([_sampled(recall_curve(values)), _sampled(oracle_recall_curve(values))]))
+        recall = _sampled(recall_curve(values))
+        mass = values.sum(-1, keepdims=True)
+        self._curves.append(np.stack([recall, _sampled(oracle_recall_curve(values)), recall * mass]))
+        if not self.options.gap:
+            values = without_gap(values)
         self._grid.append(profile_grid(MarginalSolver(values, self.floor(length))))
         if self.options.aggregate == "importance":
             if self._mean is not None and self._mean.shape != values.shape:
                 raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
             self._mean = values if self._mean is None else self._mean + values
-        mass = _sampled(np.cumsum(np.concatenate([np.zeros_like(values[..., :1]), values], -1), -1))
-        self._mass = mass if len(self.lengths) == 1 else self._mass + mass
 
     def floor(self, length: int) -> int:
         return floor_entries(length, self.policy, self.options)
@@ -160,24 +161,25 @@ class _Summary:
         if self._mean is not None:
             table = profile_grid(MarginalSolver(self._mean / len(self.lengths), self.floor(self.length)))
         rows = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
-        recall, oracle = np.mean(self._curves, axis=0, dtype=np.float64).astype(np.float32)
+        curves = np.mean(self._curves, axis=0).astype(np.float32)
         return {
             "evicted_ratio": table,
             "question_ratio": np.stack(self._grid)[:, rows],  # [M, 9, L, Hkv] at 0.1 ... 0.9
             "question_context": np.array(self.contexts, dtype=np.int32),
-            "recall": recall,  # [L, Hkv, 101] share of importance kept by the policy at budget i% of the context
-            "oracle_recall": oracle,
-            "mass": (self._mass / len(self.lengths)).astype(np.float32),  # [L, Hkv, 101] importance kept, comparable
+            "recall": curves[0],  # [L, Hkv, 101] share of importance kept by the policy at budget i% of the context
+            "oracle_recall": curves[1],
+            "mass": curves[2],  # [L, Hkv, 101] importance kept, in comparable units
         }
 
 
-def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float32]:
+def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     """A curve over budgets 0 ... T read at 0%, 1%, ... 100% of T, linear between entries."""
     position = np.linspace(0, curve.shape[-1] - 1, CURVE_POINTS)
     below = np.floor(position).astype(int)
     above = np.minimum(below + 1, curve.shape[-1] - 1)
     share = position - below
-    return ((1 - share) * curve[..., below] + share * curve[..., above]).astype(np.float32)
+    sampled: NDArray[np.float64] = (1 - share) * curve[..., below] + share * curve[..., above]
+    return sampled
 
 
 def _question_tokens(prompt: PromptFormat, context: Context, options: LukvOptions) -> Iterator[tuple[Tensor, int]]:

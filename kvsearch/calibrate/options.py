@@ -16,14 +16,14 @@ STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 class LukvOptions:
     """What the paper leaves open, and its ablations.
 
-    `normalization` makes layers comparable, which the paper asks for without saying how. "effect" (default) measures it:
-    a layer's importance adds up to what the answer loses when the layer sees only the protected entries of the context.
+    `normalization` makes layers comparable, which the paper asks for without saying how. "effect" measures it: a layer's
+    importance adds up to what the answer loses when the layer sees only the protected entries of the context.
     "layer" gives every layer the same mass, "layer_max" the same largest value, "output" and "residual" divide by the
     mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
 
     `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
-    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `minimum` is the least share of
-    the context every head keeps, `answer_tokens` the longest answer that is teacher-forced.
+    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `minimum` is the least share
+    of the context every head keeps, `answer_tokens` the longest answer that is teacher-forced.
     """
 
     normalization: Normalization = "effect"

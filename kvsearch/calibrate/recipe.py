@@ -27,7 +27,7 @@ def require_method(name: str) -> None:
 
 
 def calibration_policy(name: str, settings: Sequence[str]) -> Policy:
-    """The policy to calibrate for, with the method's protected entries unless `settings` ("key=value") say otherwise."""
+    """The policy to calibrate for, with LU-KV's protected entries unless `settings` ("key=value") differ."""
     if name in UNRANKED:
         raise UsageError(f"policy {name!r} evicts nothing, so it has no budgets to calibrate")
     policy_class(name)

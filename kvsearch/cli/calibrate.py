@@ -23,9 +23,12 @@ def calibrate(
         list[str] | None, typer.Option("--set", help="A policy parameter, as in --set window=16; repeatable.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Calibration file (default: the shipped one for this model).", show_default=False)
+        Path | None,
+        typer.Option(help="Calibration file (default: the shipped one for this model).", show_default=False),
     ] = None,
-    questions: Annotated[int | None, typer.Option(help="Use only so many questions.", min=1, show_default=False)] = None,
+    questions: Annotated[
+        int | None, typer.Option(help="Use only so many questions.", min=1, show_default=False)
+    ] = None,
     normalization: Annotated[
         str, typer.Option(help="What makes layers comparable: effect, layer, layer_max, output, residual or none.")
     ] = "effect",

@@ -36,18 +36,24 @@ OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class Common:
     """The options every command takes."""
 
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or an accelerate device map such as balanced.")] = "auto"
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1, or an accelerate device map such as balanced.")
+    ] = "auto"
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0)] = 0
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.")] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.")
+    ] = False
     offline: Annotated[bool, typer.Option("--offline", help="Never touch the network.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No talk and no progress bars.")] = False
     verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="More talk.")] = 0
     log_file: Annotated[Path | None, typer.Option(help="Write a log to this file.")] = None
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done, then stop.")] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and say what would be done, then stop.")
+    ] = False
 
     @functools.cached_property
     def talk(self) -> Console:
@@ -100,7 +106,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     hints = inspect.get_annotations(Common, eval_str=True)
     own = inspect.signature(function, eval_str=True)
     shared = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
         for field in fields(Common)
     ]
     kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "common"]

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from kvsearch.cli.common import Common, command
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer", "pydantic")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "scikit-learn",
+    "cma",
+    "pandas",
+    "safetensors",
+    "typer",
+    "pydantic",
+)
 EXTRAS = ("ray", "matplotlib", "lm-eval")
 
 
@@ -30,8 +40,6 @@ def doctor(common: Common) -> None:
         width = max(map(len, facts))
         for name, value in facts.items():
             common.out.print(f"{name:<{width}}  {value}", markup=False)
-    if sys.version_info < (3, 11):
-        raise EnvironmentFault("kvsearch needs Python 3.11 or newer")
     if missing:
         raise EnvironmentFault(f"{', '.join(missing)} missing: reinstall with `pip install kvsearch`")
 

@@ -16,7 +16,9 @@ def export(
     profile: Annotated[Path, typer.Argument(help="Directory or file that `calibrate` wrote.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The plan file.", show_default=False)],
     common: Common,
-    ratio: Annotated[float | None, typer.Option(help="Share of the cache to evict, 0 to 1.", show_default=False)] = None,
+    ratio: Annotated[
+        float | None, typer.Option(help="Share of the cache to evict, 0 to 1.", show_default=False)
+    ] = None,
     budget: Annotated[
         int | None, typer.Option(help="Entries to keep per kv head, on average.", min=1, show_default=False)
     ] = None,

@@ -14,9 +14,12 @@ from kvsearch.cli.common import Common, command
 def generate(
     model: Annotated[str, typer.Argument(help="A hub id, a local directory, or `bundled`.", show_default=False)],
     common: Common,
-    plan: Annotated[Path | None, typer.Option(help="A plan file; without one the full cache is kept.", show_default=False)] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan file; without one the full cache is kept.", show_default=False)
+    ] = None,
     context: Annotated[
-        str | None, typer.Option(help="The context, or @FILE; compressed before the prompt is read.", show_default=False)
+        str | None,
+        typer.Option(help="The context, or @FILE; compressed before the prompt is read.", show_default=False),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The question or prompt, or @FILE.", show_default=False)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.", min=1)] = 64,

@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # dark blue (little) to yellow (much), readable with black or white digits
-RAMP = ((13, 8, 135), (84, 2, 163), (139, 10, 165), (185, 50, 137), (219, 92, 104), (244, 136, 73), (254, 188, 43), (240, 249, 33))
+RAMP = (
+    (13, 8, 135),
+    (84, 2, 163),
+    (139, 10, 165),
+    (185, 50, 137),
+    (219, 92, 104),
+    (244, 136, 73),
+    (254, 188, 43),
+    (240, 249, 33),
+)
 
 
 def heatmap(title: str, values: np.ndarray, layers: Sequence[int], form: str = "{:.0f}", total: str = "sum") -> Table:

@@ -73,8 +73,9 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
     ratios = profile.local_ratios(ratio)
     stable = [stability(profile, at) for at in STABILITY_SHOWN]
     losses = {
-        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)), metadata.method: lost_mass(profile, 1 - ratios),
-    }  # fmt: skip
+        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
+        metadata.method: lost_mass(profile, 1 - ratios),
+    }
     if plan is not None:
         budgets = plan.budgets("prefill")
         kept = np.array([budgets[layer] for layer in metadata.layers], dtype=float)
@@ -147,7 +148,9 @@ def _recall_table(profile: Profile) -> Any:
 
 
 def _stability_table(stable: list[Any]) -> Any:
-    table = _table("rank correlation of local ratios", ["ratio", "questions of one text", "texts", "odd/even questions"])
+    table = _table(
+        "rank correlation of local ratios", ["ratio", "questions of one text", "texts", "odd/even questions"]
+    )
     for s in stable:
         table.add_row(f"{s.ratio:g}", f"{s.questions:.2f}", f"{s.texts:.2f}", f"{s.halves:.2f}")
     return table

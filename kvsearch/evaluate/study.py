@@ -59,7 +59,9 @@ def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequenc
         for layer in plan.phase("prefill").layers:
             if layer is not None:
                 create_policy(layer.policy.name, layer.policy.params)
-    totals = {(plan.total, plan.scaling, plan.length if plan.scaling == "proportional" else None) for plan in plans.values()}
+    totals = {
+        (plan.total, plan.scaling, plan.length if plan.scaling == "proportional" else None) for plan in plans.values()
+    }
     if len(totals) > 1:
         listed = ", ".join(f"{label}: {plan.total}" for label, plan in plans.items())
         raise UsageError(f"plans are compared at equal entries, these have different totals ({listed})")

@@ -15,7 +15,7 @@ from kvsearch.plan.rounding import round_half_up, water_fill
 
 @dataclass(frozen=True)
 class Target:
-    """How much to keep: evict `ratio` of a prompt, whatever its length, or keep `budget` entries per kv head on average.
+    """How much to keep: evict `ratio` of any prompt, or keep `budget` entries per kv head on average.
 
     `length` is the prompt length, in tokens, that the integer budgets in the file are for; default: the calibration's.
     """
@@ -76,9 +76,7 @@ def round_ratios(ratios: NDArray[np.float64], length: int, total: int, floor: in
     return budgets
 
 
-def phase_of(
-    budgets: NDArray[np.int64], layers: tuple[int, ...], model_layers: int, policy: PolicySpec
-) -> PhasePlan:
+def phase_of(budgets: NDArray[np.int64], layers: tuple[int, ...], model_layers: int, policy: PolicySpec) -> PhasePlan:
     """A phase with one policy: row i of `budgets` is model layer `layers[i]`, other layers keep everything."""
     rows = dict(zip(layers, budgets.tolist(), strict=True))
     return PhasePlan(
@@ -93,5 +91,3 @@ def _total(target: Target, length: int, heads: int) -> int:
     if target.budget is not None:
         return target.budget * heads
     return int(round_half_up((1 - float(target.ratio or 0)) * length * heads))
-
-

@@ -124,4 +124,4 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def output_weight(module: nn.Module, heads: int) -> Tensor:
     """W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
     weight: Tensor = module.o_proj.weight  # type: ignore[union-attr, assignment]
-    return weight.float().unflatten(1, (heads, -1)).permute(1, 2, 0)
+    return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)

@@ -19,7 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load a model. `device` is "auto", "cpu", "cuda", "cuda:1" or an accelerate device map such as "balanced"."""
+    """How to load a model. `device` is "auto", "cpu", "cuda", "cuda:1" or an accelerate device map ("balanced")."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -116,7 +116,9 @@ def _explain(name: str, source: str, error: Exception) -> KvsearchError:
 def _refuse_broken_weights(name: str, model: Any) -> None:
     for parameter_name, parameter in model.named_parameters():
         if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
-            raise IncompatibleError(f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged")
+            raise IncompatibleError(
+                f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
+            )
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:

@@ -24,7 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
-    Document, Names, bells, chains, code_facts, code_pairs, compose, item_facts, votes,
+    Document,
+    Names,
+    bells,
+    chains,
+    code_facts,
+    code_pairs,
+    compose,
+    item_facts,
+    votes,
 )  # fmt: skip
 
 HEAD_DIM = 16
@@ -224,7 +232,7 @@ def update(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: Batch, 
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     loss = (losses * weight.flatten()).sum() / weight.sum()
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     asked = weight == ANSWER_WEIGHT

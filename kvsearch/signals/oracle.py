@@ -17,9 +17,11 @@ def projected_norms(values: Tensor, output_weight: Tensor) -> Tensor:
     the cost is T * Dv^2 and nothing of size T x d_model is made (methods.md C.5).
     """
     heads = values.shape[1]
-    gram = (output_weight @ output_weight.transpose(-1, -2)).unflatten(0, (heads, -1))  # [Hkv, G, Dv, Dv]
+    gram = output_weight @ output_weight.transpose(-1, -2)
+    gram = gram.reshape(heads, -1, *gram.shape[1:])  # [Hkv, G, Dv, Dv]
     states = values.float()[:, :, None]
-    return ((states @ gram) * states).sum(-1).clamp(min=0).sqrt()
+    norms: Tensor = ((states @ gram) * states).sum(-1).clamp(min=0).sqrt()
+    return norms
 
 
 def importance_rows(
@@ -50,7 +52,7 @@ def _attention_rows(
     """Full-cache attention of the K query rows to the context, a few kv heads at a time, [B, heads, G, K, T] fp32."""
     batch, heads, length, _ = keys.shape
     rows = query.shape[2]
-    queries = query.unflatten(1, (heads, -1))
+    queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
     hidden = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
     step = max(1, SCRATCH_BYTES // (8 * batch * queries.shape[2] * rows * length))
     for first in range(0, heads, step):

@@ -58,7 +58,9 @@ class JsonlTask:
                 problems.append(str(error))
         metrics = sorted({row.metric for row in rows})
         if not problems and len(metrics) != 1:
-            problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric" if metrics else "no rows")
+            problems.append(
+                f"the rows name the metrics {', '.join(metrics)}: one file has one metric" if metrics else "no rows"
+            )
         problems += [f"unknown metric {m!r} (known: {', '.join(METRICS)})" for m in metrics if m not in METRICS]
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -80,5 +82,6 @@ def _grouped(task: str, rows: Sequence[JsonlRow]) -> tuple[Example, ...]:
     for row in rows:
         by_context.setdefault(row.context, []).append(Query(row.question, row.answers, row.max_new_tokens))
     return tuple(
-        Example(task, str(number), context, tuple(queries)) for number, (context, queries) in enumerate(by_context.items())
+        Example(task, str(number), context, tuple(queries))
+        for number, (context, queries) in enumerate(by_context.items())
     )

@@ -30,10 +30,8 @@ class PromptFormat:
 
     def context(self, text: str) -> Tensor:
         """Token ids [1, T] of everything before the question; IncompatibleError if there is nothing."""
-        if self.chat:
-            ids = self._encode(self._wrapped()[0] + text, special=False)
-        else:
-            ids = self._encode(text, special=True)
+        head = self._wrapped()[0] if self.chat else ""
+        ids = self._encode(head + text, special=not self.chat)
         if not ids:
             raise IncompatibleError("a context is empty once it is tokenised")
         return torch.tensor([ids])

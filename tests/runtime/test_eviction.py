@@ -45,6 +45,18 @@ def test_decoding_equals_masking(family: str, exact: bool, device: str) -> None:
     assert cache.get_seq_length() == 48
 
 
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_one_kv_head_and_one_per_query_head(kv_heads: int, device: str) -> None:
+    model = build("llama", device, num_key_value_heads=kv_heads)
+    ids, mask = prompts(2, 40, pads=9, device=device)
+    question = prompts(2, 5, pads=2, device=device, seed=2)
+    pieces = [(ids, mask), question, *one_by_one(prompts(2, 4, device=device, seed=1)[0])]
+    planned, expected, cache = planned_and_reference(model, random_eviction(model, mask), pieces)
+    for (_, real), actual, wanted in list(zip(pieces, planned, expected, strict=True))[1:]:
+        assert_close(actual[real.bool()], wanted[real.bool()])
+    assert cache.entries().shape == (4, 2, kv_heads)
+
+
 @families
 def test_a_padded_second_turn_equals_masking(family: str, device: str) -> None:
     model = build(family, device)

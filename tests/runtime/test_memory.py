@@ -16,7 +16,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.storage import RaggedStore
 
 from ..families import build, prompts
-from .helpers import feed, one_by_one, random_eviction, running
+from .helpers import feed, random_eviction, running
 
 LENGTH, DIM = 1100, 64
 
@@ -44,14 +44,15 @@ def test_bytes_after_prefill_are_those_of_the_kept_entries(model: Any, batch: in
     assert exact < cache.nbytes() <= 1.05 * exact
 
 
+@torch.no_grad()
 def test_growth_is_an_eighth_at_most(model: Any) -> None:
     ids, mask = prompts(1, LENGTH)
     with running(model, NAME):
         cache = PlanCache(model, random_eviction(model, mask).program)
         feed(model, cache, [(ids, mask)])
         before, sizes = cache.nbytes(), set()
-        for piece in one_by_one(ids[:, :40]):
-            feed(model, cache, [piece])
+        for _ in range(40):
+            model(ids[:, :1], past_key_values=cache)
             sizes.add(cache.nbytes())
     entries = int(cache.entries().sum())
     assert max(sizes) <= 1.15 * before + 40 * 6 * (2 * DIM * 4 + 8)
@@ -113,17 +114,18 @@ def test_packing_copies_the_kept_entries_only() -> None:
     assert allocations.largest < keys.numel() * 4 / 4
 
 
+@torch.no_grad()
 def test_query_rows_do_not_hold_the_prompts_queries(model: Any) -> None:
     """A chunked prefill keeps the collector between chunks: it may hold the window's rows, not the chunk's."""
-    ids, mask = prompts(1, 300)
+    ids, _ = prompts(1, 300)
     program = Program.uniform(model, create_policy("snapkv", {"window": 8}), lambda length: 50)
     with running(model, NAME):
         cache = PlanCache(model, program, prompt_length=300)
-        feed(model, cache, [(ids[:, :250], mask[:, :250])])
+        model(ids[:, :250], past_key_values=cache)
         for planned in cache.planned.values():
             rows = planned._collector.rows
             assert rows is not None
             assert rows.untyped_storage().nbytes() == 4 * 8 * DIM * 4
         assert cache.nbytes() == 3 * 2 * 250 * 2 * DIM * 4  # the prompt is not complete: nothing is evicted
-        feed(model, cache, [(ids[:, 250:], mask[:, 250:])])
+        model(ids[:, 250:], past_key_values=cache)
     assert cache.entries().unique().tolist() == [50]

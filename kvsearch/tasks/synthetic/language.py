@@ -99,7 +99,7 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Needles:
         key = names.draw("key", v.KEYS)
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
         parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
-        answer = tuple(word for part in parts for word in part)[1:] + (".",)
+        answer = (*(word for part in parts for word in part), ".")[1:]
         questions.append(Question("multivalue", ("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
         sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
@@ -113,7 +113,9 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Need
     for _ in range(count):
         variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
         value = rng.choice(v.VALUES)
-        told.append([("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)])
+        told.append(
+            [("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)]
+        )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
         questions.append(Question("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))

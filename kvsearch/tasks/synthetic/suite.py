@@ -15,7 +15,16 @@ from kvsearch.errors import UsageError
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.metrics import exact_match
 from kvsearch.tasks.synthetic.language import (
-    Document, Names, Needles, bells, chains, code_facts, code_pairs, compose, item_facts, votes,
+    Document,
+    Names,
+    Needles,
+    bells,
+    chains,
+    code_facts,
+    code_pairs,
+    compose,
+    item_facts,
+    votes,
 )  # fmt: skip
 
 EVIDENCE_SHARE = 0.05
@@ -77,7 +86,9 @@ class SyntheticTask:
 
     def __post_init__(self) -> None:
         if self.length < SHORTEST:
-            raise UsageError(f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}")
+            raise UsageError(
+                f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
+            )
         if self.split not in SPLITS:
             raise UsageError(f"unknown split {self.split!r} (known: {', '.join(SPLITS)})")
 

@@ -42,11 +42,20 @@ ADJECTIVES = tuple(
     "lazy loud merry noble old proud quiet".split()
 )
 PLACES = tuple(
-    "attic barn cabin cave cellar chapel forest harbor kitchen library market meadow mill palace tavern "
-    "valley".split()
+    "attic barn cabin cave cellar chapel forest harbor kitchen library market meadow mill palace tavern valley".split()
 )
 WORDS = (
-    SPECIAL + FUNCTION + ORDINALS + NUMBERS + KEYS + VALUES + VARIABLES + CANDIDATES
-    + NOUNS + VERBS + ADJECTIVES + PLACES
+    SPECIAL
+    + FUNCTION
+    + ORDINALS
+    + NUMBERS
+    + KEYS
+    + VALUES
+    + VARIABLES
+    + CANDIDATES
+    + NOUNS
+    + VERBS
+    + ADJECTIVES
+    + PLACES
 )
 TOKEN_ID = {word: index for index, word in enumerate(WORDS)}

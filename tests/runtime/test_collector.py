@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.models.architecture import attention_modules, decoder
+from kvsearch.policies import Needs, Observation, Policy
+from kvsearch.runtime import PlanCache, Program, collector
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.collector import QueryCollector
+
+from ..families import DEVICES, build, prompts
+from .helpers import feed, running
+
+FROM = 4
+
+
+@dataclass(frozen=True)
+class Recorder(Policy):
+    """Asks for everything and remembers what it was given."""
+
+    name: ClassVar[str] = "recorder"
+    source: ClassVar[str] = "tests"
+
+    seen: list[Observation] = field(default_factory=list)
+
+    def needs(self) -> Needs:
+        return Needs(query_rows=5, query_statistics_from=FROM)
+
+    def score(self, observation: Observation) -> Tensor:
+        self.seen.append(observation)
+        return observation.keys[..., 0].float()
+
+
+def observed(model: Any, pieces: list[tuple[Tensor, Tensor]]) -> list[Observation]:
+    """What the policy of each layer is shown of a prompt that arrives in `pieces`."""
+    recorder = Recorder()
+    length = sum(ids.shape[1] for ids, _ in pieces)
+    with running(model, NAME):
+        feed(model, PlanCache(model, Program.uniform(model, recorder, lambda n: n), prompt_length=length), pieces)
+    return recorder.seen
+
+
+def plain_queries(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Queries before the rotary embedding, [B, Hq, T, D] of every layer, from hidden states and weights alone."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hidden = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
+    queries = []
+    for layer, state in zip(decoder(model).layers, hidden, strict=False):
+        attention, state = layer.self_attn, layer.input_layernorm(state)
+        if hasattr(attention, "qkv_proj"):
+            query = attention.qkv_proj(state)[..., : 8 * attention.head_dim]
+        else:
+            query = attention.q_proj(state)
+        query = query.unflatten(-1, (8, -1))
+        if hasattr(attention, "q_norm"):
+            query = attention.q_norm(query)
+        queries.append(query.transpose(1, 2))
+    return queries
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3": {},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "mistral": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", MODELS)
+@torch.no_grad()
+def test_statistics_are_those_of_the_models_queries(family: str, device: str) -> None:
+    model = build(family, device, **MODELS[family])
+    ids, mask = prompts(3, 40, pads=9, device=device)
+    mask[1, :37] = 0  # three real tokens: no query behind the sinks
+    queries = plain_queries(model, ids, mask)
+    observations = observed(model, [(ids, mask)])
+    index = mask.cumsum(-1) - 1
+    full = [layer for layer, kind in enumerate(kinds(model)) if kind == "full_attention"]
+    assert len(observations) == len(full)
+    for observation, layer in zip(observations, full, strict=True):
+        statistics = observation.statistics
+        assert statistics is not None
+        for row in range(3):
+            chosen = queries[layer][row][:, (index[row] >= FROM) & mask[row].bool()].double()
+            if row == 1:
+                assert not statistics.mean[row].any()
+                assert not statistics.covariance[row].any()
+                continue
+            mean = chosen.mean(1)
+            centred = chosen - mean[:, None]
+            covariance = centred.transpose(-1, -2) @ centred / chosen.shape[1]
+            torch.testing.assert_close(statistics.mean[row].double(), mean, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(statistics.covariance[row].double(), covariance, atol=2e-4, rtol=2e-4)
+        module: Any = attention_modules(model)[layer]
+        assert observation.scaling == pytest.approx(module.scaling)
+        assert observation.next_position is not None
+        assert observation.next_position.tolist() == [31, 3, 40]
+
+
+def kinds(model: Any) -> list[str]:
+    return getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_chunks_show_a_policy_what_one_pass_does(family: str, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 40, pads=9, device=device)
+    (whole, *_), chunked = observed(model, [(ids, mask)]), []
+    for size in (1, 6, 13):
+        pieces = list(zip(ids.split(size, 1), mask.split(size, 1), strict=True))
+        chunked.append(observed(model, pieces)[0])
+    assert whole.statistics is not None
+    assert whole.queries is not None
+    assert whole.queries.shape[2] == 5
+    for chunk in chunked:
+        assert chunk.statistics is not None
+        real = mask[:, -5:].bool()[:, None, :, None].expand_as(whole.queries)
+        torch.testing.assert_close(chunk.queries[real], whole.queries[real], atol=2e-5, rtol=2e-5)
+        real = mask.bool()[:, None, :, None].expand_as(whole.keys)
+        torch.testing.assert_close(chunk.keys[real], whole.keys[real], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(chunk.statistics.mean, whole.statistics.mean, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(chunk.statistics.covariance, whole.statistics.covariance, atol=2e-4, rtol=2e-4)
+        assert torch.equal(chunk.valid, whole.valid)
+        assert chunk.next_position is not None
+        assert chunk.next_position.tolist() == [31, 40]
+
+
+def turned_by_nothing(positions: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ones(len(positions), 4), torch.zeros(len(positions), 4)
+
+
+def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
+    monkeypatch.setattr(collector, "CHUNK", 64)
+    query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
+    gathered = QueryCollector(Needs(query_statistics_from=0), turned_by_nothing)
+    for part in query.split(300, 2):
+        gathered.add(part, torch.arange(part.shape[2])[None], torch.ones(1, part.shape[2], dtype=torch.bool))
+    statistics = gathered.statistics()
+    assert statistics is not None
+    exact = query[0].double() - query[0].double().mean(1, keepdim=True)
+    covariance = exact.transpose(-1, -2) @ exact / 1000
+    torch.testing.assert_close(statistics.covariance[0].double(), covariance, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_is_gathered_that_was_not_asked_for() -> None:
+    gathered = QueryCollector(Needs(), turned_by_nothing)
+    gathered.add(torch.zeros(1, 1, 3, 4), torch.arange(3)[None], torch.ones(1, 3, dtype=torch.bool))
+    assert gathered.rows is None
+    assert gathered.statistics() is None

@@ -1,0 +1,218 @@
+"""What cannot work is refused, in one line that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kvsearch.errors import IncompatibleError, KvsearchError, UsageError
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.policies import create_policy
+from kvsearch.policies.full import FullKV
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME
+
+from ..families import build, prompts
+from .helpers import keep_everything, running
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Plan:
+    policy = PolicySpec(name=changes.pop("policy", "snapkv"), params=changes.pop("params", {"window": 4}))
+    layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
+    total = sum(sum(budget) for budget in budgets if budget)
+    content = {
+        "model": fingerprint(model),
+        "scaling": "fixed",
+        "floor": 1,
+        "prefill": PhasePlan(layers=tuple(layers)),
+        "total": total,
+        "provenance": Provenance(method="test", seed=0, kvsearch="0", torch="0", transformers="0"),
+    }
+    return Plan.model_validate({**content, **changes})
+
+
+def refusal(kind: type[KvsearchError], expected: str, act: Any) -> None:
+    with pytest.raises(kind) as caught:
+        act()
+    message = str(caught.value)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_plan_runs_on_its_model(model: Any) -> None:
+    ids, mask = prompts(1, 30)
+    with attach(model, plan_for(model, [[6, 20], None, [9, 1], [30, 4]])) as planned:
+        planned.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        assert planned.cache is not None
+        assert planned.cache.entries().squeeze(1).tolist() == [[8, 22], [11, 3], [32, 6]]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_wrong_attention_implementation(model: Any, implementation: str) -> None:
+    ids, _ = prompts(1, 10)
+    cache = PlanCache(model, keep_everything(model))
+    with running(model, implementation):
+        for act in (model, model.generate):
+            expected = f"needs the attention implementation 'kvsearch', the model runs {implementation!r}"
+            refusal(UsageError, expected, lambda act=act: act(ids, past_key_values=cache))
+    with running(model, NAME), torch.no_grad():
+        model(ids, past_key_values=cache)
+    refusal(UsageError, "use attach(model, plan)", lambda: model(ids[:, :1], past_key_values=cache))
+
+
+def test_generating_outside_the_context(model: Any) -> None:
+    ids, _ = prompts(1, 10)
+    planned = attach(model, keep_everything(model))
+    refusal(UsageError, "`with attach(model, plan) as planned:`", lambda: planned.generate(ids))
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized", "dynamic"])
+def test_other_cache_implementations(model: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, _ = prompts(1, 10)
+    expected = f"cache_implementation={implementation!r} and a plan exclude each other"
+    config = GenerationConfig(cache_implementation=implementation)
+    with attach(model, keep_everything(model)) as planned:
+        refusal(UsageError, expected, lambda: planned.generate(ids, cache_implementation=implementation))
+        refusal(UsageError, expected, lambda: planned.generate(ids, generation_config=config))
+        monkeypatch.setattr(model.generation_config, "cache_implementation", implementation)
+        refusal(UsageError, expected, lambda: planned.generate(ids))
+
+
+def test_no_cache_at_all(model: Any) -> None:
+    ids, _ = prompts(1, 10)
+    expected = "use_cache=False and a plan exclude each other"
+    with attach(model, keep_everything(model)) as planned:
+        refusal(UsageError, expected, lambda: planned.generate(ids, use_cache=False))
+        config = GenerationConfig(use_cache=False)
+        refusal(UsageError, expected, lambda: planned.generate(ids, generation_config=config))
+        assert planned.generate(ids, use_cache=True, max_new_tokens=2).shape == (1, 12)
+
+
+def test_a_cache_of_another_kind(model: Any) -> None:
+    ids, _ = prompts(1, 10)
+    with attach(model, keep_everything(model)) as planned:
+        refusal(UsageError, "not a DynamicCache", lambda: planned.generate(ids, past_key_values=DynamicCache()))
+
+
+def test_offloading(model: Any) -> None:
+    cache = PlanCache(model, keep_everything(model))
+    refusal(UsageError, "cannot be offloaded", lambda: cache.offload(0))
+
+
+def test_counting_before_the_prompt(model: Any) -> None:
+    cache = PlanCache(model, keep_everything(model))
+    refusal(UsageError, "no evicted prompt yet", cache.entries)
+    assert cache.kept_positions(0) == []
+
+
+def test_right_padding(model: Any) -> None:
+    ids, mask = prompts(2, 10)
+    mask[0, -1] = 0
+    with running(model, NAME):
+        cache = PlanCache(model, Program.uniform(model, create_policy("snapkv"), lambda length: 5))
+        refusal(UsageError, "pad batches on the left", lambda: model(ids, attention_mask=mask, past_key_values=cache))
+
+
+def test_a_plan_of_another_model(model: Any) -> None:
+    plan = plan_for(model, [[5, 5]] * 4)
+    other = build("llama", num_hidden_layers=3)
+    changed = build("llama")
+    with torch.no_grad():
+        changed.lm_head.weight.mul_(2)
+    refusal(IncompatibleError, "this plan was made for another model", lambda: attach(other, plan))
+    refusal(IncompatibleError, "weights_sha256 differs", lambda: PlanCache(changed, plan))
+    assert PlanCache(build("llama").to(torch.bfloat16), plan).planned.keys() == {0, 1, 2, 3}
+
+
+def test_a_decode_phase(model: Any) -> None:
+    plan = plan_for(model, [[5, 5]] * 4)
+    both = plan_for(model, [[5, 5]] * 4, decode=plan.prefill)
+    decode_only = plan_for(model, [[5, 5]] * 4, prefill=None, decode=plan.prefill)
+    for refused in (both, decode_only):
+        refusal(UsageError, "executes prefill-phase plans only", lambda refused=refused: attach(model, refused))
+
+
+def test_a_plan_with_an_unknown_policy(model: Any) -> None:
+    refusal(
+        UsageError, "did you mean 'snapkv'", lambda: attach(model, plan_for(model, [[5, 5]] * 4, policy="snapvk"))
+    )
+    wrong = plan_for(model, [[5, 5]] * 4, params={"windw": 3})
+    refusal(UsageError, "did you mean 'window'", lambda: attach(model, wrong))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_layers_with_their_own_window(family: str) -> None:
+    model = build(family)
+    plan = plan_for(model, [[5, 5]] * 4)
+    refusal(IncompatibleError, "budgets layers [0, 2], whose window belongs to the model", lambda: attach(model, plan))
+    program = Program({0: FullKV()}, keep_everything(model).table)
+    refusal(IncompatibleError, "layer 0 is a DynamicSlidingWindowLayer", lambda: PlanCache(model, program))
+    assert attach(model, plan_for(model, [None, [5, 5], None, [5, 5]])).program.policies.keys() == {1, 3}
+
+
+def test_models_whose_layers_all_have_a_window() -> None:
+    model = build("mistral", sliding_window=8)
+    refusal(IncompatibleError, "no full-attention layer", lambda: keep_everything(model))
+
+
+def test_multi_head_latent_attention() -> None:
+    config = DeepseekV3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    refusal(
+        IncompatibleError, "DeepseekV3ForCausalLM is not supported: multi-head latent", lambda: keep_everything(model)
+    )
+
+
+def test_encoder_decoders() -> None:
+    config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    refusal(IncompatibleError, "it is an encoder-decoder", lambda: keep_everything(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_kv_shared_layers": 2}, "some of its layers share one KV cache"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layers of kind linear_attention"),
+        ({"layer_types": ["chunked_attention", "full_attention"] * 2}, "layers of kind chunked_attention"),
+        ({"model_type": "gpt_oss"}, "its attention has learned sink logits"),
+        ({"kv_lora_rank": 8}, "multi-head latent attention"),
+    ],
+)
+def test_configurations(changes: dict[str, Any], problem: str) -> None:
+    model = build("llama")
+    for name, value in changes.items():
+        object.__setattr__(model.config, name, value)
+    refusal(IncompatibleError, problem, lambda: keep_everything(model))
+    refusal(IncompatibleError, "tested families: llama", lambda: PlanCache(model, Program({0: FullKV()}, lambda n: n)))
+
+
+def test_qwen2_with_and_without_its_window() -> None:
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=8, max_window_layers=2,
+    )  # fmt: skip
+    assert keep_everything(Qwen2ForCausalLM(config)).policies.keys() == {0, 1}

@@ -1,0 +1,165 @@
+"""Rearranging the sequences of a cache, and taking tokens back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvsearch.errors import UsageError
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+
+from ..families import DEVICES, build, prompts
+from .helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+REARRANGED = {
+    "reorder": (lambda cache, device: cache.reorder_cache(torch.tensor([2, 0, 0], device=device)), [2, 0, 0]),
+    "select": (lambda cache, device: cache.batch_select_indices(torch.tensor([1], device=device)), [1]),
+    "select by mask": (
+        lambda cache, device: cache.batch_select_indices(torch.tensor([True, False, True], device=device)),
+        [0, 2],
+    ),
+    "select backwards": (lambda cache, device: cache.batch_select_indices(torch.tensor([-1, 1], device=device)), [2, 1]),
+    "repeat": (lambda cache, device: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+}
+
+
+@torch.no_grad()
+def step(model: Any, cache: PlanCache, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Logits of one decode step, [B, V]; the length of a sequence is its new token's position."""
+    logits: torch.Tensor = model(input_ids=ids, position_ids=lengths[:, None], past_key_values=cache).logits[:, -1]
+    return logits
+
+
+@pytest.mark.parametrize("way", REARRANGED)
+@pytest.mark.parametrize("appended", [0, 3])
+def test_rearranged_sequences_go_on_as_they_were(way: str, appended: int, device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(3, 30, pads=8, device=device)
+    rearrange, rows = REARRANGED[way]
+    eviction, answer = random_eviction(model, mask), prompts(3, 5, device=device, seed=1)[0]
+    with running(model, NAME):
+        straight, moved = (PlanCache(model, eviction.program) for _ in range(2))
+        for cache in (straight, moved):
+            feed(model, cache, [(ids, mask), *one_by_one(answer[:, :appended])])
+        rearrange(moved, device)
+        assert torch.equal(moved.entries(), straight.entries()[:, rows])
+        for new, old in enumerate(rows):
+            assert moved.kept_positions(1, new, 1) == straight.kept_positions(1, old, 1)
+        lengths = mask.sum(-1) + appended
+        for position in range(appended, 5):
+            token = answer[:, position : position + 1]
+            expected = step(model, straight, token, lengths)
+            assert_close(step(model, moved, token[rows], lengths[rows]), expected[rows])
+            lengths = lengths + 1
+        assert moved.get_seq_length() == straight.get_seq_length()
+    moved.crop(-5 + appended)  # both halves can still be taken back
+    assert moved.entries().sum() == straight.entries()[:, rows].sum() - (5 - appended) * 4 * 2 * len(rows)
+
+
+def test_an_empty_cache_has_nothing_to_rearrange(device: str) -> None:
+    cache = PlanCache(model := build("llama", device), keep_everything(model))
+    cache.reorder_cache(torch.tensor([0, 0], device=device))
+    cache.batch_repeat_interleave(2)
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes() == 0
+
+
+@pytest.mark.parametrize("way", REARRANGED)
+def test_half_a_prompt_cannot_be_rearranged(way: str, device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(3, 20, device=device)
+    with running(model, NAME):
+        cache = PlanCache(model, keep_everything(model), prompt_length=40)
+        feed(model, cache, [(ids, mask)])
+    with pytest.raises(UsageError, match="middle of a prompt"):
+        REARRANGED[way][0](cache, device)
+
+
+def test_rearranging_bit_identical_caches_keeps_them_so(device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(2, 20, device=device)
+    rows = torch.tensor([1, 1, 0], device=device)
+    stock = DynamicCache(config=model.config)
+    feed(model, stock, [(ids, mask)])
+    stock.batch_select_indices(rows)
+    with running(model, NAME):
+        cache = PlanCache(model, keep_everything(model), exact=True)
+        feed(model, cache, [(ids, mask)])
+        cache.batch_select_indices(rows)
+        planned = step(model, cache, ids[rows, :1], mask.sum(-1)[rows])
+    assert torch.equal(planned, step(model, stock, ids[rows, :1], mask.sum(-1)[rows]))
+
+
+def test_crop_takes_back_what_came_after_the_prompt(device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(2, 30, pads=8, device=device)
+    eviction, answer = random_eviction(model, mask), prompts(2, 6, device=device, seed=1)[0]
+    with running(model, NAME):
+        cache, short = (PlanCache(model, eviction.program) for _ in range(2))
+        feed(model, cache, [(ids, mask), *one_by_one(answer)])
+        feed(model, short, [(ids, mask), *one_by_one(answer[:, :2])])
+        cache.crop(torch.tensor(-3))  # a tensor, as assisted decoding passes
+        cache.crop(33)  # the length to keep, as before transformers 5.23
+        cache.crop(100)
+        cache.crop(0)
+        assert cache.get_seq_length() == 33
+        cache.forget(1)
+        assert cache.get_seq_length() == 32
+        assert torch.equal(cache.entries(), short.entries())
+        lengths = mask.sum(-1) + 2
+        assert torch.equal(
+            step(model, cache, answer[:, 5:], lengths), step(model, short, answer[:, 5:], lengths)
+        )
+
+
+def test_forgotten_padding_does_not_hide_later_tokens(device: str) -> None:
+    """Columns that were padding of a forgotten question are ordinary columns of the next one."""
+    model = build("llama", device)
+    ids, mask = prompts(2, 30, device=device)
+    program = Program.uniform(model, create_policy("streaming"), lambda length: 7)
+    padded, pads = prompts(2, 6, pads=5, device=device, seed=1)
+    answer = prompts(2, 6, device=device, seed=2)[0]
+    with running(model, NAME):
+        cache, fresh = (PlanCache(model, program) for _ in range(2))
+        feed(model, cache, [(ids, mask), (padded, pads), *one_by_one(answer[:, :1])])
+        cache.forget(7)
+        feed(model, fresh, [(ids, mask)])
+        lengths = mask.sum(-1)
+        for position in range(6):
+            token = answer[:, position : position + 1]
+            assert_close(step(model, cache, token, lengths), step(model, fresh, token, lengths))
+            lengths = lengths + 1
+
+
+@pytest.mark.parametrize("tokens", [-4, 31])
+def test_the_prompt_cannot_be_taken_back(tokens: int, device: str) -> None:
+    model = build("gemma3", device)
+    ids, mask = prompts(1, 12, device=device)
+    with running(model, NAME):
+        cache = PlanCache(model, random_eviction(model, mask).program)
+        feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
+    if tokens > 0:
+        tokens = 11
+    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt") as caught:
+        cache.crop(tokens)
+    assert "\n" not in str(caught.value)
+    assert {layer.get_seq_length() for layer in cache.layers} == {15}  # refused as a whole
+
+
+def test_sliding_layers_must_record_what_is_to_be_forgotten(device: str) -> None:
+    model = build("gemma2", device)  # a window of 16
+    ids, mask = prompts(1, 20, device=device)
+    with running(model, NAME):
+        cache = PlanCache(model, keep_everything(model))
+        feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
+    with pytest.raises(UsageError, match=r"layer 0 holds its last 15 tokens only: call activate_past_recording\(\)"):
+        cache.forget(2)
+    assert {layer.get_seq_length() for layer in cache.layers} == {23}

@@ -1,0 +1,78 @@
+"""A decode step waits for nothing: on an accelerator every look at a tensor's value would stall it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+
+from ..families import DEVICES, FAMILIES, build, prompts
+from .helpers import feed, random_eviction, running
+
+LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
+
+
+class Synchronised(Exception):  # noqa: N818
+    pass
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses the operations that copy a value to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func._opname in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"):
+            raise Synchronised(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse(name: str) -> Any:
+    def look(*_: Any, **__: Any) -> None:
+        raise Synchronised(name)
+
+    return look
+
+
+@pytest.fixture
+def no_sync(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start() -> NoSync:
+        for name in LOOKS:
+            monkeypatch.setattr(torch.Tensor, name, refuse(name))
+        return NoSync()
+
+    return start
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("exact", [False, True])
+def test_decode_steps_do_not_synchronise(
+    family: str, exact: bool, device: str, no_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 30, pads=5, device=device)
+    with running(model, NAME), torch.no_grad():
+        cache = PlanCache(model, random_eviction(model, mask).program, exact=exact)
+        feed(model, cache, [(ids, mask)])
+        cache.activate_past_recording()
+        with no_sync():
+            for _ in range(40):  # blocks grow twice on the way
+                model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
+            cache.crop(-3)
+            model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
+        monkeypatch.undo()
+    assert cache.get_seq_length() == 68
+
+
+def test_the_detector_detects(no_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    ids, _ = prompts(1, 10)
+    program = Program.uniform(model, create_policy("streaming"), lambda length: 5)
+    with running(model, NAME), torch.no_grad(), pytest.raises(Synchronised), no_sync():
+        model(ids, past_key_values=PlanCache(model, program))  # prefill may synchronise, and does
+    monkeypatch.undo()
