@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ class Stability:
     @property
     def verdict(self) -> str:
         """What the numbers say about a static table."""
+        if np.isnan(self.halves):
+            return "unknown: one question cannot tell"
         if self.halves >= STABLE:
             return "stable: a static table is justified"
         return "doubtful: use more questions" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
@@ -40,8 +43,8 @@ class Stability:
 def stability(profile: Profile, ratio: float) -> Stability:
     """Stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
     nearest = int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
-    rows = profile.arrays["question_ratio"][:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
-    context = profile.arrays["question_context"]
+    rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
+    context = _array(profile, "question_context")
     means = [rows[context == number].mean(0) for number in np.unique(context)]
     pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
     return Stability(
@@ -68,7 +71,7 @@ def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
 
     In the profile's comparable units, as a share of the importance of the whole model.
     """
-    mass = profile.arrays["mass"].astype(np.float64)
+    mass = _array(profile, "mass").astype(np.float64)
     if kept_share.shape != mass.shape[:2]:
         raise UsageError(f"the allocation has shape {list(kept_share.shape)}, the profile {list(mass.shape[:2])}")
     position = np.clip(kept_share, 0, 1) * (mass.shape[-1] - 1)
@@ -77,14 +80,20 @@ def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
     low = np.take_along_axis(mass, below[..., None], -1)[..., 0]
     high = np.take_along_axis(mass, above[..., None], -1)[..., 0]
     kept = low + (position - below) * (high - low)
-    lost: Floats = (mass[..., -1] - kept) / mass[..., -1].sum()
-    return lost
+    lost: Floats = mass[..., -1] - kept
+    return lost / max(float(mass[..., -1].sum()), np.finfo(np.float64).tiny)
 
 
 def ranking_gap(profile: Profile) -> Floats:
     """Mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
-    gap: Floats = (profile.arrays["oracle_recall"].astype(np.float64) - profile.arrays["recall"]).mean(-1)
+    gap: Floats = (_array(profile, "oracle_recall").astype(np.float64) - _array(profile, "recall")).mean(-1)
     return gap
+
+
+def _array(profile: Profile, name: str) -> NDArray[Any]:
+    if name not in profile.arrays:
+        raise UsageError(f"this {profile.metadata.method!r} profile has no {name!r}: it was not written by `calibrate`")
+    return profile.arrays[name]
 
 
 def _mean(values: list[float]) -> float:

@@ -19,6 +19,7 @@ from kvsearch.models.architecture import describe, output_weight, rotary, text_c
 from kvsearch.policies import Observation, Policy, rank_entries
 from kvsearch.runtime.attention import NAME, Output, dense_attention, tag, valid_keys
 from kvsearch.runtime.collector import QueryCollector, Rotary
+from kvsearch.signals.effect import layer_effects
 from kvsearch.signals.oracle import importance_rows, projected_norms
 
 
@@ -75,7 +76,7 @@ class CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
             return output
         key, value = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         if self.keep is not None:
-            return dense_attention(module, query, key, value, _hidden(self.keep, query), **kwargs)
+            return dense_attention(module, query, key, value, _hidden(self.keep.to(query.device), query), **kwargs)
         output = dense_attention(module, query, key, value, mask, **kwargs)
         self.importance = importance_rows(
             query, key, self.norms, self.get_seq_length(), kwargs["scaling"], kwargs.get("softcap"), self.group
@@ -150,12 +151,24 @@ class Capture:
     def ask_without(self, tokens: Tensor, row: int, keep: Tensor) -> Tensor:
         """Logits [K, vocabulary] of `tokens` when measured layer `row` sees only the entries `keep` [Hkv, T] bool."""
         layer = self.measured[row]
-        layer.keep = keep.to(tokens.device)
+        layer.keep = keep
         try:
             logits: Tensor = self._forward(tokens).logits[0]
         finally:
             layer.keep = None
         return logits
+
+    def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
+        """What the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.
+
+        `tokens` [1, K] hold the answer from index `answer` on, `logits` [K, V] are theirs under the full cache.
+        """
+        predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
+
+        def without(row: int, keep: Tensor) -> Tensor:
+            return self.ask_without(tokens, row, keep)[predicting]
+
+        return layer_effects(logits[predicting], without, protected)
 
     def _forward(self, tokens: Tensor, **kwargs: Any) -> Any:
         stock = [layer for layer in self.cache.layers if not isinstance(layer, CaptureLayer)]

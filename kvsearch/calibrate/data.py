@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.resources import resource
-from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.fields import Filled, NotEmpty
+from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 
 DEFAULTS = {"bundled": "data/calibration/bundled.json"}
 DEFAULT = "data/calibration/novel.json"
-
-Filled = Annotated[str, Field(min_length=1)]
 
 
 class _Record(BaseModel):
@@ -38,7 +37,17 @@ class Text(_Record):
 
     text: Filled | None = None
     text_file: Filled | None = None
-    questions: tuple[Pair, ...] = Field(min_length=1)
+    questions: Annotated[tuple[Pair, ...], NotEmpty]
+
+    @field_validator("text_file")
+    @classmethod
+    def _holds_text(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is not None and info.context is not None:
+            try:
+                _read_text(info.context / name)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return name
 
     @model_validator(mode="after")
     def _one_source(self) -> Text:
@@ -52,7 +61,14 @@ class CalibrationFile(_Record):
 
     name: Filled
     prompt: Filled = PLAIN_PROMPT
-    contexts: tuple[Text, ...] = Field(min_length=1)
+    contexts: Annotated[tuple[Text, ...], NotEmpty]
+
+    @field_validator("prompt")
+    @classmethod
+    def _asks(cls, prompt: str) -> str:
+        if PLACE not in prompt:
+            raise ValueError(f"needs {PLACE}, the place of the question")
+        return prompt
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,8 @@ class CalibrationData:
         """The first `questions` questions only, spread over the contexts as they come."""
         if questions is None:
             return self
+        if questions < 1:
+            raise UsageError(f"a calibration needs at least one question, got {questions}")
         kept, left = [], questions
         for context in self.contexts:
             if left > 0:
@@ -101,19 +119,24 @@ def load_calibration_data(path: str | Path) -> CalibrationData:
     """
     raw = parse_json(read_bytes(path), str(path))
     try:
-        parsed = CalibrationFile.model_validate(raw)
+        parsed = CalibrationFile.model_validate(raw, context=Path(path).parent)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
-    contexts = tuple(Context(_text(item, Path(path)), item.questions) for item in parsed.contexts)
+    contexts = tuple(Context(_text(item, Path(path).parent), item.questions) for item in parsed.contexts)
     content = [[c.text, [[p.question, p.answer] for p in c.questions]] for c in contexts]
     digest = hashlib.sha256(json.dumps([parsed.prompt, content]).encode()).hexdigest()
     return CalibrationData(parsed.name, parsed.prompt, contexts, digest)
 
 
-def _text(item: Text, path: Path) -> str:
-    if item.text is not None:
-        return item.text
-    text = read_bytes(path.parent / str(item.text_file)).decode("utf-8", "replace").strip()
+def _text(item: Text, folder: Path) -> str:
+    return item.text if item.text is not None else _read_text(folder / str(item.text_file))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = read_bytes(path).decode().strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start}") from error
     if not text:
-        raise UsageError(f"{path.parent / str(item.text_file)} is empty: a calibration context needs text")
+        raise UsageError(f"{path} is empty: a calibration context needs text")
     return text

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
-from kvsearch.budgets.marginal import MarginalSolver, profile_grid
+from kvsearch.budgets.marginal import GRID, MarginalSolver, profile_grid
 from kvsearch.calibrate.capture import Capture, Captured
 from kvsearch.calibrate.data import CalibrationData, Context
 from kvsearch.calibrate.options import STABILITY_RATIOS, LukvOptions, Normalization
@@ -27,7 +27,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import NAME
-from kvsearch.signals.effect import layer_effects
 from kvsearch.tasks.prompts import PromptFormat
 
 CURVE_POINTS = 101
@@ -52,22 +51,19 @@ def measure_importance(
     loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
 ) -> Iterator[Measured]:
     """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
-    prompt = PromptFormat(loaded.tokenizer, data.prompt)
-    for number, context in enumerate(data.contexts):
-        ids = prompt.context(context.text)
-        _check_length(loaded, ids.shape[1], policy, options)
+    for number, (ids, questions) in enumerate(_tokenised(loaded, data, policy, options)):
         capture = Capture(loaded.model, [policy], ids.to(loaded.device), options.group)
         ranks = capture.ranks()
         order = torch.argsort(ranks, dim=-1)
         protected = ranks < policy.protected(ids.shape[1])
-        for tokens, answer in _question_tokens(prompt, context, options):
+        for tokens, answer in questions:
             captured = capture.ask(tokens.to(loaded.device))
             values = captured.importance.gather(-1, order)
-            if not bool(values.isfinite().all()):
+            if not bool(values.isfinite().all()) or bool(captured.logits.isnan().any()):
                 raise IncompatibleError(f"{loaded.name}: the model computes NaN on calibration context {number}")
             effect = torch.ones(len(values))
             if options.normalization == "effect":
-                effect = _effects(capture, captured, tokens.to(loaded.device), answer, protected)
+                effect = capture.effects(tokens.to(loaded.device), answer, captured.logits, protected)
             scale = _scale(captured, protected, options.normalization)
             yield Measured(values.numpy(), scale.double().numpy(), effect.double().numpy(), number)
 
@@ -82,8 +78,8 @@ def calibrate_lukv(
     """Calibrate LU-KV for one model and one policy.
 
     Raises:
-        UsageError: a context is too short for the policy's protected entries.
-        IncompatibleError: the model computes NaN, or a context does not fit its positions.
+        UsageError: a context is too short for the policy's protected entries, or importance cannot be averaged.
+        IncompatibleError: the model computes NaN, or a context and its questions do not fit its positions.
     """
     options = options or LukvOptions()
     before = loaded.model.config._attn_implementation
@@ -112,15 +108,6 @@ def _effect_weights(measured: Sequence[Measured]) -> NDArray[np.float64]:
     return weights
 
 
-def _effects(capture: Capture, captured: Captured, tokens: Tensor, answer: int, protected: Tensor) -> Tensor:
-    predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
-
-    def without(layer: int, keep: Tensor) -> Tensor:
-        return capture.ask_without(tokens, layer, keep)[predicting]
-
-    return layer_effects(captured.logits[predicting], without, protected)
-
-
 class _Summary:
     """Running means over the questions, so that one question's importance is in memory at a time."""
 
@@ -145,8 +132,6 @@ class _Summary:
             values = without_gap(values)
         self._grid.append(profile_grid(MarginalSolver(values, self.floor(length))))
         if self.options.aggregate == "importance":
-            if self._mean is not None and self._mean.shape != values.shape:
-                raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
             self._mean = values if self._mean is None else self._mean + values
 
     def floor(self, length: int) -> int:
@@ -154,10 +139,19 @@ class _Summary:
 
     @property
     def length(self) -> int:
-        return round(float(np.mean(self.lengths)))
+        return max(self.lengths)
+
+    def _mean_ratios(self) -> NDArray[np.float32]:
+        """Local ratios [99, L, Hkv], each row over the questions whose context can be cut that far."""
+        reach = np.array([1 - self.floor(length) / length for length in self.lengths])
+        rows = np.arange(1, GRID + 1) / (GRID + 1)
+        able = reach[:, None] >= np.minimum(rows, reach.max()) - 1e-9  # [M, 99]
+        shares = able / able.sum(0)
+        mean: NDArray[np.float64] = np.einsum("mr,mrlh->rlh", shares, np.stack(self._grid))
+        return mean.astype(np.float32)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        table = np.mean(self._grid, axis=0, dtype=np.float64).astype(np.float32)
+        table = self._mean_ratios()
         if self._mean is not None:
             table = profile_grid(MarginalSolver(self._mean / len(self.lengths), self.floor(self.length)))
         rows = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
@@ -180,6 +174,21 @@ def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     share = position - below
     sampled: NDArray[np.float64] = (1 - share) * curve[..., below] + share * curve[..., above]
     return sampled
+
+
+def _tokenised(
+    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
+) -> list[tuple[Tensor, list[tuple[Tensor, int]]]]:
+    """Every context as ids [1, T] with its questions, checked before anything is measured."""
+    prompt = PromptFormat(loaded.tokenizer, data.prompt)
+    contexts = []
+    for context in data.contexts:
+        ids, questions = prompt.context(context.text), list(_question_tokens(prompt, context, options))
+        _check_length(loaded, ids.shape[1], max(row.shape[1] for row, _ in questions), policy, options)
+        contexts.append((ids, questions))
+    if options.aggregate == "importance" and len({ids.shape[1] for ids, _ in contexts}) > 1:
+        raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
+    return contexts
 
 
 def _question_tokens(prompt: PromptFormat, context: Context, options: LukvOptions) -> Iterator[tuple[Tensor, int]]:
@@ -205,7 +214,7 @@ def _scale(captured: Captured, protected: Tensor, normalization: Normalization) 
     return torch.where(scale > 0, scale, 1.0)
 
 
-def _check_length(loaded: LoadedModel, length: int, policy: Policy, options: LukvOptions) -> None:
+def _check_length(loaded: LoadedModel, length: int, asked: int, policy: Policy, options: LukvOptions) -> None:
     floor = floor_entries(length, policy, options)
     if length <= 2 * floor:
         raise UsageError(
@@ -213,8 +222,11 @@ def _check_length(loaded: LoadedModel, length: int, policy: Policy, options: Luk
             f"kept, so there is next to nothing to decide; give at least {4 * floor} tokens"
         )
     limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and length > limit:
-        raise IncompatibleError(f"a calibration context has {length} tokens, {loaded.name} takes at most {limit}")
+    if limit and length + asked > limit:
+        raise IncompatibleError(
+            f"a calibration context has {length} tokens and up to {asked} of question and answer: "
+            f"{loaded.name} takes at most {limit}"
+        )
 
 
 def _metadata(
@@ -230,6 +242,6 @@ def _metadata(
         length=summary.length,
         questions=len(summary.lengths),
         layers=describe(loaded.model).full_layers,
-        floor=summary.floor(min(summary.lengths)),
+        floor=summary.floor(summary.length),
         provenance=provenance("lukv", options.seed, data.sha256, {"data": data.name, **settings}),
     )

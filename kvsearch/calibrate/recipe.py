@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from dataclasses import fields
+from typing import Any
 
 from kvsearch.calibrate.options import LukvOptions
 from kvsearch.errors import UsageError
@@ -35,12 +36,11 @@ def calibration_policy(name: str, settings: Sequence[str]) -> Policy:
 
 
 def lukv_options(**values: Any) -> LukvOptions:
-    """Options of the calibration; UsageError names a choice that does not exist."""
-    hints = get_type_hints(LukvOptions)
-    for key, value in values.items():
-        choices = get_args(hints[key])
-        if choices and value not in choices:
-            raise UsageError(f"{key} {value!r} is unknown{suggest(str(value), choices)}")
+    """Options of the calibration; UsageError names an option or a choice that does not exist."""
+    known = [field.name for field in fields(LukvOptions)]
+    for key in values:
+        if key not in known:
+            raise UsageError(f"LU-KV has no option {key!r}{suggest(key, known)}")
     return LukvOptions(**values)
 
 

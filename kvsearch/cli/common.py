@@ -36,9 +36,10 @@ OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class Common:
     """The options every command takes."""
 
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, or an accelerate device map such as balanced.")
-    ] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto"
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the model over several GPUs: auto, balanced, sequential.")
+    ] = None
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0)] = 0
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None
@@ -83,7 +84,10 @@ class Common:
         from kvsearch.models.loading import LoadOptions, load
 
         _silence_libraries(self.verbose)
-        return load(model, LoadOptions(self.device, self.dtype, self.revision, self.trust_remote_code, self.offline))
+        options = LoadOptions(
+            self.device, self.device_map, self.dtype, self.revision, self.trust_remote_code, self.offline
+        )
+        return load(model, options)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:

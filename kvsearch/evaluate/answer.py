@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.runner import Replies, stop_tokens
+from kvsearch.evaluate.runner import Replies, held_entries, stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.plan import Plan
@@ -65,22 +65,31 @@ def answer(
     *,
     exact: bool = False,
 ) -> Reply:
-    """Compress `context` as `plan` says (None: keep all), then answer `prompt` greedily."""
+    """Compress `context` as `plan` says (None: keep all), then answer `prompt` greedily.
+
+    Raises:
+        UsageError: there is no prompt, and of the context's tokens none is left to compress.
+        IncompatibleError: the model and the plan or the context do not fit.
+    """
     program = full_cache(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
     formatted = PromptFormat(loaded.tokenizer, plain)
     ids = formatted.context(context)
     question = formatted.question(prompt)
     if question.shape[1] == 0:  # a bare continuation: the last token of the context starts it
         ids, question = ids[:, :-1], ids[:, -1:]
+    if ids.shape[1] == 0:
+        raise UsageError("there is nothing to compress: give a longer context or prompt")
     before = loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation(NAME)
     try:
         cache = PlanCache(loaded.model, program, exact=exact)
         replies = Replies(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
-        entries, held = int(cache.entries().sum()), cache.nbytes()
+        entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
+        entry_bytes = sum(layer.nbytes() for layer in cache.planned.values()) / int(cache.entries().sum())
         tokens = replies.ask([question[0]], max_new_tokens)[0]
     finally:
         loaded.model.set_attn_implementation(before)
     shape = describe(loaded.model)
     full = len(shape.full_layers) * shape.kv_heads * ids.shape[1]
-    return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, round(held * full / entries))
+    full_bytes = held + round((full - entries) * entry_bytes)
+    return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, full_bytes)

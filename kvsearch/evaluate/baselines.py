@@ -56,14 +56,18 @@ def equal_uniform(model: Any, policy: Policy, total: Callable[[int], int]) -> Pr
 
 
 def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> dict[str, Program]:
-    """The named baselines, each with the plan's total at every prompt length.
+    """The named baselines, each with the entries that the plan holds at every prompt length.
+
+    Full-attention layers outside the plan hold their full cache, which counts.
 
     "uniform" is the plan's own policy with even budgets; "snapkv" and "streaming" are those methods; "random" evicts at
     random. A baseline that equals another one is left out.
     """
+    shape = describe(model)
+    unplanned = (len(shape.full_layers) - len(plan.policies)) * shape.kv_heads
 
     def total(length: int) -> int:
-        return int(np.minimum(plan.table(length), length).sum())
+        return int(np.minimum(plan.table(length), length).sum()) + unplanned * length
 
     policies = set(plan.policies.values())
     made: dict[str, Policy] = {}

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.budgets.curves import without_gap
 from kvsearch.budgets.marginal import MarginalSolver
 from kvsearch.calibrate.capture import Capture
+from kvsearch.errors import InternalError
 from kvsearch.evaluate.runner import Sample, answer_all
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -50,7 +51,7 @@ def headroom(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
-    """Full cache, oracle (with oracle and with uniform budgets) and, at the same entries, simple baselines."""
+    """Full cache, oracle importance with oracle and with uniform budgets, and simple policies at the same entries."""
     before = loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation(NAME)
     examples = [(task, example) for task in tasks for example in task.examples(samples, seed)]
@@ -72,12 +73,13 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     importance = context_importance(loaded, PromptFormat(loaded.tokenizer, task.prompt), example)
     layers, heads, length = importance.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
-    ordered = -np.sort(-importance.double().numpy(), axis=-1)
-    budgets = MarginalSolver(ordered, 1).solve(total)
+    snapkv = create_policy("snapkv", {"sinks": 4})
+    # the weights of layers hold for one layer at a time, so no head goes below what SnapKV protects in every head
+    budgets = MarginalSolver(without_gap(importance.double().numpy()), snapkv.protected(length)).solve(total)
     full = describe(loaded.model).full_layers
     policies: Mapping[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
     oracle = Program(dict(policies), lambda _: budgets)
-    uniform = equal_uniform(loaded.model, create_policy("snapkv", {"sinks": 4}), lambda _: total)
+    uniform = equal_uniform(loaded.model, snapkv, lambda _: total)
     yield "full", full_cache(loaded.model)
     yield ORACLE, oracle
     yield ORACLE_UNIFORM, Program(dict(policies), uniform.table)
@@ -87,15 +89,21 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
 
 
 def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
-    """Largest importance over all questions of a context, every layer scaled to sum 1, [L, Hkv, T] fp32."""
+    """Largest importance over all questions of a context, layers weighted by their effect, [L, Hkv, T] fp32."""
     capture = Capture(loaded.model, [], prompt.context(example.context).to(loaded.device))
     best: Tensor | None = None
+    mass = effect = torch.zeros(0)
     for query in example.queries:
         question, answer = prompt.question(query.question), prompt.answer(query.answers[0])
         tokens = torch.cat([question, answer], 1).to(loaded.device)
-        taken: Any = capture.ask(tokens).importance
-        taken = taken / taken.sum((1, 2), keepdim=True).clamp(min=1e-30)
-        best = taken if best is None else torch.maximum(best, taken)
+        captured = capture.ask(tokens)
+        nothing = torch.zeros_like(captured.importance, dtype=torch.bool)
+        lost = capture.effects(tokens, question.shape[1], captured.logits, nothing)
+        taken = captured.importance.sum((1, 2))
+        if best is None:
+            best, mass, effect = captured.importance, taken, lost
+        else:
+            best, mass, effect = torch.maximum(best, captured.importance), mass + taken, effect + lost
     if best is None:
-        raise ValueError("an example without questions has no importance")
-    return best
+        raise InternalError("an example without questions has no importance")
+    return best * (effect / mass.clamp(min=1e-30))[:, None, None]

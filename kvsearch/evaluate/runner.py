@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -43,6 +44,7 @@ class Replies:
         ids, self.mask = left_padded(contexts, pad, model.device)
         self.lengths = self.mask.sum(-1, keepdim=True)
         self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
+        cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
 
     def ask(self, questions: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
         """One question per context; each reply ends before a stop token or after `max_new_tokens`."""
@@ -108,7 +110,8 @@ def answer_all(
     cache = PlanCache(loaded.model, program)
     contexts = [prompt.context(example.context)[0] for example in examples]
     replies = Replies(loaded.model, cache, contexts, _pad_token(loaded.tokenizer), stop_tokens(loaded))
-    entries, held = cache.entries().sum((0, 2)).tolist(), cache.nbytes() / len(examples)
+    entries = held_entries(loaded.model, cache, [len(row) for row in contexts])
+    held = cache.nbytes() / len(examples)
     for asked in range(max(len(example.queries) for example in examples)):
         # a context without a question of that number repeats its first one, unheard
         queries = [example.queries[asked if asked < len(example.queries) else 0] for example in examples]
@@ -121,6 +124,17 @@ def answer_all(
                     task.name, method, example.key, asked, text, task.score(text, query.answers),
                     len(contexts[row]), entries[row], held,
                 )  # fmt: skip
+
+
+def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
+    """Entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
+
+    Layers outside the plan hold their full cache.
+    """
+    shape = describe(model)
+    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
+    planned = cache.entries().sum((0, 2)).tolist()
+    return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
 
 
 def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,10 @@ class Target:
             raise UsageError(f"ratio {self.ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth")
         if self.length is not None and self.length < 1:
             raise UsageError(f"length {self.length} must be 1 token or more")
+        # plans hold plain numbers, whatever a caller computes with
+        for name, plain in (("ratio", float), ("budget", int), ("length", int)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else plain(value))
 
 
 def plan_from_profile(profile: Profile, target: Target) -> Plan:

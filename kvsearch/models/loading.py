@@ -14,20 +14,26 @@ if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
 
 BUNDLED = "bundled"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load a model. `device` is "auto", "cpu", "cuda", "cuda:1" or an accelerate device map ("balanced")."""
+    """How to load a model. `device` is "auto", "cpu", "cuda" or "cuda:1"; `device_map` spreads it over several GPUs."""
 
     device: str = "auto"
+    device_map: str | None = None  # accelerate: "auto", "balanced", "balanced_low_0" or "sequential"
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     offline: bool = False
 
     def __post_init__(self) -> None:
+        if self.device_map is not None and self.device_map not in DEVICE_MAPS:
+            raise UsageError(f"device map {self.device_map!r} is not one of {', '.join(DEVICE_MAPS)}")
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError("give either --device or --device-map, not both")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
@@ -83,7 +89,7 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=options.dtype, device_map=_device_map(options.device), **common
+            source, dtype=options.dtype, device_map=options.device_map or _device_map(options.device), **common
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _explain(name, source, error) from error

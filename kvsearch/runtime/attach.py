@@ -23,17 +23,17 @@ class PlannedModel:
     def __init__(self, model: Any, program: Program, *, exact: bool = False) -> None:
         self.model, self.program, self.exact = model, program, exact
         self.cache: PlanCache | None = None
-        self._before: str | None = None
+        self._before: list[str] = []
 
     def __enter__(self) -> PlannedModel:
-        self._before = self.model.config._attn_implementation
+        self._before.append(self.model.config._attn_implementation)
         self.model.set_attn_implementation(NAME)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.model.set_attn_implementation(self._before)
+        self.model.set_attn_implementation(self._before.pop())
 
     def new_cache(self, prompt_length: int | None = None) -> PlanCache:
         """An empty cache for one conversation (or one batch of them)."""
@@ -52,11 +52,12 @@ class PlannedModel:
         self._refuse_other_caches(kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
-        if kwargs.get("past_key_values") is None:
-            prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-            kwargs["past_key_values"] = self.new_cache(None if prompt is None else prompt.shape[1])
-        self.cache = kwargs["past_key_values"]
-        return self.model.generate(input_ids, **kwargs)
+        cache = kwargs.pop("past_key_values", None)
+        self.cache = self.new_cache() if cache is None else cache
+        prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if prompt is not None:
+            self.cache.expect(prompt.shape[1])
+        return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
 
     def _refuse_other_caches(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config") or self.model.generation_config

@@ -60,6 +60,12 @@ class PlanCache(Cache):  # type: ignore[misc]
         """The layers governed by the plan, by model layer index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
 
+    def expect(self, prompt_length: int) -> None:
+        """Say how long the prompt is, if the cache is empty and does not know it yet."""
+        for layer in self.planned.values():
+            if layer.seen == 0 and layer.prompt_length is None:
+                layer.prompt_length = prompt_length
+
     def entries(self) -> torch.Tensor:
         """Entries held now, [planned layers, B, Hkv] int64, padding not counted; UsageError before the prompt ends."""
         stores = [layer.store for layer in self.planned.values() if layer.store is not None]

@@ -90,7 +90,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.23
 
     def reset(self) -> None:
+        """Forget everything, also how long the prompt was to be."""
         self._clear()
+        self.prompt_length = None
         self.is_initialized = False
 
     def offload(self) -> None:

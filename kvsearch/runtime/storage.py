@@ -110,16 +110,7 @@ class RaggedStore:
             padded = any(lengths[i] < width for i in members)
             if padded:
                 where = torch.where(filled, where, -1)
-            blocks.append(
-                Block(
-                    segments,
-                    keys.flatten(0, 1)[segments[:, None], index],
-                    values[row, head, index],
-                    where,
-                    width,
-                    padded,
-                )
-            )
+            blocks.append(Block(segments, keys[row, head, index], values[row, head, index], where, width, padded))
         return cls(blocks, batch, heads)
 
     def split(self, states: Tensor) -> list[Tensor]:

@@ -18,7 +18,7 @@ def find_tasks(spec: str, length: int = 1024, split: str = "report") -> list[Tas
         return [JsonlTask.load(rest)]
     if kind != "synthetic":
         raise UsageError(f"unknown task {spec!r}{suggest(kind, KINDS)}; a file is given as jsonl:FILE")
-    names = [name.strip() for name in rest.split(",")] if rest else list(BUILDERS)
+    names = list(dict.fromkeys(name.strip() for name in rest.split(","))) if rest else list(BUILDERS)
     for name in names:
         if name not in BUILDERS:
             raise UsageError(f"unknown synthetic task {name!r}{suggest(name, list(BUILDERS))}")

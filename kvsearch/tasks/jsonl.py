@@ -14,10 +14,10 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 
-Filled = Annotated[str, Field(min_length=1)]
 SHOWN = 10
 
 
@@ -28,7 +28,7 @@ class JsonlRow(BaseModel):
 
     context: Filled
     question: Filled
-    answers: tuple[Filled, ...] = Field(min_length=1)
+    answers: Annotated[tuple[Filled, ...], NotEmpty]
     max_new_tokens: int = Field(default=64, ge=1)
     metric: str = "contains"
 
@@ -45,13 +45,12 @@ class JsonlTask:
     @classmethod
     def load(cls, path: str | Path) -> JsonlTask:
         """Read and check a file; UsageError lists the bad lines."""
-        lines = read_bytes(path).decode("utf-8", "replace").splitlines()
         rows, problems = [], []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
             if not line.strip():
                 continue
             try:
-                rows.append(JsonlRow.model_validate(parse_json(line.encode(), f"{path}, line {number}")))
+                rows.append(JsonlRow.model_validate(parse_json(line, f"line {number}")))
             except ValidationError as error:
                 problems += [f"line {number}: {problem}" for problem in problems_of(error)]
             except UsageError as error:

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError
 
 _MARK = "\u241e"  # a symbol no template contains: the place where the context ends and the question begins
-PLAIN_PROMPT = "\n\nQuestion: {question}\nAnswer:"
+PLACE = "{question}"
+PLAIN_PROMPT = f"\n\nQuestion: {PLACE}\nAnswer:"
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,20 @@ class PromptFormat:
         ids = self._encode(head + text, special=not self.chat)
         if not ids:
             raise IncompatibleError("a context is empty once it is tokenised")
-        return torch.tensor([ids])
+        return _row(ids)
 
     def question(self, text: str) -> Tensor:
         """Token ids [1, K] of a question and of what leads to the answer."""
         if self.chat:
-            return torch.tensor([self._encode("\n\n" + text + self._wrapped()[1], special=False)])
-        return torch.tensor([self._encode(self.plain.format(question=text), special=False)])
+            return _row(self._encode("\n\n" + text + self._wrapped()[1], special=False))
+        return _row(self._encode(self.plain.replace(PLACE, text), special=False))
 
     def answer(self, text: str) -> Tensor:
         """Token ids [1, K] of an answer to be teacher-forced; IncompatibleError if there is none."""
         ids = self._encode(text if self.chat else " " + text, special=False)
         if not ids:
             raise IncompatibleError(f"the answer {text!r} is empty once it is tokenised")
-        return torch.tensor([ids])
+        return _row(ids)
 
     def decode(self, ids: list[int]) -> str:
         """Text of a reply."""
@@ -66,3 +67,7 @@ class PromptFormat:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+
+def _row(ids: list[int]) -> Tensor:
+    return torch.tensor([ids], dtype=torch.long)

@@ -74,7 +74,9 @@ def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str,
     states = torch.randn(2, 3, 5, describe(model).head_dim, generator=torch.Generator().manual_seed(0))
     query, key = apply(states, states, cos, sin)
     torch.testing.assert_close(unrotate(query, cos, sin), states, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(unrotate(key, cos.expand(2, -1, -1), sin.expand(2, -1, -1)), states, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        unrotate(key, cos.expand(2, -1, -1), sin.expand(2, -1, -1)), states, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_unrotate_undoes_scaled_and_partial_tables() -> None:
@@ -132,7 +134,7 @@ def test_a_model_without_rotary_embedding() -> None:
 
 def test_a_model_without_attention_heads() -> None:
     class Model(nn.Module):
-        class config:  # noqa: N801
+        class config:
             @staticmethod
             def get_text_config(decoder: bool) -> object:
                 return object()

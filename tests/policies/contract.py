@@ -59,7 +59,9 @@ class Case:
 def cases(draw: st.DrawFn, max_length: int = 14) -> Case:
     length = draw(st.integers(1, max_length))
     pads = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3))
-    return Case(draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 7])), length, tuple(pads), draw(st.integers(0, 99)))
+    return Case(
+        draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 7])), length, tuple(pads), draw(st.integers(0, 99))
+    )
 
 
 def rope(positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ class TestSnapKVAveraged(PolicyContract):
 
 
 class TestSnapKVUnpooled(PolicyContract):
-    policy = SnapKV(window=1, kernel=7, pooling="none", sinks=1)
+    policy = SnapKV(window=5, kernel=7, pooling="none", sinks=1)
 
 
 class TestKeyDiff(PolicyContract):

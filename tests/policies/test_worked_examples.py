@@ -112,7 +112,7 @@ class TestSnapKV:
         assert pool_positions(-scores, 3, "max", inside)[0, 0, :3].tolist() == [-3.0, -3.0, -6.0]
 
     def test_padding_rows_do_not_dilute_the_mean(self) -> None:
-        observation = attending([[0.0, 1.0, 0.0], [0.0, 0.2, 0.8]])
+        observation = attending([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0], [0.0, 0.2, 0.8]])
         padded = dataclasses.replace(
             observation,
             keys=torch.nn.functional.pad(observation.keys, (0, 0, 1, 0), value=7.0),

@@ -19,6 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from kvsearch.models.architecture import describe
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -70,6 +72,22 @@ def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[in
         kept[layer] = chosen
     policies = {layer: GivenScores(scores[row]) for row, layer in enumerate(planned)}
     return Eviction(Program(policies, table), kept)
+
+
+def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Plan:
+    """A plan of fixed SnapKV budgets for `model`; `changes` replace fields of the plan, or `policy` and `params`."""
+    policy = PolicySpec(name=changes.pop("policy", "snapkv"), params=changes.pop("params", {"window": 4}))
+    layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
+    total = sum(sum(budget) for budget in budgets if budget)
+    content = {
+        "model": fingerprint(model),
+        "scaling": "fixed",
+        "floor": 1,
+        "prefill": PhasePlan(layers=tuple(layers)),
+        "total": total,
+        "provenance": Provenance(method="test", seed=0, kvsearch="0", torch="0", transformers="0"),
+    }
+    return Plan.model_validate({**content, **changes})
 
 
 def keep_everything(model: Any) -> Program:
@@ -144,7 +162,7 @@ def one_by_one(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
 def planned_and_reference(
     model: Any, eviction: Eviction, pieces: Sequence[tuple[Tensor, Tensor]], **options: Any
 ) -> tuple[list[Tensor], list[Tensor], PlanCache]:
-    """What the runtime makes of `pieces` (the first is the prompt), what the reference does, and the runtime's cache."""
+    """What the runtime makes of `pieces`, the first of which is the prompt, what the reference does, and the cache."""
     with running(model, NAME):
         cache = PlanCache(model, eviction.program, **options)
         planned = feed(model, cache, pieces)

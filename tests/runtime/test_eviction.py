@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvsearch.models.architecture import describe
+from kvsearch.plan import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -21,6 +22,7 @@ from .helpers import (
     held_columns,
     kept_columns,
     one_by_one,
+    plan_for,
     planned_and_reference,
     random_eviction,
     running,
@@ -144,6 +146,38 @@ def test_budgets_follow_each_sequences_own_length(device: str) -> None:
     assert cache.entries().tolist() == [[[4, 4], [10, 10]]] * 4
     assert sorted(asked) == [16, 40]  # once per length, not per layer
     assert cache.kept_positions(0, 0, 0) == [24, 25, 26, 39]
+
+
+def test_a_proportional_plan_scales_with_each_sequence(device: str) -> None:
+    model = build("llama", device)
+    plan = plan_for(model, [[10, 20], None, [5, 40], [30, 15]], scaling="proportional", length=80, floor=5)
+    ids, mask = prompts(2, 40, pads=24, device=device)
+    with running(model, NAME):
+        cache = PlanCache(model, plan)
+        feed(model, cache, [(ids, mask)])
+    for row, length in enumerate((16, 40)):
+        assert cache.entries()[:, row].tolist() == budgets_at(plan, "prefill", length).tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@torch.no_grad()
+def test_masks_of_four_dimensions(family: str, dtype: torch.dtype, device: str) -> None:
+    """Masks that a caller made: their last row says which keys are padding."""
+    model = build(family, device, layer_types=["full_attention"] * 4)
+    ids, mask = prompts(2, 30, pads=9, device=device)
+    square = mask.bool()[:, None, None] & torch.ones(30, 30, dtype=torch.bool, device=device).tril()
+    if dtype != torch.bool:
+        square = torch.zeros_like(square, dtype=dtype).masked_fill_(~square, torch.finfo(dtype).min)
+    program = Program.uniform(model, create_policy("snapkv", {"window": 3}), lambda length: length // 3)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with running(model, NAME):
+        flat, given = PlanCache(model, program), PlanCache(model, program)
+        (expected,) = feed(model, flat, [(ids, mask)])
+        logits = model(ids, attention_mask=square, position_ids=positions, past_key_values=given).logits
+    assert_close(logits[mask.bool()], expected[mask.bool()])
+    for layer in given.planned:
+        assert held_columns(given, layer, 2, 2) == held_columns(flat, layer, 2, 2)
 
 
 def test_left_padding_keeps_the_same_tokens(device: str) -> None:

@@ -100,3 +100,6 @@ def test_attach_gives_the_model_back(family: str, device: str) -> None:
         raise ZeroDivisionError
     assert model.config._attn_implementation == implementation
     assert torch.equal(model(ids).logits, before)
+    with planned, attach(model, keep_everything(model)), planned:
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == implementation

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvsearch.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 families = pytest.mark.parametrize("family", FAMILIES)
 some_families = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
 
-DECODING = {
+DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.5},
     "beams": {"do_sample": False, "num_beams": 3},
@@ -30,8 +31,8 @@ DECODING = {
 }
 
 
-def snapkv(model: Any, kept: int = 12, **parameters: Any) -> Program:
-    return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3, **parameters}), lambda length: kept)
+def snapkv(model: Any) -> Program:
+    return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
 
 
 @families
@@ -177,7 +178,9 @@ def test_embeddings_as_a_prompt(device: str) -> None:
     with attach(model, snapkv(model)) as planned:
         expected = planned.generate(ids, **options)[:, 40:]
         assert torch.equal(planned.generate(inputs_embeds=embeddings, **options), expected)
+        assert planned.cache is not None
         assert planned.cache.get_seq_length() == 47
+        assert {layer.prompt_length for layer in planned.cache.planned.values()} == {40}
 
 
 def test_the_prompt_may_be_named_inputs(device: str) -> None:
@@ -212,9 +215,7 @@ def test_another_question_about_the_same_context(family: str, device: str) -> No
 def ask(model: Any, cache: PlanCache, mask: torch.Tensor, question: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     seen = torch.cat([mask, question[1]], 1)
     positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] :]
-    logits: torch.Tensor = model(
-        question[0], attention_mask=seen, position_ids=positions, past_key_values=cache
-    ).logits
+    logits: torch.Tensor = model(question[0], attention_mask=seen, position_ids=positions, past_key_values=cache).logits
     return logits
 
 
@@ -232,10 +233,32 @@ def test_copies_of_a_prompts_cache_go_separate_ways(device: str) -> None:
                                             do_sample=False))  # fmt: skip
         assert cache.get_seq_length() == 30
     assert torch.equal(answers[0], answers[2])
-    from kvsearch.errors import UsageError
-
     with pytest.raises(UsageError, match="attention implementation"):  # the copy knows what the model runs now
         model(ids[:, :1], past_key_values=mine)
+
+
+def test_a_cache_of_ones_own(device: str) -> None:
+    """Made before its prompt is known, used again after a reset: eviction still waits for the whole prompt."""
+    model = build("llama", device)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with attach(model, snapkv(model)) as planned:
+        mine = planned.new_cache()
+        for length in (40, 60, 20):
+            ids = torch.arange(length, device=device)[None] % 7 + 3
+            expected = planned.generate(ids, **options)
+            for way in ({}, {"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}):
+                assert torch.equal(planned.generate(ids, past_key_values=mine, **options, **way), expected)
+                assert planned.cache is mine
+                assert mine.entries().unique().tolist() == [12 + 5]
+                mine.reset()
+
+
+def test_drafts_need_to_know_where_the_prompt_ends(device: str) -> None:
+    model = build("llama", device)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 8], device=device)
+    with running(model, NAME), pytest.raises(UsageError, match="give PlanCache the prompt_length"):
+        model.generate(ids, past_key_values=PlanCache(model, snapkv(model)), prompt_lookup_num_tokens=3,
+                       max_new_tokens=8, do_sample=False)  # fmt: skip
 
 
 def test_a_cache_can_be_reset(device: str) -> None:

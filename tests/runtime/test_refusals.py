@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,35 +19,18 @@ from transformers import (
 )
 
 from kvsearch.errors import IncompatibleError, KvsearchError, UsageError
-from kvsearch.models.fingerprint import fingerprint
-from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.policies import create_policy
 from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 
 from ..families import build, prompts
-from .helpers import keep_everything, running
+from .helpers import keep_everything, plan_for, running
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return build("llama")
-
-
-def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Plan:
-    policy = PolicySpec(name=changes.pop("policy", "snapkv"), params=changes.pop("params", {"window": 4}))
-    layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
-    total = sum(sum(budget) for budget in budgets if budget)
-    content = {
-        "model": fingerprint(model),
-        "scaling": "fixed",
-        "floor": 1,
-        "prefill": PhasePlan(layers=tuple(layers)),
-        "total": total,
-        "provenance": Provenance(method="test", seed=0, kvsearch="0", torch="0", transformers="0"),
-    }
-    return Plan.model_validate({**content, **changes})
 
 
 def refusal(kind: type[KvsearchError], expected: str, act: Any) -> None:
@@ -70,7 +54,7 @@ def test_the_wrong_attention_implementation(model: Any, implementation: str) -> 
     ids, _ = prompts(1, 10)
     cache = PlanCache(model, keep_everything(model))
     with running(model, implementation):
-        for act in (model, model.generate):
+        for act in (model, partial(model.generate, max_new_tokens=2)):
             expected = f"needs the attention implementation 'kvsearch', the model runs {implementation!r}"
             refusal(UsageError, expected, lambda act=act: act(ids, past_key_values=cache))
     with running(model, NAME), torch.no_grad():
@@ -151,9 +135,7 @@ def test_a_decode_phase(model: Any) -> None:
 
 
 def test_a_plan_with_an_unknown_policy(model: Any) -> None:
-    refusal(
-        UsageError, "did you mean 'snapkv'", lambda: attach(model, plan_for(model, [[5, 5]] * 4, policy="snapvk"))
-    )
+    refusal(UsageError, "did you mean 'snapkv'", lambda: attach(model, plan_for(model, [[5, 5]] * 4, policy="snapvk")))
     wrong = plan_for(model, [[5, 5]] * 4, params={"windw": 3})
     refusal(UsageError, "did you mean 'window'", lambda: attach(model, wrong))
 

@@ -84,7 +84,9 @@ class Pair:
 
     def crop(self, count: int) -> None:
         self.store.crop(count)
-        self.keys, self.values, self.held = (t[:, :, : self.length - count] for t in (self.keys, self.values, self.held))
+        self.keys, self.values, self.held = (
+            t[:, :, : self.length - count] for t in (self.keys, self.values, self.held)
+        )
 
     def select(self, rows: list[int]) -> None:
         self.store = self.store.select_rows(rows)
@@ -119,7 +121,13 @@ steps = st.one_of(
     st.sampled_from([None, 2.0]),
 )  # fmt: skip
 def test_any_history_equals_a_dense_cache_with_a_mask(
-    device: str, batch: int, heads: int, length: int, seed: int, history: list[tuple[str, int, int]], softcap: float | None
+    device: str,
+    batch: int,
+    heads: int,
+    length: int,
+    seed: int,
+    history: list[tuple[str, int, int]],
+    softcap: float | None,
 ) -> None:
     pair = Pair(batch, heads, length, seed, device)
     for what, amount, pads in history:

@@ -18,7 +18,7 @@ from .helpers import feed, random_eviction, running
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
 
 
-class Synchronised(Exception):  # noqa: N818
+class Synchronised(Exception):
     pass
 
 

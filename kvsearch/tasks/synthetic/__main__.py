@@ -22,7 +22,7 @@ def calibration_file(seed: int = 0) -> dict[str, Any]:
             document = SyntheticTask(name, LENGTH, "calibrate").document(rng)
             pairs = [
                 {"question": " ".join(q.prompt), "answer": " ".join(q.answer)}
-                for q in document.questions[: 3 if name not in ("vote", "count", "single") else 1]
+                for q in document.questions[: 3 if name not in ("vote", "single") else 1]
             ]
             contexts.append({"text": " ".join(document.words[1:]), "questions": pairs})
     return {"name": "bundled", "prompt": SyntheticTask.prompt, "contexts": contexts}

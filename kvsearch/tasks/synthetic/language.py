@@ -180,11 +180,15 @@ def compose(
     fillers = [filler(rng, topic) for _ in range(max(0, room) // 9)]
     told = _interleave(rng, [fillers, *[list(group.sentences) for group in needles]])
     for mention in middle:
-        facts = [i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]]
-        told.insert(rng.randint(facts[0] + 1, len(told)), mention)
+        told.insert(rng.randint(_after_fact(told, mention), len(told)), mention)
     for mention in tail:
-        told.insert(len(told) - rng.randint(0, min(2, len(told))), mention)
+        told.insert(max(_after_fact(told, mention), len(told) - rng.randint(0, min(2, len(told)))), mention)
     questions = [question for group in needles for question in group.questions]
     rng.shuffle(questions)
     words = (v.BOS, *(word for sentence in told for word in sentence))
     return Document(words, tuple(questions), evidence)
+
+
+def _after_fact(told: Sequence[Sentence], mention: Sentence) -> int:
+    """The first place at which `mention` does not give its fact away."""
+    return next(i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]) + 1

@@ -1,4 +1,4 @@
-"""The synthetic suite: seven recall and counting tasks in the bundled model's language.
+"""The synthetic suite: five recall tasks and a frequency task in the bundled model's language.
 
 Evidence is at most 5% of a context's words. Every task draws its documents from one seeded stream per split, so the
 train, calibration, select and report splits cannot share a document.
@@ -18,7 +18,6 @@ from kvsearch.tasks.synthetic.language import (
     Document,
     Names,
     Needles,
-    bells,
     chains,
     code_facts,
     code_pairs,
@@ -26,6 +25,7 @@ from kvsearch.tasks.synthetic.language import (
     item_facts,
     votes,
 )  # fmt: skip
+from kvsearch.tasks.synthetic.vocabulary import KEYS, VARIABLES
 
 EVIDENCE_SHARE = 0.05
 SHORTEST = 512
@@ -41,36 +41,35 @@ def _single(rng: random.Random, names: Names, room: int) -> list[Needles]:
 
 
 def _multikey(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [code_facts(rng, names, room // 5)]
+    return [code_facts(rng, names, _codes(room, names))]
 
 
 def _multiquery(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [code_pairs(rng, names, room // 5)]
+    return [code_pairs(rng, names, _codes(room, names))]
 
 
 def _multivalue(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [item_facts(rng, names, room // 15)]
+    return [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]
 
 
 def _chain(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [chains(rng, names, room // 15)]
+    return [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
 
 
 def _vote(rng: random.Random, names: Names, room: int) -> list[Needles]:
     cast = votes(rng, 8)
-    others = code_facts(rng, names, (room - cast.tokens) // 5)
+    others = code_facts(rng, names, _codes(room - cast.tokens, names))
     return [cast, Needles(others.sentences, (), others.mentions)]
 
 
-def _count(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    strokes = bells(rng.randint(1, 6))
-    others = code_facts(rng, names, (room - strokes.tokens) // 5)
-    return [strokes, Needles(others.sentences, (), others.mentions)]
+def _codes(room: int, names: Names) -> int:
+    """How many code facts fit into `room` words, as far as there are keys left."""
+    return max(0, min(room // 5, names.left("key", KEYS)))
 
 
 BUILDERS: dict[str, Callable[[random.Random, Names, int], list[Needles]]] = {
     "single": _single, "multikey": _multikey, "multiquery": _multiquery, "multivalue": _multivalue, "chain": _chain,
-    "vote": _vote, "count": _count,
+    "vote": _vote,
 }  # fmt: skip
 RECALL_TASKS = ("single", "multikey", "multiquery", "multivalue", "chain")
 

@@ -1,4 +1,4 @@
-"""The closed vocabulary of the bundled model's language: 357 lower-case words, one token each.
+"""The closed vocabulary of the bundled model's language: 302 tokens, one per word.
 
 Word order is the token id, so these tuples are part of the bundled model: append, never reorder.
 """

@@ -1,0 +1,99 @@
+"""Headroom: the oracle keeps what the answers look at most, at the entries of the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvsearch.budgets.curves import eviction_loss
+from kvsearch.errors import InternalError
+from kvsearch.evaluate import headroom as module
+from kvsearch.evaluate.headroom import ORACLE, ORACLE_UNIFORM, context_importance, headroom
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime import PlanCache
+from kvsearch.runtime.attention import NAME
+from kvsearch.tasks.base import Example
+from kvsearch.tasks.prompts import PromptFormat
+
+from .. import tiny
+from ..runtime.helpers import feed, running
+
+TASK = tiny.listed((60, 2), (75, 1))
+METHODS = ["full", ORACLE, ORACLE_UNIFORM, "snapkv", "keydiff", "streaming", "random"]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny.loaded(request.param)
+
+
+def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
+    with running(model.model, NAME):
+        found = context_importance(model, PromptFormat(model.tokenizer, TASK.prompt), example)
+    assert found.dtype == torch.float32
+    return found.double().numpy()
+
+
+def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
+    before = model.model.config._attn_implementation
+    told: list[tuple[int, int]] = []
+    samples = headroom(model, [TASK], 0.7, 2, progress=lambda done, total: told.append((done, total)))
+    assert model.model.config._attn_implementation == before
+    assert told == [(1, 2), (2, 2)]
+    assert list(dict.fromkeys(sample.method for sample in samples)) == METHODS
+    heads = 2 * (2 if model.fingerprint.model_type == "gemma3_text" else 4)
+    for sample in samples:
+        share = 1.0 if sample.method == "full" else 0.3
+        assert sample.entries == int(share * heads * sample.context_tokens + 0.5)
+    assert len(samples) == len(METHODS) * 3
+
+
+def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None:
+    example = TASK.rows[0]
+    importance = importance_of(model, example)
+    ids = tiny.ids_of(example.context)
+    lost = {}
+    with running(model.model, NAME):
+        programs = dict(module._programs(model, TASK, example, 0.8))
+        for method in (ORACLE, ORACLE_UNIFORM, "snapkv", "random"):
+            cache = PlanCache(model.model, programs[method])
+            feed(model.model, cache, [(ids, torch.ones_like(ids))])
+            kept = np.zeros(importance.shape, dtype=bool)
+            for row, layer in enumerate(cache.planned):
+                for head in range(importance.shape[1]):
+                    kept[row, head, cache.kept_positions(layer, 0, head)] = True
+            lost[method] = importance[~kept].sum()
+            if method in (ORACLE, ORACLE_UNIFORM):  # nothing evicted is worth more than anything kept
+                worst_kept = np.where(kept, importance, np.inf).min(-1)
+                assert (np.where(kept, 0, importance).max(-1) <= worst_kept).all()
+                budgets = programs[method].table(ids.shape[1])
+                assert (kept.sum(-1) == budgets).all()
+                ordered = -np.sort(-importance, axis=-1)
+                assert lost[method] == pytest.approx(eviction_loss(ordered, budgets).sum())
+    assert lost[ORACLE] < lost[ORACLE_UNIFORM] < min(lost["snapkv"], lost["random"])
+
+
+def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: LoadedModel) -> None:
+    """Up to the weight of each layer, which all questions share."""
+    whole = TASK.rows[0]
+    together = importance_of(model, whole)
+    single = [importance_of(model, Example("t", "k", whole.context, (query,))) for query in whole.queries]
+    with running(model.model, NAME):
+        from kvsearch.calibrate.capture import Capture
+
+        capture = Capture(model.model, [], tiny.ids_of(whole.context))
+        asked = []
+        for query in whole.queries:
+            words = f"{query.question} {query.answers[0]}"
+            asked.append(capture.ask(tiny.ids_of(words)[:, 1:]).importance.double().numpy())
+    for layer in range(len(together)):
+        expected = np.maximum(*(values[layer] for values in asked))
+        np.testing.assert_allclose(together[layer] / together[layer].max(), expected / expected.max(), rtol=1e-4)
+        for own, values in zip(single, asked, strict=True):
+            np.testing.assert_allclose(own[layer] / own[layer].max(), values[layer] / values[layer].max(), rtol=1e-4)
+
+
+def test_an_example_without_questions(model: LoadedModel) -> None:
+    with pytest.raises(InternalError, match="without questions"):
+        importance_of(model, Example("t", "k", "the calm fox .", ()))

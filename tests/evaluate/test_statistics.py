@@ -1,0 +1,144 @@
+"""Means, paired differences and intervals, on samples made for the purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from kvsearch.evaluate.runner import Sample
+from kvsearch.evaluate.statistics import AVERAGE, Estimate, Row, summarize
+
+
+def samples(scores: Sequence[Sequence[float]], method: str = "plan", task: str = "t") -> list[Sample]:
+    """One list of question scores per context."""
+    return [
+        Sample(task, method, str(context), question, "", score, 100, 10, 1.0)
+        for context, row in enumerate(scores)
+        for question, score in enumerate(row)
+    ]
+
+
+def one(rows: Sequence[Row]) -> Estimate:
+    (row,) = rows
+    return row.scores["plan"]
+
+
+def width(estimate: Estimate) -> float:
+    return estimate.high - estimate.low
+
+
+def test_equal_scores_have_no_spread() -> None:
+    assert one(summarize(samples([[0.25]] * 9), "plan")) == Estimate(0.25, 0.25, 0.25)
+
+
+def test_the_interval_of_a_coin() -> None:
+    """400 contexts, half of them right: 0.5 +- 1.96 * 0.5 / 20."""
+    found = one(summarize(samples([[float(i % 2)] for i in range(400)]), "plan"))
+    assert found.mean == 0.5
+    assert (found.low, found.high) == pytest.approx((0.451, 0.549), abs=0.006)
+
+
+def test_contexts_are_the_clusters() -> None:
+    """Twenty contexts of twenty questions that agree are twenty observations, not four hundred."""
+    agreeing = one(summarize(samples([[float(i % 2)] * 20 for i in range(20)]), "plan"))
+    assert width(agreeing) == pytest.approx(2 * 1.96 * 0.5 / np.sqrt(20), rel=0.15)
+    mixed = one(summarize(samples([[0.0, 1.0] * 10] * 20), "plan"))
+    assert (mixed.mean, width(mixed)) == (0.5, 0.0)
+
+
+def test_questions_weigh_the_same_in_contexts_of_any_size() -> None:
+    found = summarize(samples([[1.0] * 9, [0.0]]), "plan")[0]
+    assert (found.questions, found.scores["plan"].mean) == (10, 0.9)
+    assert (found.scores["plan"].low, found.scores["plan"].high) == (0.0, 1.0)
+
+
+def test_one_context_has_a_mean_but_no_spread() -> None:
+    assert one(summarize(samples([[0.0, 1.0]]), "plan")) == Estimate(0.5, 0.5, 0.5)
+
+
+def paired(change: Callable[[float], float], seed: int = 0) -> Row:
+    scores = np.random.default_rng(seed).random((30, 2)).tolist()
+    other = [[change(score) for score in row] for row in scores]
+    return summarize(samples(scores) + samples(other, "other"), "plan")[0]
+
+
+def test_identical_methods_do_not_differ() -> None:
+    row = paired(lambda score: score)
+    assert row.differences == {"other": Estimate(0.0, 0.0, 0.0)}
+    assert row.scores["plan"] == row.scores["other"]
+    assert width(row.scores["plan"]) > 0.05
+
+
+def test_a_constant_difference_is_certain() -> None:
+    """Paired: what makes a context hard is hard for both methods."""
+    difference = paired(lambda score: score - 0.125).differences["other"]
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.125, 0.125, 0.125))
+
+
+def test_a_noisy_difference_is_not() -> None:
+    noise = iter(np.random.default_rng(1).normal(0.1, 0.2, 60).tolist())
+    difference = paired(lambda score: score - next(noise)).differences["other"]
+    assert difference.low < difference.mean < difference.high
+    assert difference.mean == pytest.approx(0.1, abs=0.08)
+    assert width(difference) == pytest.approx(2 * 1.96 * 0.2 / np.sqrt(60), rel=0.4)
+
+
+def test_order_and_interleaving_do_not_matter() -> None:
+    scores = np.random.default_rng(0).random((12, 2)).tolist()
+    both = samples(scores) + samples([[1 - score for score in row] for row in scores], "other")
+    by_question = sorted(both, key=lambda sample: sample.question)
+    assert summarize(by_question, "plan") == summarize(both, "plan")
+
+
+def test_the_seed_decides() -> None:
+    made = samples(np.random.default_rng(0).random((15, 1)).tolist())
+    assert summarize(made, "plan", 3) == summarize(made, "plan", 3)
+    assert summarize(made, "plan", 3) != summarize(made, "plan", 4)
+    state = np.random.get_state()[1].tolist()  # noqa: NPY002 - the global generator is what must not move
+    summarize(made, "plan", 3)
+    assert np.random.get_state()[1].tolist() == state  # noqa: NPY002
+
+
+def test_the_average_is_over_tasks() -> None:
+    """A task of many questions does not outweigh a task of few."""
+    many, few = samples([[1.0] * 4] * 10, task="many"), samples([[0.0]] * 3, task="few")
+    rows = summarize(many + few, "plan")
+    assert [(row.task, row.questions) for row in rows] == [("many", 40), ("few", 3), (AVERAGE, 43)]
+    assert rows[-1].scores["plan"] == Estimate(0.5, 0.5, 0.5)
+
+
+def test_the_average_is_more_certain_than_its_tasks() -> None:
+    rng = np.random.default_rng(0)
+    made = [s for task in "abcd" for s in samples((rng.random((40, 1)) < 0.5).astype(float).tolist(), task=task)]
+    *tasks, average = summarize(made, "plan")
+    assert average.scores["plan"].mean == pytest.approx(np.mean([row.scores["plan"].mean for row in tasks]))
+    expected = np.mean([width(row.scores["plan"]) for row in tasks]) / 2  # four independent tasks
+    assert width(average.scores["plan"]) == pytest.approx(expected, rel=0.15)
+
+
+def test_the_average_is_paired_too() -> None:
+    rng = np.random.default_rng(0)
+    made: list[Sample] = []
+    for task in "ab":
+        scores = rng.random((10, 2)).tolist()
+        made += samples(scores, task=task)
+        made += samples([[score / 2 for score in row] for row in scores], "other", task)
+    *tasks, average = summarize(made, "plan")
+    assert average.differences["other"].mean == pytest.approx(average.scores["other"].mean)
+    assert average.differences["other"].mean == pytest.approx(np.mean([r.differences["other"].mean for r in tasks]))
+
+
+def test_one_task_needs_no_average() -> None:
+    assert [row.task for row in summarize(samples([[1.0]]), "plan")] == ["t"]
+
+
+def test_a_subject_that_did_not_run_has_no_differences() -> None:
+    assert summarize(samples([[1.0]]), "another")[0].differences == {}
+
+
+def test_intervals_are_plain_numbers() -> None:
+    row = paired(lambda score: score / 3)
+    for estimate in (*row.scores.values(), *row.differences.values()):
+        assert {type(value) for value in (estimate.mean, estimate.low, estimate.high)} == {float}

@@ -1,0 +1,116 @@
+"""Oracle importance against the definition, on given numbers and on random states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.signals import oracle
+from kvsearch.signals.oracle import importance_rows, projected_norms
+
+BATCH, HEADS, GROUP, ROWS, CONTEXT, DIM, WIDTH = 2, 3, 4, 5, 17, 8, 24
+
+
+def random_states(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query rows, keys, values of the context, and W_O."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return (
+        normal(BATCH, HEADS * GROUP, ROWS, DIM),
+        normal(BATCH, HEADS, CONTEXT + ROWS, DIM),
+        normal(BATCH, HEADS, CONTEXT, DIM),
+        normal(HEADS * GROUP, DIM, WIDTH),
+    )
+
+
+def by_definition(query: Tensor, keys: Tensor, norms: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """A[q, k, j] |v_j W_O[q]| of every query head, one row at a time, [B, Hkv, G, K, T]."""
+    taken = torch.zeros(BATCH, HEADS, GROUP, ROWS, CONTEXT)
+    for head in range(HEADS * GROUP):
+        kv, member = divmod(head, GROUP)
+        for row in range(ROWS):
+            visible = keys[:, kv, : CONTEXT + row + 1]
+            logits = torch.einsum("bd,bnd->bn", query[:, head, row], visible) * scaling
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            taken[:, kv, member, row] = logits.softmax(-1)[:, :CONTEXT] * norms[:, kv, member]
+    return taken
+
+
+def test_the_worked_example() -> None:
+    """methods.md C.5: two steps, A = [.1, .6, .3] and [.5, .2, .3], norms [1, 2, .5] give [.5, 1.2, .15]."""
+    attention = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
+    # one-hot keys turn queries into logits; the two later tokens are hidden by very low logits
+    keys = torch.eye(5)[None, None]
+    query = torch.full((1, 1, 2, 5), -1e4)
+    query[0, 0, :, :3] = attention.log()
+    norms = torch.tensor([1.0, 2.0, 0.5]).view(1, 1, 1, 3)
+    torch.testing.assert_close(importance_rows(query, keys, norms, 3, 1.0)[0, 0], torch.tensor([0.5, 1.2, 0.15]))
+
+
+def test_projected_norms_are_those_of_the_projected_values() -> None:
+    _, _, values, weight = random_states()
+    expected = torch.stack(
+        [(values[:, head // GROUP] @ weight[head]).norm(dim=-1) for head in range(HEADS * GROUP)], 1
+    ).view(BATCH, HEADS, GROUP, CONTEXT)
+    torch.testing.assert_close(projected_norms(values, weight), expected)
+
+
+def test_projected_norms_of_zero_and_half_precision_values() -> None:
+    _, _, values, weight = random_states()
+    assert torch.equal(projected_norms(torch.zeros_like(values), weight), torch.zeros(BATCH, HEADS, GROUP, CONTEXT))
+    halves = values.bfloat16()
+    assert torch.equal(projected_norms(halves, weight), projected_norms(halves.float(), weight))
+    assert bool(projected_norms(values * 1e-20, weight).isfinite().all())
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("group", ["sum", "max"])
+def test_importance_is_the_largest_row_of_the_aggregated_group(group: str, softcap: float | None) -> None:
+    query, keys, values, weight = random_states()
+    norms = projected_norms(values, weight)
+    taken = by_definition(query, keys, norms, 0.4, softcap)
+    expected = (taken.sum(2) if group == "sum" else taken.amax(2)).amax(2)
+    torch.testing.assert_close(importance_rows(query, keys, norms, CONTEXT, 0.4, softcap, group), expected)
+
+
+def test_sum_and_max_differ_in_order_of_aggregation() -> None:
+    """Two heads that look at an entry at different times: their sum over the group comes before the largest row."""
+    # query rows [B, Hq = 2, K = 2, D = 3]: each head looks at the one context entry in another row
+    keys = torch.eye(3)[None, None]
+    query = torch.zeros(1, 2, 2, 3)
+    query[0, 0, 0, 0] = query[0, 1, 1, 0] = 50.0
+    query[0, 0, 1, 1] = query[0, 1, 0, 1] = 50.0
+    norms = torch.ones(1, 1, 2, 1)
+    for group in ("sum", "max"):  # were rows maximised first, the sum would be 2
+        assert float(importance_rows(query, keys, norms, 1, 1.0, group=group)) == pytest.approx(1.0)
+
+
+def test_without_norms_attention_alone_counts() -> None:
+    query, keys, _, _ = random_states()
+    ones = torch.ones(BATCH, HEADS, GROUP, CONTEXT)
+    assert torch.equal(
+        importance_rows(query, keys, None, CONTEXT, 0.4), importance_rows(query, keys, ones, CONTEXT, 0.4)
+    )
+
+
+@pytest.mark.parametrize("scratch", [1, 4000, 9000])
+def test_the_size_of_the_scratch_memory_changes_nothing(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys, values, weight = random_states()
+    norms = projected_norms(values, weight)
+    whole = importance_rows(query, keys, norms, CONTEXT, 0.4)
+    monkeypatch.setattr(oracle, "SCRATCH_BYTES", scratch)
+    torch.testing.assert_close(importance_rows(query, keys, norms, CONTEXT, 0.4), whole, rtol=1e-6, atol=1e-7)
+
+
+def test_later_tokens_take_their_share() -> None:
+    """The softmax runs over context and question, although only context entries are reported."""
+    query, keys, _, _ = random_states()
+    last = importance_rows(query[:, :, -1:], keys, None, CONTEXT, 0.4)
+    assert bool((last.sum(-1) < GROUP).all())
+    everything = importance_rows(query[:, :, -1:], keys, None, CONTEXT + ROWS, 0.4)
+    torch.testing.assert_close(everything.sum(-1), torch.full((BATCH, HEADS), float(GROUP)))

@@ -1,0 +1,215 @@
+"""The synthetic language: documents of the right size whose questions their own evidence answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.models.bundled import tokenizer
+from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.synthetic.language import (
+    Document,
+    Names,
+    Needles,
+    bells,
+    chains,
+    code_facts,
+    code_pairs,
+    compose,
+    item_facts,
+    votes,
+)
+from kvsearch.tasks.synthetic.suite import BUILDERS, EVIDENCE_SHARE, SPLITS, SyntheticTask, synthetic_suite
+
+from .solver import Sentence, answer, sentences
+
+LENGTHS = (512, 1024, 2048)
+FACTS = ("code", "item", "set", "vote", "bell")
+quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+tasks = pytest.mark.parametrize("task", BUILDERS)
+seeds = st.integers(0, 2**32)
+
+
+def keys_of(told: list[Sentence]) -> list[Sentence]:
+    """What each fact is about."""
+    return [s[: 3 if s[0] == "item" else 2] for s in told if s[0] in ("code", "item", "set")]
+
+
+def assert_sound(document: Document, length: int) -> None:
+    """What holds for every document."""
+    assert document.words[0] == v.BOS
+    assert len(document.words) <= length
+    assert set(document.words) <= set(v.WORDS)
+    told = sentences(document.words)
+    facts = [s for s in told if s[0] in FACTS]
+    assert sum(map(len, facts)) == document.evidence
+    assert max(Counter(keys_of(told)).values(), default=1) == 1
+    for place, mention in enumerate(told):
+        if mention[0] == "recall":
+            earlier = [s for s in told[:place] if s[:3] == mention[1:4]]
+            assert len(earlier) == 1, f"{mention} comes before its fact"
+            assert set(mention[1:-1]) <= set(earlier[0]) or mention[1] == "set"
+    assert {s[0] for s in told} <= {*FACTS, "recall", "the"}
+
+
+@tasks
+@quick
+@given(seed=seeds, length=st.sampled_from(LENGTHS))
+def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
+    document = SyntheticTask(task, length).document(random.Random(seed))
+    assert_sound(document, length)
+    assert len(document.words) > length - 9 - 1  # one more sentence would not fit
+    assert 0 < document.evidence <= EVIDENCE_SHARE * len(document.words)
+    assert document.questions
+    for question in document.questions:
+        assert question.answer == answer(document.words, question.prompt)
+        assert question.task == task
+    assert len({question.prompt for question in document.questions}) == len(document.questions)
+
+
+@tasks
+@quick
+@given(seed=seeds, length=st.integers(512, 12000))
+def test_documents_of_any_length(task: str, seed: int, length: int) -> None:
+    """A long document has more room than there are names: the rest stays filler."""
+    document = SyntheticTask(task, length).document(random.Random(seed))
+    assert_sound(document, length)
+    assert document.evidence <= EVIDENCE_SHARE * length
+    assert all(question.answer == answer(document.words, question.prompt) for question in document.questions)
+
+
+def needles(kind: str, rng: random.Random, names: Names) -> Needles:
+    count = rng.randint(1, 6)
+    return {
+        "code": lambda: code_facts(rng, names, count),
+        "pairs": lambda: code_pairs(rng, names, count),
+        "item": lambda: item_facts(rng, names, count),
+        "chain": lambda: chains(rng, names, count, rng.randint(2, 4)),
+        "vote": lambda: votes(rng, rng.randint(3, 10), rng.randint(2, 4)),
+        "bell": lambda: bells(count),
+    }[kind]()
+
+
+@quick
+@given(
+    seed=seeds,
+    kinds=st.sets(st.sampled_from(["code", "pairs", "item", "chain", "vote", "bell"]), min_size=1),
+    mentions=st.integers(0, 5),
+    tail=st.integers(0, 3),
+)
+def test_mixed_documents(seed: int, kinds: set[str], mentions: int, tail: int) -> None:
+    rng = random.Random(seed)
+    names = Names(rng)
+    groups = [needles(kind, rng, names) for kind in sorted(kinds)]
+    length = 1 + sum(group.tokens for group in groups) + 6 * (mentions + tail) + rng.randint(0, 99)
+    document = compose(rng, length, groups, mentions, tail)
+    assert_sound(document, length)
+    told = sentences(document.words)
+    for group in groups:  # in order, all of them
+        order = iter(told)
+        assert all(sentence in order for sentence in group.sentences)
+    assert len(document.questions) == sum(len(group.questions) for group in groups)
+    assert all(question.answer == answer(document.words, question.prompt) for question in document.questions)
+
+
+@quick
+@given(seed=seeds, tail=st.integers(1, 3))
+def test_a_mention_at_the_end_never_precedes_a_fact_at_the_end(seed: int, tail: int) -> None:
+    """With hardly any filler the facts are the last sentences."""
+    rng = random.Random(seed)
+    document = compose(rng, 30, [code_facts(rng, Names(rng), 3)], 1, tail)
+    assert_sound(document, 200)
+
+
+def test_mentions_do_not_give_the_answer_away() -> None:
+    rng = random.Random(0)
+    names = Names(rng)
+    for group in (code_facts(rng, names, 4), item_facts(rng, names, 4), chains(rng, names, 4)):
+        for question in group.questions:
+            mine = [m for m in group.mentions if question.prompt[2] in m]
+            assert mine
+            for mention in mine:
+                assert not set(question.answer) <= {*mention, *question.prompt}
+
+
+def test_votes_have_a_clear_winner() -> None:
+    for seed in range(50):
+        group = votes(random.Random(seed), 8)
+        tally = Counter(sentence[1] for sentence in group.sentences).most_common()
+        assert sum(count for _, count in tally) == 8
+        assert len(tally) == 1 or tally[0][1] >= tally[1][1] + 2
+        assert group.questions[0].answer == (tally[0][0], ".")
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_strokes_of_the_bell_are_counted(count: int) -> None:
+    document = compose(random.Random(count), 100, [bells(count)])
+    assert document.questions[0].answer == (v.NUMBERS[count - 1], ".") == answer(document.words, ("?", "bell"))
+
+
+def test_names_are_drawn_once() -> None:
+    names = Names(random.Random(0))
+    assert names.left("key", v.KEYS) == len(v.KEYS)
+    drawn = [names.draw("key", v.KEYS) for _ in v.KEYS]
+    assert sorted(drawn) == sorted(v.KEYS)
+    assert names.left("key", v.KEYS) == 0
+    assert names.left("variable", v.VARIABLES) == len(v.VARIABLES)
+
+
+def test_every_word_is_one_token() -> None:
+    assert len(set(v.WORDS)) == len(v.WORDS) == 302
+    assert tokenizer()(" ".join(v.WORDS[4:]), add_special_tokens=False)["input_ids"] == list(range(4, 302))
+
+
+@tasks
+def test_equal_seeds_give_equal_examples(task: str) -> None:
+    first, again = (SyntheticTask(task, 512).examples(4, 7) for _ in range(2))
+    assert first == again
+    assert SyntheticTask(task, 512).examples(2, 7) == first[:2]
+    assert [example.key for example in first] == ["7-0", "7-1", "7-2", "7-3"]
+    state = random.getstate()
+    SyntheticTask(task, 512).examples(1, 7)
+    assert random.getstate() == state
+
+
+def test_splits_seeds_tasks_and_lengths_share_no_document() -> None:
+    contexts = [
+        example.context
+        for split in SPLITS
+        for length in (512, 520)
+        for task in synthetic_suite(length, split)
+        for seed in (0, 1)
+        for example in task.examples(3, seed)
+    ]
+    assert len(set(contexts)) == len(contexts)
+
+
+@tasks
+def test_examples(task: str) -> None:
+    """Four questions a context at most, with room for the answer and no more; the context has no <bos> of its own."""
+    made = SyntheticTask(task, 1024)
+    for example in made.examples(5, 0):
+        assert example.task == task
+        assert v.BOS not in example.context
+        assert 1 <= len(example.queries) <= 4
+        assert len(tokenizer()(example.context)["input_ids"]) <= 1024
+        for query in example.queries:
+            (right,) = query.answers
+            assert right.split() == list(answer(example.context.split(), query.question.split()))
+            assert query.max_new_tokens == len(right.split())
+            assert made.score(right, query.answers) == 1.0
+            assert made.score("the " + right, query.answers) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("length", "split", "problem"),
+    [(511, "report", "at least 512 tokens"), (0, "report", "got 0"), (512, "train", "unknown split 'train'")],
+)
+def test_what_the_suite_refuses(length: int, split: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        SyntheticTask("single", length, split)

@@ -1,0 +1,102 @@
+"""Tiny random models that know the bundled vocabulary, short documents and calibration data for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvsearch.calibrate.data import CalibrationData, Context, Pair
+from kvsearch.models.bundled import tokenizer
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+
+from .families import build
+from .plan.builders import make_plan
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }} {% for message in messages %}recall {{ message['content'] }} .{% endfor %}"
+    "{% if add_generation_prompt %} mark ={% endif %}"
+)
+
+
+def loaded(family: str = "llama", **changes: Any) -> LoadedModel:
+    """A random model with the bundled tokenizer; `changes` are those of its configuration."""
+    return wrap(build(family, vocab_size=len(WORDS), **changes))
+
+
+def wrap(model: Any) -> LoadedModel:
+    return LoadedModel("tiny", model, tokenizer(), fingerprint(model, "tiny"))
+
+
+def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
+    """The bundled tokenizer with a chat template in words of its vocabulary."""
+    made = tokenizer()
+    made.chat_template = template
+    return made
+
+
+def document(length: int, seed: int = 0, facts: int = 3) -> Document:
+    """A document of at most `length` words with a few code facts."""
+    rng = random.Random(seed)
+    return compose(rng, length, [code_facts(rng, Names(rng), facts)])
+
+
+def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
+    """A context of each length with some questions."""
+    contexts = []
+    for seed, length in enumerate(lengths):
+        made = document(length, seed, questions)
+        pairs = tuple(Pair(question=" ".join(q.prompt), answer=" ".join(q.answer)) for q in made.questions)
+        contexts.append(Context(" ".join(made.words[1:]), pairs))
+    return CalibrationData("tiny", " {question}", tuple(contexts), sha256_of(repr(contexts)))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A task of given examples; a reply is right if it begins with an answer."""
+
+    name: str
+    rows: tuple[Example, ...]
+    prompt: str = " {question}"
+
+    def examples(self, samples: int, seed: int) -> Sequence[Example]:
+        return self.rows[:samples]
+
+    def score(self, reply: str, answers: Sequence[str]) -> float:
+        return METRICS["exact"](reply, answers)
+
+
+def listed(*shapes: tuple[int, int], name: str = "listed") -> Listed:
+    """A context for each (length, questions); the questions differ in length and in how long a reply may be."""
+    rows = []
+    for seed, (length, questions) in enumerate(shapes):
+        made = document(length, seed, max(3, questions))
+        queries = tuple(
+            Query(" ".join(("mark",) * (index % 2) + q.prompt), (" ".join(q.answer),), 3 + (seed + index) % 3)
+            for index, q in enumerate(made.questions[:questions])
+        )
+        rows.append(Example(name, str(seed), " ".join(made.words[1:]), queries))
+    return Listed(name, tuple(rows))
+
+
+def plan_for(model: LoadedModel, budgets: list[list[int] | None], **changes: Any) -> Plan:
+    """A plan of `model` with these budgets for prompts of 40 tokens, under SnapKV with a small window."""
+    policy = {"name": "snapkv", "params": {"window": 4, "kernel": 3, "sinks": 2}}
+    layers = [None if budget is None else {"policy": policy, "budget": budget} for budget in budgets]
+    content = {"model": model.fingerprint.model_dump(), "prefill": {"layers": layers}, **changes}
+    return make_plan(budgets, **content)
+
+
+def ids_of(text: str) -> torch.Tensor:
+    """Token ids [1, T] of a context."""
+    return torch.tensor([tokenizer()(text)["input_ids"]])
