@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from kvsearch.errors import UsageError
-from kvsearch.models.architecture import describe, output_weight, rotary, text_config
+from kvsearch.models.architecture import describe, output_weight, require_plain_rotary, rotary, text_config
 from kvsearch.policies import Observation, Policy, rank_entries
 from kvsearch.runtime.attention import NAME, Output, dense_attention, tag, valid_keys
 from kvsearch.runtime.collector import QueryCollector, Rotary
@@ -117,6 +117,9 @@ class Capture:
     def __init__(self, model: Any, policies: Sequence[Policy], context: Tensor, group: str = "sum") -> None:
         if model.config._attn_implementation != NAME:
             raise UsageError(f"calibration needs the attention implementation {NAME!r}")
+        for policy in policies:
+            if policy.needs().query_statistics_from is not None:
+                require_plain_rotary(model, f"policy {policy.name}")
         self.model, self.shape = model, describe(model)
         layers = DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(self.shape.layers)]
         tables = rotary(model)

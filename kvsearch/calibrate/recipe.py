@@ -1,17 +1,21 @@
-"""Turn what a user types into calibration settings; every problem is found before a model is loaded."""
+"""What to calibrate: defaults, then a recipe file, then what the user typed. All problems show before a model loads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from kvsearch.calibrate.options import LukvOptions
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvsearch.calibrate.options import Aggregate, Group, LukvOptions, Normalization
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import describe_validation_error
 from kvsearch.policies import Policy, create_policy, policy_class
 
-METHODS = ("lukv",)
 # LU-KV's protection (App. E): four sinks; 32 recent tokens under SnapKV, one under policies that score every key
 DEFAULTS: dict[str, dict[str, Any]] = {
     "snapkv": {"sinks": 4},
@@ -19,29 +23,58 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "expected_attention": {"sinks": 4, "window": 1, "epsilon": 0.02},
 }
 UNRANKED = ("full",)
+CHOICES = {"method": ("lukv",), "normalization": Normalization.__args__, "aggregate": Aggregate.__args__}  # type: ignore[attr-defined]
 
 
-def require_method(name: str) -> None:
-    """UsageError unless `name` is a calibration method."""
-    if name not in METHODS:
-        raise UsageError(f"unknown calibration method {name!r}{suggest(name, METHODS)}")
+class CalibrationRecipe(BaseModel):
+    """A calibration as a recipe file states it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: Literal["lukv"] = "lukv"
+    policy: str = "snapkv"
+    params: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    normalization: Normalization = "effect"
+    aggregate: Aggregate = "ratios"
+    group: Group = "sum"
+    gap: bool = True
+    minimum: float = Field(default=0.01, ge=0, lt=1)
+    answer_tokens: int = Field(default=128, ge=1)
+
+    def make_policy(self) -> Policy:
+        """The policy with LU-KV's protected entries, unless `params` differ; UsageError if it cannot be calibrated."""
+        if self.policy in UNRANKED:
+            raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
+        policy_class(self.policy)
+        return create_policy(self.policy, {**DEFAULTS.get(self.policy, {}), **self.params})
+
+    def options(self, seed: int) -> LukvOptions:
+        """The settings of the calibration."""
+        return LukvOptions(**self.model_dump(exclude={"method", "policy", "params"}), seed=seed)
 
 
-def calibration_policy(name: str, settings: Sequence[str]) -> Policy:
-    """The policy to calibrate for, with LU-KV's protected entries unless `settings` ("key=value") differ."""
-    if name in UNRANKED:
-        raise UsageError(f"policy {name!r} evicts nothing, so it has no budgets to calibrate")
-    policy_class(name)
-    return create_policy(name, {**DEFAULTS.get(name, {}), **dict(parse_setting(item) for item in settings)})
+def resolve_recipe(
+    path: Path | None, typed: Mapping[str, Any], settings: Sequence[str], no_gap: bool = False
+) -> CalibrationRecipe:
+    """Merge defaults, the recipe file, `--set key=value` and options the user typed (None: not typed), in this order.
 
-
-def lukv_options(**values: Any) -> LukvOptions:
-    """Options of the calibration; UsageError names an option or a choice that does not exist."""
-    known = [field.name for field in fields(LukvOptions)]
-    for key in values:
-        if key not in known:
-            raise UsageError(f"LU-KV has no option {key!r}{suggest(key, known)}")
-    return LukvOptions(**values)
+    Raises:
+        UsageError: an unreadable file, or settings that do not exist; all of them in one message.
+    """
+    merged = _read(path) if path is not None else {}
+    given = {key: value for key, value in typed.items() if value is not None}
+    for key, value in given.items():
+        if key in CHOICES and value not in CHOICES[key]:
+            raise UsageError(f"unknown {key} {value!r}{suggest(str(value), CHOICES[key])}")
+    if given.get("policy", merged.get("policy")) != merged.get("policy"):
+        merged.pop("params", None)  # they belong to the recipe's own policy
+    merged |= given | ({"gap": False} if no_gap else {})
+    if settings:
+        merged["params"] = {**merged.get("params", {}), **dict(parse_setting(item) for item in settings)}
+    try:
+        return CalibrationRecipe.model_validate(merged)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, str(path or "the calibration settings"))) from error
 
 
 def parse_setting(text: str) -> tuple[str, bool | int | float | str]:
@@ -58,3 +91,13 @@ def parse_setting(text: str) -> tuple[str, bool | int | float | str]:
         except ValueError:
             continue
     return key.strip(), value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(read_bytes(path).decode("utf-8", "replace"))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is not a recipe: it should be a mapping such as `policy: snapkv`")
+    return content

@@ -17,8 +17,13 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="A hub id, a local directory, or `bundled`.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the profile.", show_default=False)],
     common: Common,
-    method: Annotated[str, typer.Option(help="Calibration method: lukv.")] = "lukv",
-    policy: Annotated[str, typer.Option(help="Eviction policy the budgets are for.")] = "snapkv",
+    recipe: Annotated[
+        Path | None, typer.Option(help="A YAML file with settings; options below override it.", show_default=False)
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Calibration method: lukv.", show_default="lukv")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Eviction policy the budgets are for.", show_default="snapkv")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A policy parameter, as in --set window=16; repeatable.")
     ] = None,
@@ -30,9 +35,15 @@ def calibrate(
         int | None, typer.Option(help="Use only so many questions.", min=1, show_default=False)
     ] = None,
     normalization: Annotated[
-        str, typer.Option(help="What makes layers comparable: effect, layer, layer_max, output, residual or none.")
-    ] = "effect",
-    aggregate: Annotated[str, typer.Option(help="Average over questions: ratios or importance.")] = "ratios",
+        str | None,
+        typer.Option(
+            help="What makes layers comparable: effect, layer, layer_max, output, residual or none.",
+            show_default="effect",
+        ),
+    ] = None,
+    aggregate: Annotated[
+        str | None, typer.Option(help="Average over questions: ratios or importance.", show_default="ratios")
+    ] = None,
     no_gap: Annotated[bool, typer.Option("--no-gap", help="Ablation: trust the policy's ranking.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace results already in the directory.")] = False,
 ) -> None:
@@ -41,18 +52,18 @@ def calibrate(
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
     from kvsearch.calibrate.data import default_data, load_calibration_data
-    from kvsearch.calibrate.recipe import calibration_policy, lukv_options, require_method
+    from kvsearch.calibrate.recipe import resolve_recipe
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
 
-    require_method(method)
-    options = lukv_options(normalization=normalization, aggregate=aggregate, gap=not no_gap, seed=common.seed)
-    chosen = calibration_policy(policy, settings or [])
+    typed = {"method": method, "policy": policy, "normalization": normalization, "aggregate": aggregate}
+    chosen = resolve_recipe(recipe, typed, settings or [], no_gap)
+    policy_object, options = chosen.make_policy(), chosen.options(common.seed)
     source = data or default_data(model)
     texts = load_calibration_data(source).limited(questions)
     config: dict[str, Any] = {
-        "model": model, "method": method, "policy": policy, "params": chosen.parameters(), "data": texts.name,
-        "data_sha256": texts.sha256, "questions": texts.questions, "options": options.__dict__,
+        "model": model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
+        "recipe": {**chosen.model_dump(), "params": policy_object.parameters()}, "seed": common.seed,
     }  # fmt: skip
     if common.dry_run:
         common.print_json(config)
@@ -64,9 +75,9 @@ def calibrate(
     from kvsearch.calibrate.lukv import calibrate_lukv
     from kvsearch.plan.profile import save_profile
 
-    common.say(f"calibrating {model} for {policy} on {texts.questions} questions from {texts.name}")
+    common.say(f"calibrating {model} for {chosen.policy} on {texts.questions} questions from {texts.name}")
     with common.progress("questions") as progress:
-        profile = calibrate_lukv(loaded, texts, chosen, options, progress)
+        profile = calibrate_lukv(loaded, texts, policy_object, options, progress)
     save_profile(profile, directory / PROFILE, overwrite=True)
     if common.as_json:
         common.print_json({"profile": str(directory / PROFILE), **profile.metadata.model_dump(mode="json")})

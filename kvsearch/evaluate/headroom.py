@@ -75,7 +75,8 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     snapkv = create_policy("snapkv", {"sinks": 4})
     # the weights of layers hold for one layer at a time, so no head goes below what SnapKV protects in every head
-    budgets = MarginalSolver(without_gap(importance.double().numpy()), snapkv.protected(length)).solve(total)
+    floor = min(snapkv.protected(length), total // (layers * heads))
+    budgets = MarginalSolver(without_gap(importance.double().numpy()), floor).solve(total)
     full = describe(loaded.model).full_layers
     policies: Mapping[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
     oracle = Program(dict(policies), lambda _: budgets)

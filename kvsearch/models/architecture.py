@@ -81,6 +81,18 @@ def refuse_unsupported(config: Any, name: str) -> None:
         raise IncompatibleError(f"{name} is not supported: {problem}; tested families: {', '.join(TESTED)}")
 
 
+def require_plain_rotary(model: nn.Module, what: str) -> None:
+    """Refuse rotary embeddings that `unrotate` cannot undo: interleaved ones, and tables that depend on the length."""
+    config = text_config(model)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("full_attention", parameters).get("rope_type", "default")
+    if config.model_type not in TESTED or kind in ("dynamic", "longrope"):
+        raise IncompatibleError(
+            f"{what} turns queries back to position 0, which is not verified for {config.model_type} with {kind} "
+            f"rotary embedding: use another policy; verified families: {', '.join(TESTED)}"
+        )
+
+
 def decoder(model: nn.Module) -> nn.Module:
     """The module that owns `layers` and `rotary_emb`."""
     found = [m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "rotary_emb")]

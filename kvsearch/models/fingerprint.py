@@ -25,7 +25,8 @@ SAMPLES = 64
 
 def fingerprint(model: Any, name: str | None = None, revision: str | None = None) -> ModelFingerprint:
     """Identify `model` by content. Weights are sampled (64 values of every tensor, rounded to bfloat16), so that the
-    fingerprint costs milliseconds and does not depend on the dtype or device the model was loaded with.
+    fingerprint costs milliseconds and does not depend on the device, nor on whether the model was loaded in float32 or
+    in bfloat16. (Loading in float16 what was not stored so changes small weights, and with them the fingerprint.)
     """
     shape = describe(model)
     return ModelFingerprint(

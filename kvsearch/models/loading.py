@@ -57,19 +57,17 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     """Load `name`; the fingerprint is taken right away.
 
     Raises:
-        IncompatibleError: unknown architecture, no tokenizer, NaN or infinite weights.
+        IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
         EnvironmentFault: no such model here (and no network), no such device.
     """
     options = options or LoadOptions()
     if options.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
-
     from kvsearch.models.fingerprint import fingerprint
 
     source = str(resource("data/bundled")) if name == BUNDLED else name
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise EnvironmentFault(f"device {options.device!r} was asked for, but this machine has no CUDA device")
+    if options.device != "auto":
+        _require_device(options.device)
     model, tokenizer = _from_pretrained(name, source, options)
     model.eval()
     _refuse_broken_weights(name, model)
@@ -80,7 +78,7 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if Path(source).exists() and not (Path(source) / "config.json").is_file():
-        raise IncompatibleError(f"{name}: this directory has no config.json, so it is not a Hugging Face model")
+        raise IncompatibleError(f"{name!r} has no config.json, so it is not the directory of a Hugging Face model")
     common: dict[str, Any] = {
         "revision": options.revision or "main",
         "trust_remote_code": options.trust_remote_code,
@@ -88,17 +86,29 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
     }
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=options.dtype, device_map=options.device_map or _device_map(options.device), **common
+        device_map = options.device_map or _device_map(options.device)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=options.dtype, device_map=device_map, output_loading_info=True, **common
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _explain(name, source, error) from error
     except Exception as error:
-        # safetensors and accelerate raise types of their own for a damaged file or a device that is not there
-        if type(error).__module__.split(".")[0] not in ("safetensors", "safetensors_rust", "accelerate", "torch"):
+        # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             raise
         raise _explain(name, source, error) from error
+    if info["missing_keys"]:  # transformers makes them up
+        listed = ", ".join(sorted(info["missing_keys"])[:3])
+        raise IncompatibleError(f"model {name!r} lacks {len(info['missing_keys'])} of its weights, such as {listed}")
     return model, tokenizer
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
 
 
 def _device_map(device: str) -> str:
@@ -111,7 +121,7 @@ def _device_map(device: str) -> str:
 
 def _explain(name: str, source: str, error: Exception) -> KvsearchError:
     reason = " ".join(str(error).split())[:300]
-    if not Path(source).exists():
+    if isinstance(error, OSError) and not Path(source).exists():
         return EnvironmentFault(
             f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
             f"and HF_HUB_OFFLINE ({reason})"

@@ -47,6 +47,8 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     for key, value in values.items():
         if key not in fields:
             raise UsageError(f"policy {name} has no parameter {key!r}{suggest(key, list(fields))}")
+        if fields[key].default is dataclasses.MISSING:
+            continue  # a third-party parameter without a default: its own __post_init__ judges it
         wanted = type(fields[key].default)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             values[key] = float(value)

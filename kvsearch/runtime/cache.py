@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import Program
 
@@ -43,6 +43,8 @@ class PlanCache(Cache):  # type: ignore[misc]
         shape, config, tables = describe(model), text_config(model), rotary(model)
         layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(shape.layers)]
         for index, policy in program.policies.items():
+            if policy.needs().query_statistics_from is not None:
+                require_plain_rotary(model, f"policy {policy.name}")
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
