@@ -13,7 +13,7 @@ demo: setup
 	$(BIN)/kvsearch export $(DEMO) --ratio 0.8 -o $(DEMO)/plan.json --force
 	$(BIN)/kvsearch show $(DEMO)/plan.json
 	$(BIN)/kvsearch evaluate bundled --plan $(DEMO)/plan.json --samples 16
-	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json
+	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
 
 test: setup
 	$(BIN)/python -m pytest

@@ -29,7 +29,7 @@ def generate(
 
     Without --context and --prompt the bundled model answers a question about a text of its own.
     """
-    from kvsearch.evaluate.answer import answer, example_for, read_text
+    from kvsearch.evaluate.answer import answer, example_for, expected_reply, read_text
     from kvsearch.plan import load_plan
 
     loaded_plan = load_plan(plan) if plan is not None else None
@@ -44,6 +44,8 @@ def generate(
         return
     common.say(f"context: {reply.context_tokens} tokens; prompt: {question.strip() or '(none)'}")
     common.out.print(reply.text, markup=False, soft_wrap=True)
+    if context is None and prompt is None:
+        common.say(f"expected to begin with: {expected_reply(common.seed)}")
     common.say(
         f"cache: {reply.entries} of {reply.full_entries} entries ({reply.bytes / 2**20:.2f} MiB, "
         f"full {reply.full_bytes / 2**20:.2f} MiB) after the context"

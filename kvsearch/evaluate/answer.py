@@ -16,6 +16,7 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
+from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 
@@ -36,6 +37,15 @@ def read_text(value: str) -> str:
     return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
 
 
+def expected_reply(seed: int) -> str:
+    """The right answer to the bundled model's own example."""
+    return " ".join(_own_example(seed).questions[0].answer)
+
+
+def _own_example(seed: int) -> Document:
+    return SyntheticTask("multikey").document(random.Random(seed))
+
+
 def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
     """Context, prompt and plain prompt format; the bundled model has an example of its own.
 
@@ -44,7 +54,7 @@ def example_for(model: str, context: str | None, prompt: str | None, seed: int) 
     """
     if model == BUNDLED:
         if context is None:
-            document = SyntheticTask("multikey").document(random.Random(seed))
+            document = _own_example(seed)
             context, asked = " ".join(document.words[1:]), " ".join(document.questions[0].prompt)
             return context, prompt or asked, SyntheticTask.prompt
         return context, prompt or "", SyntheticTask.prompt

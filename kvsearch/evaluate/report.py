@@ -13,6 +13,8 @@ from kvsearch.evaluate.statistics import Estimate, Row
 from kvsearch.evaluate.study import PROTOCOL, Study
 from kvsearch.plan.files import atomic_write
 
+CAPTION = "uniform: the plan's own policy with even budgets; all methods but full hold the plan's number of entries"
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 def score_table(study: Study) -> Iterator[Table]:
     """Scores per task with 95% intervals, the plan's paired differences, and what each method holds."""
     methods = study.methods
-    yield _scores(f"{study.model}: score, 95% interval ({PROTOCOL})", methods, study.rows)
+    scores = _scores(f"{study.model}: score, 95% interval ({PROTOCOL})", methods, study.rows)
+    scores.caption, scores.caption_justify = CAPTION, "left"
+    yield scores
     others = [method for method in methods if method != study.subject]
     title = f"{study.subject} minus the others: paired difference, 95% interval"
     yield _differences(title, others, study.rows)

@@ -76,7 +76,7 @@ def rebudgeted(**changes: Any) -> Plan:
         ({"a": GOOD, "b": rebudgeted(total=33)}, paths("a", "b"), (), r"different totals \(a: 32, b: 33\)"),
         ({"a": GOOD, "b": rebudgeted(scaling="fixed")}, paths("a", "b"), (), "different totals"),
         ({"a": GOOD, "b": rebudgeted(length=50)}, paths("a", "b"), (), "different totals"),
-        ({"a": rebudgeted(prefill=None, decode=GOOD.prefill)}, paths("a"), (), "no prefill phase"),
+        ({"a": rebudgeted(prefill=None, decode=GOOD.prefill)}, paths("a"), (), "has no .prefill. phase, only decode"),
     ],
 )
 def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], problem: str) -> None:

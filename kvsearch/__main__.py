@@ -1,0 +1,5 @@
+"""`python -m kvsearch` is the `kvsearch` command."""
+
+from kvsearch.cli import main
+
+main()

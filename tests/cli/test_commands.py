@@ -1,0 +1,187 @@
+"""Every command, end to end, on the bundled model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsearch.plan import load_plan
+from tests.cli.conftest import Run
+
+HEAVY = ("torch", "transformers", "cma", "sklearn", "pandas", "numpy", "scipy", "datasets", "rich.progress")
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    code = f"import sys, kvsearch.cli; print([m for m in {HEAVY} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = f"import sys, kvsearch, kvsearch.plan; print([m for m in {HEAVY} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "export", "evaluate", "generate", "show", "headroom", "doctor"])
+def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    for option in ("--device", "--dtype", "--seed", "--offline", "--json", "--quiet", "--log-file", "--dry-run"):
+        assert option in out
+
+
+def test_version(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("kvsearch 0.")
+
+
+def test_calibrate_writes_config_and_profile(calibrated: Path) -> None:
+    assert json.loads((calibrated / "config.json").read_text())["recipe"]["policy"] == "snapkv"
+    assert (calibrated / "profile.safetensors").stat().st_size > 1000
+
+
+def test_calibrating_twice_gives_the_same_bytes(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    code, _, _ = run("calibrate", "bundled", "-o", tmp_path / "again", "--questions", 8)
+    assert code == 0
+    for name in ("profile.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (calibrated / name).read_bytes()
+
+
+def test_calibrate_tells_its_plan_without_doing_it(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "keydiff", "--dry-run")
+    assert code == 0
+    assert json.loads(out)["recipe"]["params"] == {"sinks": 4, "window": 1}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
+    code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run")
+    assert code == 0, talk
+    assert json.loads(out)["recipe"]["method"] == "lukv"
+
+
+def test_options_override_a_recipe(run: Run, tmp_path: Path) -> None:
+    arguments = ("--recipe", "recipes/lukv-paper.yaml", "--normalization", "none", "--set", "window=16")
+    code, out, _ = run("calibrate", "bundled", *arguments, "-o", tmp_path / "run", "--dry-run")
+    assert code == 0
+    assert json.loads(out)["recipe"]["normalization"] == "none"
+    assert json.loads(out)["recipe"]["params"]["window"] == 16
+
+
+def test_export_by_ratio_and_by_budget(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    code, out, _ = run("export", calibrated, "--ratio", 0.9, "--length", 2000, "-o", tmp_path / "a.json", "--json")
+    assert code == 0
+    assert json.loads(out)["total"] == load_plan(tmp_path / "a.json").total == 200 * 24
+    code, out, _ = run("export", calibrated, "--budget", 64, "-o", tmp_path / "b.json", "--json")
+    assert code == 0
+    assert load_plan(tmp_path / "b.json").total == 64 * 24
+    assert json.loads(out)["scaling"] == "fixed"
+
+
+def test_export_dry_run_writes_nothing(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    code, _, talk = run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "a.json", "--dry-run")
+    assert code == 0
+    assert "would write" in talk
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_evaluate_prints_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:multikey", "--samples", 4, "--length", 512)
+    replies = tmp_path / "replies.csv"
+    code, out, _ = run("evaluate", "bundled", *arguments, "--json", "--samples-file", replies)
+    assert code == 0
+    result = json.loads(out)
+    assert result["protocol"] == "question-agnostic"
+    held = {method: values["entries"] for method, values in result["held"].items()}
+    assert held["plan"] == held["uniform"] == held["streaming"]
+    assert held["full"] > 4.9 * held["plan"]
+    scores = {method: value["mean"] for method, value in result["tasks"][0]["scores"].items()}
+    assert scores["full"] >= scores["plan"] > scores["streaming"]
+    rows = list(csv.DictReader(replies.open()))
+    assert len(rows) == result["tasks"][0]["questions"] * len(held)
+
+
+def test_evaluate_table_is_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -> None:
+    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:single", "--samples", 2, "--length", 512)
+    code, out, _ = run("evaluate", "bundled", *arguments)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "paired difference" in out
+    assert "held after the context" in out
+
+
+def test_evaluate_a_file_of_ones_own(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    context = "the calm fox greets the nurse in barn . " * 20 + "code amber anchor kettle . " + "bell . " * 20
+    rows = [{"context": context, "question": "? code amber", "answers": ["anchor kettle ."], "max_new_tokens": 3}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    code, out, talk = run(
+        "evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", f"jsonl:{file}", "--json"
+    )
+    assert code == 0, talk
+    assert json.loads(out)["tasks"][0]["task"] == "mine"
+
+
+def test_generate_answers_from_the_small_cache(run: Run, calibrated: Path) -> None:
+    plan = calibrated / "plan.json"
+    code, out, _ = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 3, "--json")
+    assert code == 0
+    small = json.loads(out)
+    code, out, _ = run("generate", "bundled", "--max-new-tokens", 3, "--json")
+    full = json.loads(out)
+    assert small["text"] == full["text"]
+    assert small["entries"] * 5 == pytest.approx(full["entries"], rel=0.01)
+    code, _, talk = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 3)
+    assert "expected to begin with: " + full["text"] in talk
+
+
+def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
+    code, out, _ = run("show", calibrated / "plan.json")
+    assert code == 0
+    assert "entries per layer and kv head" in out
+    code, out, _ = run("show", calibrated, "--ratio", 0.5, "--plan", calibrated / "plan.json")
+    assert code == 0
+    for title in ("local eviction ratio at 0.5", "recall lost", "importance evicted", "rank correlation"):
+        assert title in out
+    code, out, _ = run("show", calibrated, "--json")
+    assert code == 0
+    shown = json.loads(out)
+    assert shown["stability"][1]["verdict"]
+    total = sum(map(sum, shown["eviction_loss"]["lukv"]))
+    assert total < sum(map(sum, shown["eviction_loss"]["uniform"]))
+
+
+def test_headroom_orders_the_methods(run: Run) -> None:
+    arguments = ("--tasks", "synthetic:multikey,chain", "--samples", 3, "--length", 512)
+    code, out, _ = run("headroom", "bundled", *arguments, "--json")
+    assert code == 0
+    share = json.loads(out)["share_of_full"]
+    assert share["full"] == 1
+    assert share["oracle"] > share["snapkv"] > share["streaming"]
+    code, out, _ = run("headroom", "bundled", *arguments)
+    assert "share of the full-cache score" in out
+
+
+def test_doctor_is_content_here(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    assert code == 0
+    assert json.loads(out)["bundled model"].startswith("answers")
+
+
+def test_quiet_says_nothing(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    code, out, talk = run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "a.json", "--quiet")
+    assert (code, out, talk) == (0, "", "")
+
+
+def test_log_file_records_what_happened(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    run("export", calibrated, "--ratio", 2, "-o", tmp_path / "a.json", "--log-file", log)
+    assert "outside (0, 1)" in log.read_text()

@@ -1,0 +1,133 @@
+"""A fingerprint is the model's content: not its name, dtype, attention implementation or the folder it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvsearch.models.architecture import text_config
+from kvsearch.models.fingerprint import SAMPLES, config_hash, fingerprint, weights_hash
+
+from ..families import FAMILIES, build
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_one_model_has_one_fingerprint_however_it_is_loaded(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    made = fingerprint(model, "here")
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    for dtype in (torch.float32, torch.bfloat16):
+        for attention in (None, "eager"):
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=dtype, attn_implementation=attention)
+            assert made.mismatch(fingerprint(again)) is None
+
+
+def test_a_model_stored_in_bfloat16(tmp_path: Path) -> None:
+    build("llama").bfloat16().save_pretrained(tmp_path)
+    prints = [
+        fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+        for dtype in ("auto", torch.float32, torch.bfloat16)
+    ]
+    assert prints[0].mismatch(prints[1]) is None
+    assert prints[0].mismatch(prints[2]) is None
+
+
+def test_what_it_says() -> None:
+    made = fingerprint(build("gemma3"), "mine", "abc123")
+    assert (made.name, made.revision, made.model_type) == ("mine", "abc123", "gemma3_text")
+    assert (made.layers, made.kv_heads, made.head_dim) == (4, 2, 16)
+    assert fingerprint(build("llama")).name == "LlamaForCausalLM"
+
+
+def test_names_and_use_are_not_content() -> None:
+    model = build("llama")
+    made = fingerprint(model, "one")
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    model.config._name_or_path = "elsewhere"
+    model.train()
+    assert made.mismatch(fingerprint(model, "two", "rev")) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rms_norm_eps": 1e-5}, {"max_position_embeddings": 1024}, {"eos_token_id": 5}, {"attention_dropout": 0.1}],
+)
+def test_another_configuration_is_another_model(changes: dict[str, Any]) -> None:
+    model, other = build("llama"), build("llama", **changes)
+    assert weights_hash(model) == weights_hash(other)
+    assert config_hash(text_config(model)) != config_hash(text_config(other))
+    assert "config_sha256 differs" in str(fingerprint(model).mismatch(fingerprint(other)))
+
+
+def test_another_rotary_base_is_another_model() -> None:
+    model = build("llama")
+    other = build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert config_hash(text_config(model)) != config_hash(text_config(other))
+
+
+@families
+def test_any_tensor_that_changes_changes_it(family: str) -> None:
+    model = build(family)
+    before = weights_hash(model)
+    for name, parameter in model.named_parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(0.05)
+        assert weights_hash(model) != before, name
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert weights_hash(model) == before
+
+
+def test_which_values_are_sampled() -> None:
+    """The first of each of 64 equal parts of a tensor; small tensors as a whole."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = torch.nn.Parameter(torch.zeros(10, 64))
+            self.small = torch.nn.Parameter(torch.zeros(5))
+
+    before = weights_hash(Two())
+    for index in range(640):
+        changed = Two()
+        with torch.no_grad():
+            changed.large.view(-1)[index] = 1.0
+        assert (weights_hash(changed) != before) == (index % (640 // SAMPLES) == 0)
+    for index in range(5):
+        changed = Two()
+        with torch.no_grad():
+            changed.small[index] = 1.0
+        assert weights_hash(changed) != before
+
+
+def test_shapes_and_names_count() -> None:
+    def holding(**tensors: torch.Tensor) -> str:
+        module = torch.nn.Module()
+        for name, tensor in tensors.items():
+            module.register_parameter(name, torch.nn.Parameter(tensor))
+        return weights_hash(module)
+
+    made = {
+        holding(a=torch.ones(2, 3)), holding(a=torch.ones(3, 2)), holding(b=torch.ones(2, 3)),
+        holding(a=torch.ones(6)), holding(a=torch.ones(2, 3), b=torch.ones(1)),
+    }  # fmt: skip
+    assert len(made) == 5
+
+
+def test_views_and_order_of_parameters_do_not_count() -> None:
+    model = build("llama")
+    before = weights_hash(model)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.data = weight.data.t().contiguous().t()  # the same values in another memory layout
+    assert not model.lm_head.weight.is_contiguous()
+    assert weights_hash(model) == before

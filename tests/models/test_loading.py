@@ -1,0 +1,245 @@
+"""Loading: what arrives, and one clear error for everything that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.models import loading
+from kvsearch.models.loading import LoadOptions, load
+
+from .. import tiny
+from ..families import FAMILIES
+
+OFFLINE = LoadOptions(offline=True)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test touches the network, whatever it asks for."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    model = tiny.loaded()
+    model.model.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "broken"))
+
+
+def refusal(name: str | Path, kind: type[KvsearchError], options: LoadOptions | None = None) -> str:
+    with pytest.raises(KvsearchError) as caught:
+        load(str(name), options)
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
+    """Of every family: with and without tied embeddings, no weight is reported missing."""
+    model = tiny.loaded(family)
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    found = load(str(tmp_path))
+    assert found.name == found.fingerprint.name == str(tmp_path)
+    assert found.fingerprint.mismatch(model.fingerprint) is None
+    assert found.fingerprint.revision is None
+    assert not found.model.training
+    assert str(found.device) == "cpu"
+    ids = tiny.ids_of("the calm fox .")
+    if family == "llama":  # transformers gives some families a tokenizer of their own
+        assert found.tokenizer("the calm fox .")["input_ids"] == ids[0].tolist()
+    with torch.no_grad():
+        assert torch.allclose(found.model(ids).logits, model.model(ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_dtypes(asked: str, got: torch.dtype, saved: Path) -> None:
+    found = load(str(saved), LoadOptions(dtype=asked, device="cpu"))
+    assert found.model.dtype == got
+    assert found.fingerprint.mismatch(tiny.loaded().fingerprint) is None
+
+
+def test_options_that_do_not_exist() -> None:
+    with pytest.raises(UsageError, match="dtype 'fp16' is not one of auto, float32, bfloat16, float16"):
+        LoadOptions(dtype="fp16")
+    with pytest.raises(UsageError, match="device map 'even' is not one of auto, balanced"):
+        LoadOptions(device_map="even")
+    with pytest.raises(UsageError, match="either --device or --device-map"):
+        LoadOptions(device="cpu", device_map="auto")
+
+
+def test_offline_is_told_to_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    refusal("someone/some-model", EnvironmentFault, OFFLINE)
+    import os
+
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("name", ["someone/some-model", "/no/such/directory", "no-such-model", "what is this?"])
+def test_a_model_that_is_not_here(name: str) -> None:
+    message = refusal(name, EnvironmentFault, OFFLINE)
+    assert repr(name) in message
+    assert "neither a local directory nor available from the hub: check the spelling" in message
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    assert "has no config.json" in refusal(tmp_path, IncompatibleError)
+    (tmp_path / "plan.json").write_text("{}")
+    assert "plan.json' has no config.json" in refusal(tmp_path / "plan.json", IncompatibleError)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        found = load_file(path / WEIGHTS)
+        change(found)
+        save_file(found, path / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        found = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**found, **changes}))
+
+    return damage
+
+
+def halve(path: Path) -> None:
+    data = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def poison(value: float) -> Callable[[Path], None]:
+    return tensors(lambda found: found["model.layers.2.mlp.up_proj.weight"][0].fill_(value))
+
+
+def without_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated weights": (halve, "cannot be loaded: .*not fully covered"),
+    "empty weights": (lambda path: (path / WEIGHTS).write_bytes(b""), "cannot be loaded: .*header too small"),
+    "no weights": (lambda path: (path / WEIGHTS).unlink(), "cannot be loaded: .*no file named model.safetensors"),
+    "NaN": (poison(float("nan")), r"has NaN or infinite values in model\.layers\.2\.mlp\.up_proj\.weight"),
+    "infinity": (poison(float("inf")), r"has NaN or infinite values in model\.layers\.2\.mlp\.up_proj\.weight"),
+    "a missing tensor": (
+        tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
+        r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+    "a missing head": (tensors(lambda found: found.pop("lm_head.weight")), "lacks 1 of its weights, such as lm_head"),
+    "a wrong shape": (tensors(lambda found: found.update({"model.norm.weight": torch.ones(5)})), "cannot be loaded: "),
+    "broken JSON": (lambda path: (path / "config.json").write_text("{"), "cannot be loaded: .*not a valid JSON"),
+    "a list": (lambda path: (path / "config.json").write_text("[]"), "cannot be loaded: "),
+    "no model type": (lambda path: (path / "config.json").write_text("{}"), "cannot be loaded: Unrecognized model"),
+    "an unknown type": (config(model_type="nonsense"), "cannot be loaded: .*`nonsense`"),
+    "a type of field": (config(num_hidden_layers="four"), "cannot be loaded: .*num_hidden_layers"),
+    "an impossible shape": (config(num_attention_heads=7), "cannot be loaded: "),
+    "an encoder-decoder": (config(model_type="t5"), "cannot be loaded: Unrecognized configuration class"),
+    "no tokenizer": (without_tokenizer, "cannot be loaded: .*tokenizer"),
+    "a broken tokenizer": (lambda path: (path / "tokenizer.json").write_text("{"), "cannot be loaded: "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_directories(damage: str, copy: Path) -> None:
+    import re
+
+    change, problem = DAMAGES[damage]
+    change(copy)
+    message = refusal(copy, IncompatibleError)
+    assert re.search(problem, message)
+    assert repr(str(copy)) in message
+
+
+def test_an_architecture_that_cannot_be_planned(copy: Path) -> None:
+    config(layer_types=["sliding_attention"] * 4, model_type="qwen3", sliding_window=8, use_sliding_window=True)(copy)
+    weights = tensors(
+        lambda found: found.update(
+            {f"model.layers.{i}.self_attn.{n}_norm.weight": torch.ones(16) for i in range(4) for n in "qk"}
+        )
+    )
+    weights(copy)
+    assert "no full-attention layer" in refusal(copy, IncompatibleError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_no_cuda(device: str, saved: Path) -> None:
+    message = refusal(saved, EnvironmentFault, LoadOptions(device=device))
+    assert message.startswith(f"device '{device}' was asked for, but this machine has none")
+
+
+@pytest.mark.parametrize("device", ["cpuu", "meta", "balanced", "cuda:99"])
+def test_devices_that_are_none(device: str, saved: Path) -> None:
+    assert f"device {device!r} was asked for" in refusal(saved, EnvironmentFault, LoadOptions(device=device))
+
+
+def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(str(saved))
+
+
+def test_bundled_is_the_shipped_directory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def found(relative: str) -> Path:
+        asked.append(relative)
+        return saved
+
+    monkeypatch.setattr(loading, "resource", found)
+    model = load("bundled")
+    assert asked == ["data/bundled"]
+    assert (model.name, model.fingerprint.name) == ("bundled", "bundled")
+
+
+def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    snapshot = "/cache/models--a--b/snapshots/0123abc/config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: snapshot)
+    assert loading._revision("a/b", LoadOptions(revision="v1")) == "0123abc"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    assert loading._revision("a/b", LoadOptions(revision="v1")) == "v1"
+
+
+def test_a_hub_model_that_is_there_but_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise ValueError("Unrecognized configuration class T5Config")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unknown)
+    assert "cannot be loaded: Unrecognized" in refusal("someone/t5", IncompatibleError)
