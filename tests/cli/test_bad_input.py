@@ -1,0 +1,284 @@
+"""Bad input: one clear line, the right exit code, and nothing good is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvsearch.resources import resource
+from tests.cli.conftest import Run
+
+USAGE, ENVIRONMENT, INCOMPATIBLE, BUG, INTERRUPTED = 2, 3, 4, 1, 130
+
+
+def refused(run: Run, code: int, words: str, *arguments: object) -> str:
+    """Run a command that must fail with `code`, and return its one line about it."""
+    got, out, talk = run(*arguments)
+    complaint = talk[talk.index("kvsearch: error: ") :]
+    assert got == code, talk
+    assert words in complaint
+    assert "Traceback" not in talk
+    assert out == ""
+    return complaint
+
+
+def copy_of_bundled(directory: Path) -> Path:
+    return Path(shutil.copytree(resource("data/bundled"), directory / "model"))
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def test_missing_model(run: Run, tmp_path: Path) -> None:
+    refused(
+        run, ENVIRONMENT, "neither a local directory nor", "calibrate", "no/such", "-o", tmp_path / "a", "--offline"
+    )
+
+
+def test_a_directory_that_is_no_model(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(run, INCOMPATIBLE, "no config.json", "generate", tmp_path / "empty", "--prompt", "hello")
+
+
+def test_nan_weights(run: Run, tmp_path: Path) -> None:
+    model = copy_of_bundled(tmp_path)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    refused(run, INCOMPATIBLE, "NaN or infinite values in model.norm", "generate", model, "--prompt", "code amber")
+
+
+def test_truncated_weights(run: Run, tmp_path: Path) -> None:
+    model = copy_of_bundled(tmp_path)
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(run, INCOMPATIBLE, "cannot be loaded", "generate", model, "--prompt", "code amber")
+
+
+def test_a_device_that_is_not_there(run: Run) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        refused(run, ENVIRONMENT, "this machine has none", "generate", "bundled", "--device", "cuda")
+
+
+def test_dtype_and_device_map(run: Run) -> None:
+    refused(run, USAGE, "dtype 'int8'", "generate", "bundled", "--dtype", "int8")
+    refused(run, USAGE, "device map 'round'", "generate", "bundled", "--device-map", "round")
+    refused(run, USAGE, "not both", "generate", "bundled", "--device-map", "auto", "--device", "cpu")
+
+
+# --- calibration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "lukw"), "unknown method 'lukw'; did you mean 'lukv'?"),
+        (("--policy", "snapk"), "did you mean 'snapkv'?"),
+        (("--policy", "full"), "evicts nothing"),
+        (("--set", "windw=3"), "did you mean 'window'?"),
+        (("--set", "window=big"), "window must be int"),
+        (("--set", "window"), "not of the form key=value"),
+        (("--set", "kernel=4"), "kernel must be odd"),
+        (("--normalization", "layers"), "did you mean 'layer'?"),
+        (("--recipe", "none.yaml"), "none.yaml"),
+        (("--data", "none.json"), "none.json"),
+        (("--set", "window=600"), "too short"),
+    ],
+)
+def test_bad_calibration(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not valid JSON"),
+        ('{"name": "x", "contexts": []}', "contexts"),
+        ('{"name": "x", "contexts": [{"text": "", "questions": []}], "colour": 1}', "colour"),
+        (
+            '{"name": "x", "contexts": [{"text": "the fox .", "questions": [{"question": "?", "answer": "."}]}]}',
+            "short",
+        ),
+        (
+            '{"name": "x", "contexts": [{"text_file": "no.txt", "questions": [{"question": "a", "answer": "b"}]}]}',
+            "no.txt",
+        ),
+    ],
+)
+def test_bad_calibration_data(run: Run, tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "data.json").write_text(content)
+    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", "--data", tmp_path / "data.json")
+
+
+def test_recipe_with_several_mistakes_names_them_all(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("policy: snapkv\nminimum: 2\ncolour: red\ngap: perhaps\n")
+    message = refused(
+        run, USAGE, "r.yaml", "calibrate", "bundled", "-o", tmp_path / "x", "--recipe", tmp_path / "r.yaml"
+    )
+    assert all(name in message for name in ("minimum", "colour", "gap"))
+    (tmp_path / "r.yaml").write_text("policy: [snapkv\n")
+    refused(run, USAGE, "not valid YAML", "calibrate", "bundled", "-o", tmp_path / "x", "--recipe", tmp_path / "r.yaml")
+
+
+def test_a_directory_with_results_is_kept(run: Run, calibrated: Path) -> None:
+    before = (calibrated / "profile.safetensors").read_bytes()
+    refused(run, USAGE, "exists and is not empty", "calibrate", "bundled", "-o", calibrated)
+    assert (calibrated / "profile.safetensors").read_bytes() == before
+
+
+def test_an_output_that_is_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused(run, USAGE, "is a file", "calibrate", "bundled", "-o", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# --- plans and profiles -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ratio", "1.5"), "outside (0, 1)"),
+        (("--ratio", "0"), "outside (0, 1)"),
+        (("--ratio", "nan"), "outside (0, 1)"),
+        ((), "either a ratio"),
+        (("--ratio", "0.5", "--budget", "100"), "either a ratio"),
+        (("--budget", "20"), "below the 36"),
+        (("--ratio", "0.99"), "below the 36"),
+        (("--budget", "5000"), "nothing would be evicted"),
+    ],
+)
+def test_bad_targets(run: Run, calibrated: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    refused(run, USAGE, words, "export", calibrated, "-o", tmp_path / "plan.json", *arguments)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_is_not_overwritten_unasked(run: Run, calibrated: Path) -> None:
+    before = (calibrated / "plan.json").read_bytes()
+    refused(run, USAGE, "exists", "export", calibrated, "--ratio", 0.5, "-o", calibrated / "plan.json")
+    assert (calibrated / "plan.json").read_bytes() == before
+
+
+def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    model = copy_of_bundled(tmp_path)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] *= 1.5
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    plan = calibrated / "plan.json"
+    message = refused(run, INCOMPATIBLE, "another model", "generate", model, "--plan", plan, "--context", "the fox .")
+    assert message.count("weights") >= 2  # what differs, and both fingerprints
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda plan: plan.update(total=1), "says 1, but"),
+        (lambda plan: plan.update(colour="red"), "colour"),
+        (lambda plan: plan["prefill"]["layers"][0]["budget"].__setitem__(0, -4), "budget"),
+        (lambda plan: plan["prefill"]["layers"][0]["budget"].__setitem__(0, 1.5), "budget"),
+        (lambda plan: plan["prefill"]["layers"].pop(), "layers"),
+        (lambda plan: plan["prefill"]["layers"][0]["policy"].update(name="snapk"), "did you mean 'snapkv'?"),
+        (lambda plan: plan["prefill"]["layers"][0]["policy"]["params"].update(window="wide"), "window must be int"),
+        (lambda plan: plan.update(version=2), "newer"),
+        (lambda plan: plan.update(format="other"), "format"),
+    ],
+)
+def test_hand_edited_plans(run: Run, calibrated: Path, tmp_path: Path, edit: Any, words: str) -> None:
+    plan = json.loads((calibrated / "plan.json").read_text())
+    edit(plan)
+    (tmp_path / "edited.json").write_text(json.dumps(plan))
+    refused(run, USAGE, words, "evaluate", "bundled", "--plan", tmp_path / "edited.json")
+
+
+def test_truncated_plan_and_profile(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    for name, command in (("plan.json", "show"), ("profile.safetensors", "show")):
+        data = (calibrated / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        refused(run, USAGE, name, command, tmp_path / name)
+    refused(run, USAGE, "no file", "show", tmp_path / "nothing.json")
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tasks", "synthetc"), "did you mean 'synthetic'?"),
+        (("--tasks", "synthetic:multkey"), "did you mean 'multikey'?"),
+        (("--tasks", "jsonl:no.jsonl"), "no.jsonl"),
+        (("--baselines", "uniform,steaming"), "did you mean 'streaming'?"),
+        (("--length", "100"), "at least 512"),
+    ],
+)
+def test_bad_evaluations(run: Run, calibrated: Path, arguments: tuple[str, ...], words: str) -> None:
+    refused(run, USAGE, words, "evaluate", "bundled", "--plan", calibrated / "plan.json", *arguments)
+
+
+def test_plans_of_different_totals_are_not_compared(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "half.json")
+    plans = ("--plan", calibrated / "plan.json", "--plan", tmp_path / "half.json")
+    refused(run, USAGE, "different totals", "evaluate", "bundled", *plans)
+
+
+def test_options_that_do_not_exist(run: Run) -> None:
+    code, _, talk = run("evaluate", "bundled", "--plam", "x")
+    assert code == USAGE
+    assert "No such option" in talk
+    code, _, _ = run("calibrat")
+    assert code == USAGE
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_plan(
+    run: Run, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "plan.json")
+    before = (tmp_path / "plan.json").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(run, ENVIRONMENT, "full", "export", calibrated, "--ratio", 0.6, "-o", tmp_path / "plan.json", "--force")
+    assert (tmp_path / "plan.json").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+
+
+def test_a_bug_is_called_a_bug(run: Run, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvsearch.plan.profile
+
+    monkeypatch.setattr(kvsearch.plan.profile, "load_profile", lambda _: 1 / 0)
+    refused(run, BUG, "a bug in kvsearch", "export", calibrated, "--ratio", 0.5, "-o", "x.json")
+
+
+def test_ctrl_c_in_the_middle_of_a_calibration(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvsearch", "calibrate", "bundled", "-o", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    first = process.stderr.readline()  # said just before the first question
+    assert "calibrating" in first
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, talk
+    assert "interrupted" in talk
+    assert "Traceback" not in talk
+    assert [item.name for item in (tmp_path / "run").iterdir()] == ["config.json"]
+    code = subprocess.run([*command, "--questions", "2"], check=False, capture_output=True).returncode
+    assert code == 0  # the directory of an interrupted run can be used again
