@@ -24,7 +24,8 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_decode.py --batch 1
+	$(BIN)/python benchmarks/bench_decode.py --batch 4
 	$(BIN)/python benchmarks/bench_solver.py
 
 # About an hour on two cores.

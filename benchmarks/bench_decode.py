@@ -1,6 +1,6 @@
 """Decoding speed on a cache of 8,192 tokens: transformers' DynamicCache against full, ragged and uniform budgets.
 
-    python benchmarks/bench_decode.py
+    python benchmarks/bench_decode.py --batch 4
     python benchmarks/bench_decode.py --device cuda --dtype bfloat16 --length 32768
 
 The model is a random Llama, the prompt's keys and values are random too and go straight into the caches, so that no
@@ -42,10 +42,10 @@ def build(length: int, device: str, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(config).eval().to(device, dtype)
 
 
-def draw_prompt(length: int, device: str, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [1, Hkv, T, D] of every layer."""
+def draw_prompt(batch: int, length: int, device: str, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [B, Hkv, T, D] of every layer."""
     generator = torch.Generator().manual_seed(1)
-    shape = (2, 1, KV_HEADS, length, HEAD_DIM)
+    shape = (2, batch, KV_HEADS, length, HEAD_DIM)
     drawn = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(LAYERS))
     return [(keys, values) for keys, values in drawn]
 
@@ -66,10 +66,10 @@ def planned_cache(model: Any, prompt: list[tuple[torch.Tensor, torch.Tensor]], b
         batch, heads, length, _ = keys.shape
         ranks = torch.rand(batch, heads, length, generator=generator).argsort(-1).to(keys.device)
         valid = torch.ones(batch, length, dtype=torch.bool, device=keys.device)
-        keep = keep_mask(ranks, torch.tensor(budgets(index)), valid)
+        keep = keep_mask(ranks, torch.tensor(budgets(index)).expand(batch, -1), valid)
         layer.lazy_initialization(keys, values)
         layer.seen = length
-        layer.store = RaggedStore.pack(keys, values, keep, torch.arange(length, device=keys.device)[None])
+        layer.store = RaggedStore.pack(keys, values, keep, torch.arange(length, device=keys.device).expand(batch, -1))
     return cache
 
 
@@ -86,9 +86,9 @@ def ragged_budgets(mean: int) -> Budgets:
 
 
 @torch.no_grad()
-def decode(model: Any, cache: Any, steps: int) -> float:
-    """Seconds for `steps` greedy decode steps; the cache forgets them again."""
-    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+def decode(model: Any, cache: Any, batch: int, steps: int) -> float:
+    """Seconds for `steps` greedy decode steps of a batch; the cache forgets them again."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     synchronise(model.device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -121,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--kept", type=int, default=1024, help="entries per kv head under a plan, on average")
+    parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--device", default="cpu")
@@ -131,7 +132,7 @@ def main() -> None:
 
     dtype = getattr(torch, args.dtype)
     model = build(args.length, args.device, dtype)
-    prompt = draw_prompt(args.length, args.device, dtype)
+    prompt = draw_prompt(args.batch, args.length, args.device, dtype)
     ragged = ragged_budgets(args.kept)
     caches = {
         "DynamicCache, full": ("sdpa", stock_cache(model, prompt)),
@@ -144,19 +145,19 @@ def main() -> None:
     for round_index in range(args.rounds + 1):
         for name, (implementation, cache) in caches.items():
             model.set_attn_implementation(implementation)
-            seconds = decode(model, cache, args.steps)
+            seconds = decode(model, cache, args.batch, args.steps)
             if round_index > 0:  # the first round allocates and warms up
                 times[name].append(seconds / args.steps)
 
     budgets = [entries for layer in range(LAYERS) for entries in ragged(layer)]
     print(f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads of {HEAD_DIM}, {args.dtype}, {args.device}, "
-          f"{args.threads} threads; {args.length:,} tokens, ragged budgets {min(budgets):,} to {max(budgets):,}; "
-          f"median of {args.rounds} rounds of {args.steps} steps")  # fmt: skip
-    print(f"{'cache':20} {'kept':>7} {'MB':>7} {'ms/token':>9} {'tokens/s':>9} {'speed':>7}")
+          f"{args.threads} threads, batch {args.batch}; {args.length:,} tokens, ragged budgets {min(budgets):,} to "
+          f"{max(budgets):,}; median of {args.rounds} rounds of {args.steps} steps")  # fmt: skip
+    print(f"{'cache':20} {'kept':>7} {'MB':>7} {'ms/step':>9} {'tokens/s':>9} {'speed':>7}")
     baseline = times["DynamicCache, full"]
     for name, (_, cache) in caches.items():
         median = statistics.median(times[name])
-        print(f"{name:20} {kept(cache):7.0f} {megabytes(cache):7.1f} {1e3 * median:9.2f} {1 / median:9.1f} "
+        print(f"{name:20} {kept(cache):7.0f} {megabytes(cache):7.1f} {1e3 * median:9.2f} {args.batch / median:9.1f} "
               f"{statistics.median(map(truediv, baseline, times[name])):6.2f}x")  # fmt: skip
 
 

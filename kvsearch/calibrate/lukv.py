@@ -125,9 +125,9 @@ class _Summary:
         length = values.shape[-1]
         self.lengths.append(length)
         self.contexts.append(measured.context)
-        recall = _sampled(recall_curve(values))
-        mass = values.sum(-1, keepdims=True)
-        self._curves.append(np.stack([recall, _sampled(oracle_recall_curve(values)), recall * mass]))
+        recall = _sampled(recall_curve(measured.importance))
+        oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
+        self._curves.append(np.stack([recall, oracle, recall * mass]))
         if not self.options.gap:
             values = without_gap(values)
         self._grid.append(profile_grid(MarginalSolver(values, self.floor(length))))

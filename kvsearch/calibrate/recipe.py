@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvsearch.calibrate.options import Aggregate, Group, LukvOptions, Normalization
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
+from kvsearch.plan.fields import ScalarField
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error
 from kvsearch.policies import Policy, create_policy, policy_class
@@ -33,7 +34,7 @@ class CalibrationRecipe(BaseModel):
 
     method: Literal["lukv"] = "lukv"
     policy: str = "snapkv"
-    params: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    params: dict[str, ScalarField] = Field(default_factory=dict)
     normalization: Normalization = "effect"
     aggregate: Aggregate = "ratios"
     group: Group = "sum"
@@ -66,11 +67,13 @@ def resolve_recipe(
     for key, value in given.items():
         if key in CHOICES and value not in CHOICES[key]:
             raise UsageError(f"unknown {key} {value!r}{suggest(str(value), CHOICES[key])}")
-    if given.get("policy", merged.get("policy")) != merged.get("policy"):
+    own = merged.get("policy", CalibrationRecipe.model_fields["policy"].default)
+    if given.get("policy", own) != own:
         merged.pop("params", None)  # they belong to the recipe's own policy
     merged |= given | ({"gap": False} if no_gap else {})
-    if settings:
-        merged["params"] = {**merged.get("params", {}), **dict(parse_setting(item) for item in settings)}
+    set_here, params = dict(parse_setting(item) for item in settings), merged.get("params", {})
+    if set_here and isinstance(params, dict):
+        merged["params"] = {**params, **set_here}
     try:
         return CalibrationRecipe.model_validate(merged)
     except ValidationError as error:

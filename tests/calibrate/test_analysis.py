@@ -88,6 +88,11 @@ def test_half_agreement_is_doubtful() -> None:
     assert math.isnan(found.texts)
 
 
+def test_halves_are_the_odd_and_the_even_questions() -> None:
+    found = stability(asked(UP, 1 - UP, UP, UP, contexts=[0, 0, 0, 0]), 0.5)
+    assert found.halves == 0.0  # the mean of the odd ones is flat
+
+
 def test_one_question_tells_nothing_about_stability() -> None:
     found = stability(asked(UP, contexts=[0]), 0.5)
     assert all(math.isnan(value) for value in (found.questions, found.texts, found.halves))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibrate.analysis import lost_mass
+from kvsearch.calibrate.capture import Capture
 from kvsearch.calibrate.data import CalibrationData, Context, Pair
 from kvsearch.calibrate.lukv import Measured, calibrate_lukv, floor_entries, measure_importance
 from kvsearch.calibrate.options import STABILITY_RATIOS, LukvOptions
@@ -206,8 +207,6 @@ def test_effects_are_those_of_masked_runs_on_the_answer(model: LoadedModel, data
 
 def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: CalibrationData) -> None:
     """Protected entries first, in the order of protection; nothing is lost or counted twice."""
-    from kvsearch.calibrate.capture import Capture
-
     pair, ids = data.contexts[0].questions[0], tiny.ids_of(data.contexts[0].text)
     tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
     with running(model.model, NAME):
@@ -218,6 +217,18 @@ def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: 
     order = [last, 0, 1, last - 1, last - 2, last - 3]  # methods.md GE2
     assert torch.equal(ranked[..., :PROTECTED], plain[..., order])
     assert torch.equal(ranked.gather(-1, ranks.long()), plain)
+
+
+def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
+    """No layer has an effect, so there is nothing to tell heads apart; the ranking can be judged all the same."""
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.model.lm_head.weight.zero_()
+    made = calibrate_lukv(model, data, POLICY)
+    assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
+    assert made.arrays["mass"].max() == 0.0
+    assert made.arrays["recall"][..., 50].max() < 1.0
+    assert lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
 
 
 def test_answers_are_cut(model: LoadedModel, data: CalibrationData) -> None:
@@ -328,7 +339,7 @@ def test_a_question_that_does_not_fit_behind_its_context(data: CalibrationData) 
     )
 
 
-def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) -> None:
     blank = Context(data.contexts[0].text, (Pair.model_construct(question="? vote", answer=" "),))
     broken = CalibrationData("x", " {question}", (*data.contexts, blank), data.sha256)
     assert "the answer ' ' is empty" in refusal(model, broken)

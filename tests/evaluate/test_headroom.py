@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvsearch.budgets.curves import eviction_loss
+from kvsearch.calibrate.capture import Capture
 from kvsearch.errors import InternalError
 from kvsearch.evaluate import headroom as module
 from kvsearch.evaluate.headroom import ORACLE, ORACLE_UNIFORM, context_importance, headroom
@@ -80,8 +81,6 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
     together = importance_of(model, whole)
     single = [importance_of(model, Example("t", "k", whole.context, (query,))) for query in whole.queries]
     with running(model.model, NAME):
-        from kvsearch.calibrate.capture import Capture
-
         capture = Capture(model.model, [], tiny.ids_of(whole.context))
         asked = []
         for query in whole.queries:

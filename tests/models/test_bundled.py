@@ -1,10 +1,8 @@
-"""The tokenizer of the bundled model, and the model itself where it is shipped."""
+"""The bundled model and its tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from kvsearch.evaluate.baselines import full_cache
 from kvsearch.evaluate.runner import run, stop_tokens
@@ -12,8 +10,6 @@ from kvsearch.models.bundled import tokenizer
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask, synthetic_suite
 from kvsearch.tasks.synthetic.vocabulary import WORDS
-
-SHIPPED = Path(__file__).parents[2] / "data" / "bundled" / "config.json"
 
 
 def test_words_are_tokens() -> None:
@@ -43,7 +39,6 @@ def test_it_survives_being_saved(tmp_path: Path) -> None:
     assert again.padding_side == "left"
 
 
-@pytest.mark.skipif(not SHIPPED.is_file(), reason="the bundled model is not in this checkout")
 def test_the_shipped_model_answers() -> None:
     model = load("bundled", LoadOptions(device="cpu"))
     assert len(model.tokenizer) == len(WORDS) == model.model.config.vocab_size

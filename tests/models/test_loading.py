@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,9 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test touches the network, whatever it asks for."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,6 @@ def test_options_that_do_not_exist() -> None:
 def test_offline_is_told_to_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     refusal("someone/some-model", EnvironmentFault, OFFLINE)
-    import os
-
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
@@ -169,8 +168,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_directories(damage: str, copy: Path) -> None:
-    import re
-
     change, problem = DAMAGES[damage]
     change(copy)
     message = refusal(copy, IncompatibleError)

@@ -76,7 +76,7 @@ def metadata_dict(**changes: Any) -> dict[str, Any]:
         "length": 100,
         "questions": 3,
         "layers": [0, 2],
-        "floor": 4,
+        "floor": 1,
         "provenance": {**PROVENANCE, "method": "lukv"},
         **changes,
     }

@@ -194,3 +194,10 @@ def test_the_mean_stays_the_global_ratio(ratio: float) -> None:
 def test_ratios_outside_the_open_interval_are_refused(ratio: float) -> None:
     with pytest.raises(UsageError, match="lies between 0 and 1"):
         make_profile().local_ratios(ratio)
+
+
+def test_rows_below_the_floor_stay_at_what_the_floor_allows() -> None:
+    clipped = np.broadcast_to(np.minimum(np.arange(1, 100) / 100, 0.96)[:, None, None], (99, 2, 2)).astype(np.float32)
+    make_profile(clipped, floor=4)
+    with pytest.raises(UsageError, match="do not average"):
+        make_profile(clipped, floor=1)

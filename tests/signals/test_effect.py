@@ -43,6 +43,12 @@ def test_divergence_of_half_precision_logits_is_computed_in_float() -> None:
     assert divergence(a, b) == divergence(a.float(), b.float())
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_divergence_is_never_negative(seed: int) -> None:
+    noise = torch.randn(4, 11, generator=torch.Generator().manual_seed(seed))
+    assert 0 <= divergence(logits(seed), logits(seed) + 1e-7 * noise) < 1e-5
+
+
 def test_no_rows_lose_nothing() -> None:
     assert divergence(logits(0)[:0], logits(1)[:0]) == 0.0
 

@@ -68,6 +68,17 @@ def test_projected_norms_of_zero_and_half_precision_values() -> None:
     assert bool(projected_norms(values * 1e-20, weight).isfinite().all())
 
 
+def test_values_that_the_output_projection_drops_have_no_norm() -> None:
+    """Rounding leaves their squared norm on either side of zero."""
+    weight = torch.zeros(HEADS * GROUP, DIM, WIDTH)
+    weight[:, :3] = random_states()[3][:, :3]
+    turn = torch.linalg.qr(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(5)))[0]
+    dropped = torch.randn(BATCH, HEADS, CONTEXT, DIM, generator=torch.Generator().manual_seed(6))
+    dropped[..., :3] = 0
+    norms = projected_norms(dropped @ turn, turn.T @ weight)
+    assert float(norms.max()) < 1e-2  # NaN fails, too
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("group", ["sum", "max"])
 def test_importance_is_the_largest_row_of_the_aggregated_group(group: str, softcap: float | None) -> None:
