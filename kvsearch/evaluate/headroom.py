@@ -6,14 +6,13 @@ tell methods apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.curves import without_gap
 from kvsearch.budgets.marginal import MarginalSolver
 from kvsearch.calibrate.capture import Capture
 from kvsearch.errors import InternalError
@@ -21,7 +20,7 @@ from kvsearch.evaluate.runner import Sample, answer_all
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.rounding import round_half_up
-from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.tasks.base import Example, Task
@@ -32,12 +31,14 @@ ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"
 
 @dataclass(frozen=True, eq=False)
 class GivenScores(Policy):
-    """Ranks entries by scores that are given, [1, Hkv, T]: the oracle's eye."""
+    """Ranks entries by given scores, [1, Hkv, T]: the oracle's eye. It protects what LU-KV over SnapKV protects."""
 
     name: ClassVar[str] = "given"
     source: ClassVar[str] = "control"
 
     scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+    sinks: int = 4
+    window: int = 32
 
     def score(self, observation: Observation) -> Tensor:
         return self.scores.to(observation.keys.device)
@@ -74,11 +75,15 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     layers, heads, length = importance.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     snapkv = create_policy("snapkv", {"sinks": 4})
-    # the weights of layers hold for one layer at a time, so no head goes below what SnapKV protects in every head
-    floor = min(snapkv.protected(length), total // (layers * heads))
-    budgets = MarginalSolver(without_gap(importance.double().numpy()), floor).solve(total)
     full = describe(loaded.model).full_layers
-    policies: Mapping[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
+    policies = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
+    oracle_policy = policies[full[0]]
+    ranks = rank_entries(
+        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sinks, oracle_policy.window
+    )
+    ordered = importance.gather(-1, ranks.argsort(-1)).double().numpy()
+    floor = min(oracle_policy.protected(length), total // (layers * heads))
+    budgets = MarginalSolver(ordered, floor).solve(total)
     oracle = Program(dict(policies), lambda _: budgets)
     uniform = equal_uniform(loaded.model, snapkv, lambda _: total)
     yield "full", full_cache(loaded.model)
