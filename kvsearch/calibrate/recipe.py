@@ -16,6 +16,7 @@ from kvsearch.plan.fields import ScalarField
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error
 from kvsearch.policies import Policy, create_policy, policy_class
+from kvsearch.resources import resource
 
 # LU-KV's protection (App. E): four sinks; 32 recent tokens under SnapKV, one under policies that score every key
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -94,6 +95,18 @@ def parse_setting(text: str) -> tuple[str, bool | int | float | str]:
         except ValueError:
             continue
     return key.strip(), value
+
+
+def recipe_path(name: str) -> Path:
+    """The file of that name or, for a bare name such as lukv-keydiff, the recipe that is shipped."""
+    path = Path(name)
+    if path.suffix or path.exists():
+        return path
+    shipped = sorted(resource("recipes").glob("*.yaml"))
+    for candidate in shipped:
+        if candidate.stem == name:
+            return candidate
+    raise UsageError(f"unknown recipe {name!r}{suggest(name, [candidate.stem for candidate in shipped])}")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the profile.", show_default=False)],
     common: Common,
     recipe: Annotated[
-        Path | None, typer.Option(help="A YAML file with settings; options below override it.", show_default=False)
+        str | None,
+        typer.Option(help="A YAML file, or a shipped recipe by name; other options override it.", show_default=False),
     ] = None,
     method: Annotated[str | None, typer.Option(help="Calibration method: lukv.", show_default="lukv")] = None,
     policy: Annotated[
@@ -52,12 +53,12 @@ def calibrate(
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
     from kvsearch.calibrate.data import default_data, load_calibration_data
-    from kvsearch.calibrate.recipe import resolve_recipe
+    from kvsearch.calibrate.recipe import recipe_path, resolve_recipe
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
 
     typed = {"method": method, "policy": policy, "normalization": normalization, "aggregate": aggregate}
-    chosen = resolve_recipe(recipe, typed, settings or [], no_gap)
+    chosen = resolve_recipe(recipe_path(recipe) if recipe else None, typed, settings or [], no_gap)
     policy_object, options = chosen.make_policy(), chosen.options(common.seed)
     source = data or default_data(model)
     texts = load_calibration_data(source).limited(questions)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvsearch.models.bundled import tokenizer
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
@@ -212,6 +213,8 @@ def train(args: argparse.Namespace) -> None:
         if step % 400 == 0:
             model.save_pretrained(args.out)
     model.save_pretrained(args.out)
+    tokenizer().save_pretrained(args.out)
+    log.close()
 
 
 def adamw(model: LlamaForCausalLM) -> torch.optim.AdamW:

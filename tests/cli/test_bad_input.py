@@ -94,6 +94,7 @@ def test_dtype_and_device_map(run: Run) -> None:
         (("--set", "kernel=4"), "kernel must be odd"),
         (("--normalization", "layers"), "did you mean 'layer'?"),
         (("--recipe", "none.yaml"), "none.yaml"),
+        (("--recipe", "lukv-keydif"), "did you mean 'lukv-keydiff'?"),
         (("--data", "none.json"), "none.json"),
         (("--set", "window=600"), "too short"),
     ],
