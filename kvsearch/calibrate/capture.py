@@ -111,7 +111,7 @@ class Capture:
         model: a model whose attention implementation is "kvsearch".
         policies: the policies whose ranking of the context is wanted.
         context: token ids [1, T].
-        group: how the query heads of a kv head are aggregated, "sum" or "max" (C.5).
+        group: how the query heads of a kv head are aggregated, "sum" or "max".
     """
 
     def __init__(self, model: Any, policies: Sequence[Policy], context: Tensor, group: str = "sum") -> None:

@@ -1,7 +1,7 @@
 """LU-KV: a table of local eviction ratios for every global ratio, from the true importance of calibration contexts.
 
-For each question: oracle importance of every entry (C.5), put in the order in which the policy would keep entries,
-made comparable across layers, and all 99 budgets solved at once by marginal gain (B.7). The profile is their mean.
+For each question: oracle importance of every entry, put in the order in which the policy would keep entries,
+made comparable across layers, and all 99 budgets solved at once by marginal gain. The profile is their mean.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Measured:
 
 
 def floor_entries(length: int, policy: Policy, options: LukvOptions) -> int:
-    """Entries every head keeps at least: the protected ones, or `minimum` of the context (B.7.6)."""
+    """Entries every head keeps at least: the protected ones, or `minimum` of the context."""
     return max(math.ceil(options.minimum * length - 1e-9), policy.protected(length), 1)
 
 
@@ -215,7 +215,8 @@ def _scale(captured: Captured, protected: Tensor, normalization: Normalization) 
 
 
 def _check_length(loaded: LoadedModel, length: int, asked: int, policy: Policy, options: LukvOptions) -> None:
-    floor = floor_entries(length, policy, options)
+    # unlike `protected`, not clipped to a short context: the advice must name a length that is enough
+    floor = max(floor_entries(length, policy, options), policy.sink_count + policy.window_count)
     if length <= 2 * floor:
         raise UsageError(
             f"a calibration context of {length} tokens is too short for {policy.name}: {floor} entries are always "

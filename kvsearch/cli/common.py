@@ -11,7 +11,9 @@ import functools
 import inspect
 import json
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -68,7 +70,12 @@ class Common:
         """The console for results, on standard output; wide enough for a table when it is not a terminal."""
         from rich.console import Console
 
-        return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        class Output(Console):
+            def on_broken_pipe(self) -> None:  # rich would exit with 1
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise BrokenPipeError
+
+        return Output(highlight=False, width=None if sys.stdout.isatty() else 160)
 
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""
@@ -155,7 +162,7 @@ def guarded(action: Callable[[], None], common: Common) -> int:
 def _failed(message: str, error: BaseException, code: int, common: Common) -> int:
     logging.getLogger("kvsearch").error(message, exc_info=error)
     if common.debug:
-        raise error
+        traceback.print_exception(error)
     _complain(message)
     return code
 
@@ -168,10 +175,16 @@ def _complain(message: str) -> None:
 def _log_to(path: Path | None) -> None:
     logger = logging.getLogger("kvsearch")
     logger.propagate = False
-    logger.handlers = [logging.NullHandler() if path is None else logging.FileHandler(path, encoding="utf-8")]
+    logger.handlers = [logging.NullHandler()]
     logger.setLevel(logging.INFO)
-    for handler in logger.handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    if path is None:
+        return
+    from kvsearch.plan.files import check_target
+
+    check_target(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
 
 
 def _silence_libraries(verbose: int) -> None:

@@ -25,7 +25,7 @@ EXTRAS = ("ray", "matplotlib", "lm-eval")
 
 @command
 def doctor(common: Common) -> None:
-    """Check versions, devices and the bundled model, and run one tiny compressed generation."""
+    """Check versions, devices and the bundled model, and run one tiny generation on the runtime's cache."""
     from kvsearch.errors import EnvironmentFault
 
     facts = {"python": platform.python_version(), "kvsearch": version("kvsearch")}
@@ -41,7 +41,7 @@ def doctor(common: Common) -> None:
         for name, value in facts.items():
             common.out.print(f"{name:<{width}}  {value}", markup=False)
     if missing:
-        raise EnvironmentFault(f"{', '.join(missing)} missing: reinstall with `pip install kvsearch`")
+        raise EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
 
 
 def _version(package: str) -> str:

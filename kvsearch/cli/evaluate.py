@@ -35,11 +35,14 @@ def evaluate(
     from kvsearch.evaluate.report import as_json, score_table, write_samples
     from kvsearch.evaluate.study import check_plans, study
     from kvsearch.plan import load_plan
+    from kvsearch.plan.files import check_target
     from kvsearch.tasks.catalog import find_tasks
 
     names = tuple(name for name in baselines.split(",") if name)
     chosen = find_tasks(tasks, length)
     plans = check_plans({path.stem: load_plan(path) for path in plan}, plan, names)
+    if samples_file is not None:
+        check_target(samples_file)
     if common.dry_run:
         common.print_json({"tasks": [task.name for task in chosen], "plans": list(plans), "baselines": list(names)})
         return

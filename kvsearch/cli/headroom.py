@@ -47,6 +47,8 @@ def headroom(
         scores = {row.task: {method: row.scores[method].mean for method in methods} for row in rows}
         common.print_json({"model": model, "ratio": ratio, "scores": scores, "share_of_full": shares})
         return
-    common.out.print(plain_scores(f"{model}: score with {ratio:.0%} evicted, {samples} contexts a task", methods, rows))
-    listed = ", ".join(f"{method} {share:.2f}" for method, share in shares.items())
+    common.out.print(
+        plain_scores(f"{model}: score with {100 * ratio:g}% evicted, {samples} contexts a task", methods, rows)
+    )
+    listed = "; ".join(f"{method} {share:.2f}" for method, share in shares.items())
     common.out.print(f"share of the full-cache score: {listed}", markup=False, soft_wrap=True)

@@ -77,14 +77,16 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
         metadata.method: lost_mass(profile, 1 - ratios),
     }
     if plan is not None:
-        budgets = plan.budgets("prefill")
-        kept = np.array([budgets[layer] for layer in metadata.layers], dtype=float)
-        losses["plan"] = lost_mass(profile, kept / (plan.length or metadata.length))
+        metadata.model.require(plan.model, "this profile")
+        budgets, length = plan.budgets("prefill"), plan.length or metadata.length
+        everything = (length,) * metadata.model.kv_heads  # what a layer outside the plan keeps
+        kept = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)
+        losses["plan"] = lost_mass(profile, kept / length)
     if common.as_json:
         common.print_json(
             {
                 "metadata": metadata.model_dump(mode="json"), "ratio": ratio, "local_ratios": ratios.tolist(),
-                "stability": [{**s.__dict__, "verdict": s.verdict} for s in _without_nan(stable)],
+                "stability": [{**_without_nan(s), "verdict": s.verdict} for s in stable],
                 "ranking_gap": ranking_gap(profile).tolist(),
                 "eviction_loss": {name: loss.tolist() for name, loss in losses.items()},
             }
@@ -107,11 +109,8 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
     common.out.print(f"at {stable[1].ratio:g}: {stable[1].verdict}", markup=False)
 
 
-def _without_nan(stable: list[Any]) -> list[Any]:
-    from dataclasses import replace
-
-    names = ("questions", "texts", "halves")
-    return [replace(s, **{n: None for n in names if getattr(s, n) != getattr(s, n)}) for s in stable]
+def _without_nan(stable: Any) -> dict[str, float | None]:
+    return {name: None if value != value else value for name, value in stable.__dict__.items()}
 
 
 def _facts(facts: dict[str, Any], common: Common) -> None:

@@ -117,7 +117,8 @@ def rotary(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         probe = torch.empty(0, dtype=torch.float32, device=positions.device)
         extra = {"layer_type": "full_attention"} if per_type else {}
         cos, sin = module(probe, position_ids=positions[None], **extra)
-        return cos[0], sin[0]
+        # on several devices accelerate runs this module, and leaves its result, where its weights are
+        return cos[0].to(positions.device), sin[0].to(positions.device)
 
     return tables
 

@@ -88,6 +88,11 @@ def atomic_write(path: str | Path, data: bytes, overwrite: bool = True) -> None:
     _sync_folder(target.parent)
 
 
+def check_target(path: str | Path) -> None:
+    """UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
+    _mode_of(Path(path).resolve())
+
+
 def _mode_of(target: Path) -> int | None:
     """Permission bits of an existing regular file, None for a new one."""
     try:

@@ -19,7 +19,7 @@ class ExpectedAttention(Policy):
 
     score[i] = (mean_g softmax_i(z[q, i]) + epsilon) * |v_i|_2 over the entries behind the sinks, where
     z[q, i] = s mu_q.k_i + s^2 k_i^T C_q k_i / 2, with s the attention scaling and mu, C the mean and covariance of the
-    unrotated queries, turned by the mean rotation over the next `future` positions (methods.md A14).
+    unrotated queries, turned by the mean rotation over the next `future` positions.
     """
 
     name: ClassVar[str] = "expected_attention"

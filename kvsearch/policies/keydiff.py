@@ -18,7 +18,7 @@ class KeyDiff(Policy):
     """score[i] = -cos(k_i, anchor), anchor = mean_i k_i / |k_i| over the real tokens, keys as cached (rotated)."""
 
     name: ClassVar[str] = "keydiff"
-    source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form, methods.md A13"
+    source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
 
     sinks: int = 0
     window: int = 0

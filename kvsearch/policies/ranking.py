@@ -12,8 +12,8 @@ from torch import Tensor
 def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:
     """Position of every protected entry in the order of protection, [B, T] int64; -1 where not protected.
 
-    The newest entry comes first, then the sinks from the first on, then the window from the newest on: whatever the
-    budget is, the kept prefix is the one that methods.md GE2 asks for.
+    The newest entry comes first, then the sinks from the first on, then the window from the newest on: a budget
+    below the protected count still keeps the newest entry and the first sinks.
     """
     lengths = valid.sum(-1, keepdim=True)
     index = valid.cumsum(-1) - 1

@@ -57,7 +57,7 @@ def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:
 def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor) -> Tensor:
     """1-D pooling along positions, stride 1, over the candidates only (scores [B, Hkv, T], candidates [B, T] bool).
 
-    Max pooling pads with -inf; average pooling pads with 0 and always divides by the kernel (methods.md A5).
+    Max pooling pads with -inf; average pooling pads with 0 and always divides by the kernel.
     """
     if kernel <= 1 or pooling == "none":
         return scores

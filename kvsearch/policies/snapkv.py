@@ -15,7 +15,7 @@ from kvsearch.policies.scoring import candidate_mask, mean_window_attention, poo
 class SnapKV(Policy):
     """score[i] = pool_i( agg_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - w.
 
-    The window columns are cut before pooling, the group is aggregated before pooling (methods.md A5).
+    The window columns are cut before pooling, the group is aggregated before pooling.
     """
 
     name: ClassVar[str] = "snapkv"

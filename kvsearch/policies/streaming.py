@@ -16,7 +16,7 @@ class StreamingLLM(Policy):
     """Keeps the first `sinks` entries and the last `budget - sinks`; keys keep their original rotation."""
 
     name: ClassVar[str] = "streaming"
-    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form, methods.md A2"
+    source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form"
 
     sinks: int = 4
 

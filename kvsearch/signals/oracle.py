@@ -14,7 +14,7 @@ def projected_norms(values: Tensor, output_weight: Tensor) -> Tensor:
     """|v_j W_O[q]|_2 of every entry under every query head, [B, Hkv, G, T] fp32.
 
     `values` is [B, Hkv, T, Dv], `output_weight` [Hq, Dv, d_model] fp32. Uses the Gram matrix W W^T per query head, so
-    the cost is T * Dv^2 and nothing of size T x d_model is made (methods.md C.5).
+    the cost is T * Dv^2 and nothing of size T x d_model is made.
     """
     heads = values.shape[1]
     gram = output_weight @ output_weight.transpose(-1, -2)

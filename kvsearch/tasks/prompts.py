@@ -57,7 +57,10 @@ class PromptFormat:
 
     def _wrapped(self) -> tuple[str, str]:
         rendered: str = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": _MARK}],
+            add_generation_prompt=True,
+            tokenize=False,
+            enable_thinking=False,  # hybrid models (Qwen3) would spend the whole reply on thinking; others ignore it
         )
         head, found, tail = rendered.partition(_MARK)
         if not found:
