@@ -42,6 +42,9 @@ class Replies:
     def __init__(self, model: Any, cache: PlanCache, contexts: Sequence[Tensor], pad: int, stop: set[int]) -> None:
         self.model, self.cache, self.pad, self.stop = model, cache, pad, stop
         ids, self.mask = left_padded(contexts, pad, model.device)
+        limit = describe(model).max_positions
+        if limit and ids.shape[1] >= limit:
+            raise IncompatibleError(f"a context has {ids.shape[1]} tokens, the model takes at most {limit}: shorten it")
         self.lengths = self.mask.sum(-1, keepdim=True)
         self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
         cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too

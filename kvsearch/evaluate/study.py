@@ -20,6 +20,7 @@ from kvsearch.tasks.base import Task
 
 FULL = "full"
 PROTOCOL = "question-agnostic"
+LEAST_USEFUL = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Study:
     samples: list[Sample]
     rows: list[Row]
     seed: int
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the comparison may say little, if it does."""
+        full = self.rows[-1].scores[FULL].mean
+        if full >= LEAST_USEFUL:
+            return None
+        return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
 
     @property
     def methods(self) -> list[str]:

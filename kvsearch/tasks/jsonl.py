@@ -22,7 +22,9 @@ SHOWN = 10
 
 
 class JsonlRow(BaseModel):
-    """One line of the file. Rows with the same context share one compressed cache."""
+    """One line of the file. Rows with the same context share one compressed cache; `metric` and `prompt` (how a
+    question follows a context without a chat template) are those of the whole file.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,11 +33,12 @@ class JsonlRow(BaseModel):
     answers: Annotated[tuple[Filled, ...], NotEmpty]
     max_new_tokens: int = Field(default=64, ge=1)
     metric: str = "contains"
+    prompt: str = PLAIN_PROMPT
 
 
 @dataclass(frozen=True)
 class JsonlTask:
-    """Examples of one file; the metric is the same for all of its rows."""
+    """Examples of one file; metric and prompt are the same for all of its rows."""
 
     name: str
     rows: tuple[Example, ...]
@@ -60,11 +63,15 @@ class JsonlTask:
             problems.append(
                 f"the rows name the metrics {', '.join(metrics)}: one file has one metric" if metrics else "no rows"
             )
+        prompts = sorted({row.prompt for row in rows})
+        if len(prompts) > 1:
+            problems.append("the rows have different prompts: one file has one prompt")
+        problems += [f"prompt {p!r} lacks {{question}}" for p in prompts if "{question}" not in p]
         problems += [f"unknown metric {m!r} (known: {', '.join(METRICS)})" for m in metrics if m not in METRICS]
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
-        return cls(Path(path).stem, _grouped(Path(path).stem, rows), metrics[0])
+        return cls(Path(path).stem, _grouped(Path(path).stem, rows), metrics[0], prompts[0])
 
     def examples(self, samples: int, seed: int) -> list[Example]:
         """Up to `samples` contexts, drawn without replacement if the file has more."""

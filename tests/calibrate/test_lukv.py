@@ -214,7 +214,7 @@ def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: 
         plain, ranks = capture.ask(tokens).importance, capture.ranks()
     ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
     last = ids.shape[1] - 1
-    order = [last, 0, 1, last - 1, last - 2, last - 3]  # methods.md GE2
+    order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window
     assert torch.equal(ranked[..., :PROTECTED], plain[..., order])
     assert torch.equal(ranked.gather(-1, ranks.long()), plain)
 

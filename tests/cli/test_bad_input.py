@@ -229,6 +229,20 @@ def test_bad_evaluations(run: Run, calibrated: Path, arguments: tuple[str, ...],
     refused(run, USAGE, words, "evaluate", "bundled", "--plan", calibrated / "plan.json", *arguments)
 
 
+def test_a_context_longer_than_the_model_takes(run: Run) -> None:
+    arguments = ("--tasks", "synthetic:single", "--samples", 1, "--length", 6000)
+    refused(run, INCOMPATIBLE, "at most 4096", "headroom", "bundled", *arguments)
+
+
+def test_a_comparison_that_says_nothing_is_called_so(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    context = "the calm fox greets the nurse in barn . " * 40
+    (tmp_path / "t.jsonl").write_text(json.dumps({"context": context, "question": "who ?", "answers": ["nobody"]}))
+    tasks = f"jsonl:{tmp_path / 't.jsonl'}"
+    code, _, talk = run("evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", tasks, "--json")
+    assert code == 0
+    assert "the full cache itself scores 0.00" in talk
+
+
 def test_plans_of_different_totals_are_not_compared(run: Run, calibrated: Path, tmp_path: Path) -> None:
     run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "half.json")
     plans = ("--plan", calibrated / "plan.json", "--plan", tmp_path / "half.json")

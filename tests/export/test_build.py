@@ -92,7 +92,7 @@ def test_a_budget_per_head(made: Profile, budget: int, length: int | None) -> No
 
 
 def test_the_worked_example() -> None:
-    """methods.md B.7.9: ideals [19.5, 38.75, .25, 21.5] of 100 tokens, one entry at least."""
+    """ideals [19.5, 38.75, .25, 21.5] of 100 tokens, one entry at least."""
     ratios = np.array([[0.805, 0.6125], [0.9975, 0.785]])
     assert round_ratios(ratios, 100, 80, 1).tolist() == [[19, 39], [1, 21]]
 

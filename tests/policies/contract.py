@@ -4,7 +4,7 @@
         policy = MyPolicy(window=4)
 
 Observations are drawn small and ugly: left padding, prompts of one token, windows longer than the prompt, one to seven
-query heads per kv head. The invariants are those of methods.md A19 and its rules GE1 to GE4.
+query heads per kv head. The invariants hold for every policy.
 """
 
 from __future__ import annotations

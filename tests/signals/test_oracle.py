@@ -42,7 +42,7 @@ def by_definition(query: Tensor, keys: Tensor, norms: Tensor, scaling: float, so
 
 
 def test_the_worked_example() -> None:
-    """methods.md C.5: two steps, A = [.1, .6, .3] and [.5, .2, .3], norms [1, 2, .5] give [.5, 1.2, .15]."""
+    """Two steps, A = [.1, .6, .3] and [.5, .2, .3], norms [1, 2, .5] give [.5, 1.2, .15]."""
     attention = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
     # one-hot keys turn queries into logits; the two later tokens are hidden by very low logits
     keys = torch.eye(5)[None, None]

@@ -133,3 +133,14 @@ def test_sampling(tmp_path: Path) -> None:
     assert task.examples(5, 3) == some
     assert task.examples(5, 4) != some
     assert set(some) <= set(task.rows)
+
+
+def test_one_prompt_per_file(tmp_path: Path) -> None:
+    row = {"context": "c", "question": "q", "answers": ["a"]}
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({**row, "prompt": " {question}"}))
+    assert JsonlTask.load(file).prompt == " {question}"
+    for prompts, words in (([" {question}", "{question}"], "different prompts"), (["nothing"], "lacks {question}")):
+        file.write_text("\n".join(json.dumps({**row, "prompt": prompt}) for prompt in prompts))
+        with pytest.raises(UsageError, match=words):
+            JsonlTask.load(file)
