@@ -18,7 +18,8 @@ import numpy as np
 
 from kvsearch.budgets.base import Floats
 from kvsearch.budgets.curves import eviction_loss
-from kvsearch.budgets.marginal import GRID, MarginalSolver, profile_grid
+from kvsearch.budgets.marginal import MarginalSolver, profile_grid
+from kvsearch.plan import GRID
 
 
 def draw_importance(rng: np.random.Generator, layers: int, heads: int, length: int) -> Floats:

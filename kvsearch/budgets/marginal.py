@@ -13,11 +13,9 @@ from kvsearch.budgets.base import Ints, Signals
 from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.budgets.split import spend_leftover
 from kvsearch.errors import UsageError
+from kvsearch.plan import GRID
 
 Split = Literal["best", "partial_block"]
-
-GRID = 99
-"""Rows of a profile: row k - 1 holds the global eviction ratio k / 100."""
 
 
 class MarginalSolver:

@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.errors import UsageError
-from kvsearch.models.architecture import describe, output_weight, require_plain_rotary, rotary, text_config
-from kvsearch.policies import Observation, Policy, rank_entries
-from kvsearch.runtime.attention import NAME, Output, dense_attention, tag, valid_keys
+from kvsearch.models.architecture import describe, output_weight, rotary
+from kvsearch.policies import Policy, rank_under
+from kvsearch.runtime.attention import (
+    NAME,
+    Output,
+    causal_mask,
+    dense_attention,
+    logit_scale,
+    rotary_positions,
+    tag,
+    valid_keys,
+)  # fmt: skip
+from kvsearch.runtime.cache import check_rotary, stock_layers
 from kvsearch.runtime.collector import QueryCollector, Rotary
 from kvsearch.signals.effect import layer_effects
 from kvsearch.signals.oracle import importance_rows, projected_norms
@@ -79,7 +89,7 @@ class CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
             return dense_attention(module, query, key, value, _hidden(self.keep.to(query.device), query), **kwargs)
         output = dense_attention(module, query, key, value, mask, **kwargs)
         self.importance = importance_rows(
-            query, key, self.norms, self.get_seq_length(), kwargs["scaling"], kwargs.get("softcap"), self.group
+            query, key, self.norms, self.get_seq_length(), logit_scale(query, kwargs), kwargs.get("softcap"), self.group
         )
         weight: Tensor = module.o_proj.weight  # type: ignore[union-attr, assignment]
         self.output_norm = nn.functional.linear(output[0].flatten(2), weight).float().norm(dim=-1).mean().cpu()
@@ -89,17 +99,14 @@ class CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> None:
         valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        index = (valid.cumsum(-1) - 1).clamp(min=0)
-        positions = kwargs["position_ids"].expand_as(index) if kwargs.get("position_ids") is not None else index
+        positions = rotary_positions(kwargs, valid, query.shape[2])
         for policy in self.policies:
             collector = QueryCollector(policy.needs(), self.rotary)
             collector.add(query, positions, valid)
-            observation = Observation(
-                key, value, valid, kwargs["scaling"], collector.rows, kwargs.get("softcap"),
-                collector.statistics(), self.rotary,
-            )  # fmt: skip
-            scores = policy.score(observation)
-            self.ranks.append(rank_entries(scores, valid, policy.sink_count, policy.window_count))
+            observation = collector.observation(
+                key, value, valid, positions, logit_scale(query, kwargs), kwargs.get("softcap")
+            )
+            self.ranks.append(rank_under(policy, observation))
         self.norms = projected_norms(value, output_weight(module, query.shape[1]))
         self.lazy_initialization(key, value)
 
@@ -117,16 +124,12 @@ class Capture:
     def __init__(self, model: Any, policies: Sequence[Policy], context: Tensor, group: str = "sum") -> None:
         if model.config._attn_implementation != NAME:
             raise UsageError(f"calibration needs the attention implementation {NAME!r}")
-        for policy in policies:
-            if policy.needs().query_statistics_from is not None:
-                require_plain_rotary(model, f"policy {policy.name}")
+        check_rotary(model, policies)
         self.model, self.shape = model, describe(model)
-        layers = DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(self.shape.layers)]
-        tables = rotary(model)
+        layers, tables = stock_layers(model), rotary(model)
         for index in self.shape.full_layers:
             layers[index] = CaptureLayer(policies, tables, group)
         self.cache = Cache(layers=layers)
-        self.length = context.shape[1]
         with torch.no_grad():
             model(input_ids=context, past_key_values=self.cache, logits_to_keep=1)
 
@@ -186,5 +189,5 @@ def _hidden(keep: Tensor, query: Tensor) -> Tensor:
     """Attention mask [1, Hq, K, T + K] that shows kept context entries and the question's own tokens causally."""
     rows = query.shape[2]
     context = keep.repeat_interleave(query.shape[1] // keep.shape[0], 0)[:, None].expand(-1, rows, -1)
-    own = torch.ones(rows, rows, dtype=torch.bool, device=keep.device).tril().expand(query.shape[1], -1, -1)
+    own = causal_mask(rows, rows, keep.device).expand(query.shape[1], -1, -1)
     return torch.cat([context, own], -1)[None]

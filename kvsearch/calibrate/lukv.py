@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
-from kvsearch.budgets.marginal import GRID, MarginalSolver, profile_grid
+from kvsearch.budgets.marginal import MarginalSolver, profile_grid
 from kvsearch.calibrate.capture import Capture, Captured
 from kvsearch.calibrate.data import CalibrationData, Context
 from kvsearch.calibrate.options import STABILITY_RATIOS, LukvOptions, Normalization
 from kvsearch.calibrate.provenance import provenance
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
+from kvsearch.plan import GRID, PolicySpec, Profile, ProfileMetadata
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import running
 from kvsearch.tasks.prompts import PromptFormat
 
 CURVE_POINTS = 101
@@ -82,18 +82,15 @@ def calibrate_lukv(
         IncompatibleError: the model computes NaN, or a context and its questions do not fit its positions.
     """
     options = options or LukvOptions()
-    before = loaded.model.config._attn_implementation
-    loaded.model.set_attn_implementation(NAME)
     kept, summary = [], _Summary(policy, options)
-    try:
+    with running(loaded.model):
         for done, measured in enumerate(measure_importance(loaded, data, policy, options)):
-            kept.append(measured)
-            if options.normalization != "effect":  # each question stands alone: it need not be kept
-                summary.add(kept.pop(), 1 / measured.scale)
+            if options.normalization == "effect":
+                kept.append(measured)  # the weights come from all questions together
+            else:
+                summary.add(measured, 1 / measured.scale)
             if progress is not None:
                 progress(done + 1, data.questions)
-    finally:
-        loaded.model.set_attn_implementation(before)
     weights = _effect_weights(kept) if kept else np.ones(0)
     for measured in kept:
         summary.add(measured, weights)

@@ -14,7 +14,7 @@ from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import running
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -89,16 +89,12 @@ def answer(
         ids, question = ids[:, :-1], ids[:, -1:]
     if ids.shape[1] == 0:
         raise UsageError("there is nothing to compress: give a longer context or prompt")
-    before = loaded.model.config._attn_implementation
-    loaded.model.set_attn_implementation(NAME)
-    try:
+    with running(loaded.model):
         cache = PlanCache(loaded.model, program, exact=exact)
         replies = Replies(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
         entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
         entry_bytes = sum(layer.nbytes() for layer in cache.planned.values()) / int(cache.entries().sum())
         tokens = replies.ask([question[0]], max_new_tokens)[0]
-    finally:
-        loaded.model.set_attn_implementation(before)
     shape = describe(loaded.model)
     full = len(shape.full_layers) * shape.kv_heads * ids.shape[1]
     full_bytes = held + round((full - entries) * entry_bytes)

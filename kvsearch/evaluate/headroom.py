@@ -16,13 +16,14 @@ from torch import Tensor
 from kvsearch.budgets.marginal import MarginalSolver
 from kvsearch.calibrate.capture import Capture
 from kvsearch.errors import InternalError
+from kvsearch.evaluate.baselines import baselines, equal_uniform, full_cache
 from kvsearch.evaluate.runner import Sample, answer_all
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -53,24 +54,18 @@ def headroom(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """Full cache, oracle importance with oracle and with uniform budgets, and simple policies at the same entries."""
-    before = loaded.model.config._attn_implementation
-    loaded.model.set_attn_implementation(NAME)
     examples = [(task, example) for task in tasks for example in task.examples(samples, seed)]
     results: list[Sample] = []
-    try:
+    with running(loaded.model):
         for done, (task, example) in enumerate(examples):
             for method, program in _programs(loaded, task, example, ratio):
                 results += answer_all(loaded, task, [example], method, program)
             if progress is not None:
                 progress(done + 1, len(examples))
-    finally:
-        loaded.model.set_attn_implementation(before)
     return results
 
 
 def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:
-    from kvsearch.evaluate.baselines import baselines, equal_uniform, full_cache
-
     importance = context_importance(loaded, PromptFormat(loaded.tokenizer, task.prompt), example)
     layers, heads, length = importance.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))

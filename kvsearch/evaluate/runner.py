@@ -13,7 +13,7 @@ from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -90,18 +90,14 @@ def run(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """Every program on the same `samples` examples of every task (question-agnostic protocol)."""
-    before = loaded.model.config._attn_implementation
-    loaded.model.set_attn_implementation(NAME)
     results: list[Sample] = []
     batches = [(task, part) for task in tasks for part in _batches(task.examples(samples, seed), batch)]
-    try:
+    with running(loaded.model):
         for done, (task, examples) in enumerate(batches):
             for position, (method, program) in enumerate(programs.items()):
                 results += answer_all(loaded, task, examples, method, program)
                 if progress is not None:
                     progress(done * len(programs) + position + 1, len(batches) * len(programs))
-    finally:
-        loaded.model.set_attn_implementation(before)
     return results
 
 

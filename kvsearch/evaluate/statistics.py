@@ -44,7 +44,7 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0) -> list[Ro
     draws = {task: rng.integers(0, len(keys), (RESAMPLES, len(keys))) for task, (keys, _, _) in tables.items()}
     resampled = {task: _resample(tables[task][1], draws[task]) for task in tables}
     rows = [
-        _row(task, count, {m: values.sum() / count for m, values in _sums(by_method).items()}, resampled[task], subject)
+        _row(task, count, {m: table[:, 0].sum() / count for m, table in by_method.items()}, resampled[task], subject)
         for task, (_, by_method, count) in tables.items()
     ]
     if len(rows) > 1:
@@ -69,10 +69,6 @@ def _table(samples: Sequence[Sample], task: str) -> tuple[list[str], dict[str, N
         table[index[sample.key]] += (sample.score, 1)
     counts = {int(table[:, 1].sum()) for table in tables.values()}
     return keys, tables, max(counts)
-
-
-def _sums(tables: Mapping[str, NDArray[np.float64]]) -> Sums:
-    return {method: table[:, 0] for method, table in tables.items()}
 
 
 def _resample(tables: Mapping[str, NDArray[np.float64]], draws: NDArray[np.int64]) -> Sums:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsearch.policies.base import Observation, Policy
+
 
 def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:
     """Position of every protected entry in the order of protection, [B, T] int64; -1 where not protected.
@@ -44,6 +46,12 @@ def _inverse(permutation: Tensor) -> Tensor:
     """Where each element went: the inverse of permutations along the last dimension."""
     index = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
+
+
+def rank_under(policy: Policy, observation: Observation) -> Tensor:
+    """Rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`."""
+    scores = policy.score(observation)
+    return rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ without a plan behave as ever.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +85,19 @@ def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.devic
     return (row if row.dtype == torch.bool else row >= 0).expand(batch, length)
 
 
+def logit_scale(query: Tensor, kwargs: dict[str, Any]) -> float:
+    """The factor a model puts on q.k: what it hands to its attention function, else D^-1/2."""
+    scaling = kwargs.get("scaling")
+    return float(scaling) if scaling is not None else float(query.shape[-1] ** -0.5)
+
+
+def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
+    """Rotary positions of the last `count` rows, [B, count]: those the model was given, else each token's index."""
+    index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
+    given = kwargs.get("position_ids")
+    return index if given is None else given.expand_as(index)
+
+
 def ragged_attention(store: RaggedStore, query: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
     """Attention of the last q tokens over a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
 
@@ -111,6 +126,17 @@ def _block_attention(block: Block, query: Tensor, rows: int, scaling: float, sof
     if bias is not None:
         logits = logits + bias
     return logits.float().softmax(-1).nan_to_num(0.0).to(values.dtype) @ values
+
+
+@contextmanager
+def running(model: Any) -> Iterator[None]:
+    """Let `model` run the attention "kvsearch" for a while, then its own again."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def register() -> None:

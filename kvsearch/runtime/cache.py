@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
+from kvsearch.policies import Policy
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import Program
 
@@ -40,11 +42,9 @@ class PlanCache(Cache):  # type: ignore[misc]
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
-        shape, config, tables = describe(model), text_config(model), rotary(model)
-        layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(shape.layers)]
+        check_rotary(model, program.policies.values())
+        layers, config, tables = stock_layers(model), text_config(model), rotary(model)
         for index, policy in program.policies.items():
-            if policy.needs().query_statistics_from is not None:
-                require_plain_rotary(model, f"policy {policy.name}")
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
@@ -105,6 +105,19 @@ class PlanCache(Cache):  # type: ignore[misc]
     def forget(self, tokens: int) -> None:
         """Take back the last `tokens` tokens, so that another question can follow the same context; see `crop`."""
         self.crop(-tokens)
+
+
+def stock_layers(model: Any) -> list[Any]:
+    """The layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
+    shape = describe(model)
+    return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
+
+
+def check_rotary(model: Any, policies: Iterable[Policy]) -> None:
+    """IncompatibleError if a policy wants unrotated queries and the rotary embedding of `model` cannot be undone."""
+    for policy in policies:
+        if policy.needs().query_statistics_from is not None:
+            require_plain_rotary(model, f"policy {policy.name}")
 
 
 def _forgot_its_past(layer: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.models.architecture import unrotate
-from kvsearch.policies.base import Needs, QueryStatistics
+from kvsearch.policies.base import Needs, Observation, QueryStatistics
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -57,6 +57,14 @@ class QueryCollector:
             return None
         rows = self._moments.rows.clamp(min=1)[:, None, None, None]
         return QueryStatistics(self._moments.mean, self._moments.scatter / rows)
+
+    def observation(
+        self, key: Tensor, value: Tensor, valid: Tensor, positions: Tensor, scaling: float, softcap: float | None
+    ) -> Observation:
+        """The layer as a policy sees it once the whole prompt was added; `positions` [B, q] are the last chunk's."""
+        return Observation(
+            key, value, valid, scaling, self.rows, softcap, self.statistics(), self.rotary, positions[:, -1] + 1
+        )
 
 
 class Moments(NamedTuple):

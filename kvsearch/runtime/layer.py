@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.policies import Observation, Policy, keep_mask, rank_entries
+from kvsearch.policies import Observation, Policy, keep_mask, rank_under
 from kvsearch.runtime.attention import (
     NAME,
     Output,
     causal_mask,
     dense_attention,
+    logit_scale,
     ragged_attention,
+    rotary_positions,
     tag,
     valid_keys,
 )
@@ -197,7 +199,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             if mask is None and count > 1:
                 mask = causal_mask(count, self.seen, key.device)[None, None]
             return dense_attention(module, query, *dense, mask, **kwargs)
-        output = ragged_attention(store, query, _scaling(query, kwargs), kwargs.get("softcap"))
+        output = ragged_attention(store, query, logit_scale(query, kwargs), kwargs.get("softcap"))
         return output.transpose(1, 2).contiguous(), None
 
     def _prefill(
@@ -208,22 +210,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         output = dense_attention(module, query, key, value, mask, **kwargs)
         valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
         count = query.shape[2]
-        index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
-        positions = _positions(kwargs, index)
+        positions = rotary_positions(kwargs, valid, count)
         self._collector.add(query, positions, valid[:, -count:])
         if self.prompt_length is not None and self.seen < self.prompt_length:
             self._dense = (key, value)
             return output
-        observation = Observation(
-            key,
-            value,
-            valid,
-            _scaling(query, kwargs),
-            self._collector.rows,
-            kwargs.get("softcap"),
-            self._collector.statistics(),
-            self.rotary,
-            positions[:, -1] + 1,
+        observation = self._collector.observation(
+            key, value, valid, positions, logit_scale(query, kwargs), kwargs.get("softcap")
         )
         self._evict(observation)
         return output
@@ -232,9 +225,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         key, valid = observation.keys, observation.valid
         if not bool(valid[:, -1].all()):
             raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
-        scores = self.policy.score(observation)
-        ranks = rank_entries(scores, valid, self.policy.sink_count, self.policy.window_count)
-        keep = keep_mask(ranks, self.budgets(observation.lengths.tolist()), valid)
+        keep = keep_mask(rank_under(self.policy, observation), self.budgets(observation.lengths.tolist()), valid)
         positions = torch.arange(key.shape[2], device=key.device).expand(key.shape[0], -1)
         self.store = RaggedStore.pack(key, observation.values, keep, positions)
         self._dense, self._collector = None, QueryCollector(self.policy.needs(), self.rotary)
@@ -253,14 +244,3 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.store is not None:
             return self.store.nbytes()
         return 0 if self._dense is None else sum(t.untyped_storage().nbytes() for t in self._dense)
-
-
-def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
-    scaling = kwargs.get("scaling")
-    return float(scaling) if scaling is not None else float(query.shape[-1] ** -0.5)
-
-
-def _positions(kwargs: dict[str, Any], index: Tensor) -> Tensor:
-    """Rotary positions of the query rows, [B, q]: those the model was given, else the index of each real token."""
-    given = kwargs.get("position_ids")
-    return index if given is None else given.expand_as(index)

@@ -71,7 +71,6 @@ BUILDERS: dict[str, Callable[[random.Random, Names, int], list[Needles]]] = {
     "single": _single, "multikey": _multikey, "multiquery": _multiquery, "multivalue": _multivalue, "chain": _chain,
     "vote": _vote,
 }  # fmt: skip
-RECALL_TASKS = ("single", "multikey", "multiquery", "multivalue", "chain")
 
 
 @dataclass(frozen=True)
