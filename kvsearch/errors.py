@@ -1,4 +1,4 @@
-"""Every error kvsearch raises on purpose, and the exit code each one means on the command line."""
+"""Every error kvsearch raises on purpose, the exit code each one means on the command line, and its warning."""
 
 from __future__ import annotations
 
@@ -31,3 +31,7 @@ class InternalError(KvsearchError):
     """A bug in kvsearch: please report it."""
 
     exit_code = 1
+
+
+class KvsearchWarning(UserWarning):
+    """Something that works but is probably not what one wants."""

@@ -2,28 +2,39 @@
 
 A policy is a frozen dataclass of its hyper-parameters. It declares what it needs, and the runtime computes only that,
 never a T x T matrix. Scores say how much an entry is worth keeping; protection (sinks and recent window), padding and
-budgets are applied outside, in `ranking`, in the same way for every policy.
+budgets are applied outside, in the same way for every policy: in `ranking` for the prompt, in `decoding` afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.policies.decoding import Cached, State, Step
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy must be given besides keys and values."""
+    """What a policy must be given of the prompt besides keys and values."""
 
     query_rows: int = 0  # the last so many query rows
     query_statistics_from: int | None = None  # mean and covariance of the unrotated queries from this position on
+    column_sums: bool = False  # attention that every entry received from all queries
+    projection: bool = False  # norms of the values behind the output projection W_O
+
+    def describe(self) -> list[str]:
+        """The needs in words, for people."""
+        words = [f"last {self.query_rows} query rows"] if self.query_rows else []
+        if self.query_statistics_from is not None:
+            words.append(f"query mean and covariance from position {self.query_statistics_from} on")
+        words += ["attention column sums"] * self.column_sums + ["projected value norms"] * self.projection
+        return words
 
 
 @dataclass(frozen=True)
@@ -34,27 +45,90 @@ class QueryStatistics:
     covariance: Tensor  # [B, Hq, D, D] fp32
 
 
+Shared = TypeVar("Shared")
+Norm = Literal["l1", "l2"]
+Row = Literal["group", "layer"]
+Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
+
+
 @dataclass(frozen=True)
 class Observation:
-    """One layer as seen at the end of prefill. Batches are padded on the left; T counts padding.
+    """One layer as seen at the end of prefill, or later. Batches are padded on the left; T counts padding.
 
-    Queries and keys are rotated (RoPE) and normalised (q_norm, k_norm) as attention sees them.
+    Queries and keys are rotated (RoPE) and normalised (q_norm, k_norm) as attention sees them. Columns are in the order
+    of their positions.
     """
 
     keys: Tensor  # [B, Hkv, T, D]
     values: Tensor  # [B, Hkv, T, Dv]
     valid: Tensor  # [B, T] bool, False where padding
     scaling: float  # logits = scaling * q.k
-    queries: Tensor | None = None  # [B, Hq, rows, D], the last rows of the prompt
+    queries: Tensor | None = None  # [B, Hq, rows, D], the last rows seen
     softcap: float | None = None
-    statistics: QueryStatistics | None = None
+    statistics: Mapping[int, QueryStatistics] = field(default_factory=dict)  # by the position they start from
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # positions [N] -> cos, sin [N, rotary dims]
     next_position: Tensor | None = None  # [B] rotary position of the token that comes next; default: the lengths
+    column_sums: Tensor | None = None  # [B, Hkv, T] fp32, attention received from all rows, mean over the query group
+    projection: Projection | None = None
+    token_index: Tensor | None = None  # [B, T] index of each entry among its sequence's tokens; default: none is gone
+    token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
+    layer: int = 0
+    _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def lengths(self) -> Tensor:
-        """Real tokens per sequence, [B]."""
-        return self.valid.sum(-1)
+        """Real entries per sequence, [B]."""
+        return self.shared("lengths", lambda: self.valid.sum(-1))
+
+    @property
+    def index(self) -> Tensor:
+        """Index of each entry among the tokens of its sequence, evicted ones counted, [B, T]; -1 where padding."""
+        if self.token_index is not None:
+            return self.token_index
+        return self.shared("index", lambda: (self.valid.cumsum(-1) - 1).masked_fill(~self.valid, -1))
+
+    @property
+    def seen(self) -> Tensor:
+        """Tokens each sequence has had so far, [B]."""
+        count: Tensor = self.lengths if self.token_count is None else self.token_count
+        return count
+
+    @property
+    def last_queries(self) -> Tensor:
+        """The last query rows, [B, Hq, rows, D]."""
+        if self.queries is None:
+            raise InternalError("a policy asked for query rows but did not declare that it needs them")
+        return self.queries
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head (of an observation with query rows)."""
+        return self.last_queries.shape[1] // self.keys.shape[1]
+
+    def shared(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
+        """What `compute` returns, computed once per observation however many policies ask for it by `key`."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        found: Shared = self._memo[key]
+        return found
+
+    def value_norms(self, order: int) -> Tensor:
+        """|v_i| of every entry, L1 or L2 by `order`, [B, Hkv, T] fp32."""
+        norms: Tensor = self.shared(("value_norms", order), lambda: self.values.float().norm(p=order, dim=-1))
+        return norms
+
+    def projected_norms(self, order: Norm) -> Tensor:
+        """|v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
+        project = self.projection
+        if project is None:
+            raise InternalError("a policy asked for projected value norms but did not declare that it needs them")
+        return self.shared(("projected_norms", order), lambda: project(self.values, order))
+
+    def received(self) -> Tensor:
+        """Attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the query group."""
+        if self.column_sums is None:
+            raise InternalError("a policy asked for attention column sums but did not declare that it needs them")
+        return self.column_sums
 
 
 @dataclass(frozen=True)
@@ -62,6 +136,9 @@ class Policy(ABC):
     """Base of all eviction patterns.
 
     `sinks` and `window` are the protected entries: the first real tokens and the most recent ones of a sequence.
+
+    While decoding, a policy that is `online` reads one attention row per step (`row`) and keeps its own running state
+    (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
     """
 
     name: ClassVar[str]
@@ -75,6 +152,8 @@ class Policy(ABC):
     def window_count(self) -> int:
         return int(getattr(self, "window", 0))
 
+    # --- the end of the prompt ------------------------------------------------------------------------------------
+
     def needs(self) -> Needs:
         """What must be in the observation besides keys, values and validity."""
         return Needs()
@@ -83,9 +162,73 @@ class Policy(ABC):
     def score(self, observation: Observation) -> Tensor:
         """Keep-priority of every entry, [B, Hkv, T] fp32, higher is kept; padding and protected columns are ignored."""
 
+    def first_stage(self, observation: Observation) -> Tensor | None:  # noqa: ARG002
+        """Priority by which the first `quota` entries are taken, [B, Hkv, T]; `score` picks the others. None: all."""
+        return None
+
+    def quota(self, budget: Tensor) -> Tensor:
+        """How many entries of `budget` (int64, any shape) the first stage takes, protected ones included.
+
+        Must grow with the budget, by at most one per entry once it is below the budget.
+        """
+        return budget.new_zeros(budget.shape)
+
     def protected(self, length: int) -> int:
         """How many entries of a sequence of `length` tokens are protected."""
         return min(length, self.sink_count + self.window_count)
+
+    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:  # noqa: ARG002
+        """Heads that are never evicted, whatever their budget, as a bool mask of the shape of `budget`."""
+        return budget.new_zeros(budget.shape).bool()
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:
+        """Whether the policy has a decode rule of its own, `step`; if not, it is scored anew now and then."""
+        return False
+
+    @property
+    def row(self) -> Row | None:
+        """The attention row of a decode step that `step` and `merge` read: mean over the query group, or the layer."""
+        return None
+
+    @property
+    def merges(self) -> bool:
+        """Whether entries that leave are folded into those that stay, by `merge`."""
+        return False
+
+    @property
+    def merges_prompt(self) -> bool:
+        """Whether the entries that leave at the end of the prompt are merged, too."""
+        return self.merges
+
+    @property
+    def refresh_interval(self) -> int:
+        """Decode steps between two scorings, for policies that are not online."""
+        return max(1, int(getattr(self, "refresh", 0)) or self.window_count // 2)
+
+    def recent_at(self, budget: Tensor) -> Tensor:
+        """Most recent entries protected while decoding with `budget` (int64, any shape)."""
+        return budget.new_full(budget.shape, self.window_count)
+
+    def drop_at(self, budget: Tensor) -> Tensor:
+        """Entries that leave at once when a head with `budget` is over it (int64, any shape)."""
+        return budget.new_ones(budget.shape)
+
+    def start(self, observation: Observation) -> State:  # noqa: ARG002
+        """Running state at the end of the prompt: per entry [B, Hkv, T, ...] and per head [B, Hkv, ...]."""
+        return State()
+
+    def step(self, step: Step) -> Tensor:  # noqa: ARG002
+        """Update `step.cached.state` in place; keep-priority of every entry, [S, C] fp32, the lowest leaves first."""
+        raise InternalError(f"policy {self.name} is not online")
+
+    def merge(self, cached: Cached, leaving: Tensor) -> None:  # noqa: ARG002
+        """Fold the entries in slots `leaving` [S, E] (-1: none; ascending positions) into those that stay, in place."""
+        raise InternalError(f"policy {self.name} does not merge")
+
+    # --- hyper-parameters -----------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Hyper-parameters by name, as a plan stores them."""

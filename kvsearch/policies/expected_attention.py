@@ -31,10 +31,12 @@ class ExpectedAttention(Policy):
     covariance: bool = True
     value_norm: bool = True
     window: int = 0
+    refresh: int = 32
 
     def __post_init__(self) -> None:
         self._require(self.future >= 1, f"future must be 1 or more, got {self.future}")
         self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.refresh >= 1, f"refresh must be 1 or more, got {self.refresh}")
         self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
         self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
 
@@ -44,25 +46,25 @@ class ExpectedAttention(Policy):
     def score(self, observation: Observation) -> Tensor:
         """Expected attention times value norm, [B, Hkv, T] fp32; the sinks themselves score 0 (they are protected)."""
         logits = self._logits(observation)  # [B, Hkv, G, T]
-        index = observation.valid.cumsum(-1) - 1
-        hidden = (~observation.valid | (index < self.sinks))[:, None, None]
+        hidden = (observation.index < self.sinks)[:, None, None]  # padding, too
         probability = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
         scores = probability + self.epsilon
         if self.value_norm:
-            scores = scores * observation.values.float().norm(dim=-1)
+            scores = scores * observation.value_norms(2)
         return scores.masked_fill(hidden[:, :, 0], 0.0)
 
     def _logits(self, observation: Observation) -> Tensor:
-        if observation.statistics is None:
+        statistics = observation.statistics.get(self.sinks)
+        if statistics is None:
             raise InternalError("ExpectedAttention was not given the query statistics it declares")
         keys = observation.keys.float()
         batch, heads, _, dim = keys.shape
         rotation = self._mean_rotation(observation, dim)  # [B, D, D]
-        mean = torch.einsum("bij,bqj->bqi", rotation, observation.statistics.mean)
+        mean = torch.einsum("bij,bqj->bqi", rotation, statistics.mean)
         mean = mean.reshape(batch, heads, -1, dim)
         logits = torch.einsum("bhgd,bhtd->bhgt", mean, keys) * observation.scaling
         if self.covariance:
-            cov = torch.einsum("bij,bqjk,blk->bqil", rotation, observation.statistics.covariance, rotation)
+            cov = torch.einsum("bij,bqjk,blk->bqil", rotation, statistics.covariance, rotation)
             for head, part in enumerate(cov.reshape(batch, heads, -1, dim, dim).unbind(1)):
                 quadratic = ((keys[:, head, None] @ part) * keys[:, head, None]).sum(-1)
                 logits[:, head] += quadratic * (observation.scaling**2 / 2)
@@ -73,7 +75,7 @@ class ExpectedAttention(Policy):
         if observation.rotary is None:
             raise InternalError("ExpectedAttention was not given the model's rotary embedding")
         matrices = []
-        following = observation.lengths if observation.next_position is None else observation.next_position
+        following = observation.seen if observation.next_position is None else observation.next_position
         for first in following.tolist():
             positions = torch.arange(first, first + self.future, device=observation.keys.device)
             cos, sin = (table.float().mean(0) for table in observation.rotary(positions))

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.decoding import Step
 
 EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """score[i] = -cos(k_i, anchor), anchor = mean_i k_i / |k_i| over the real tokens, keys as cached (rotated)."""
+    """score[i] = -cos(k_i, anchor), anchor = mean_i k_i / |k_i| over the cached keys (rotated), anew in every step."""
 
     name: ClassVar[str] = "keydiff"
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
@@ -29,7 +30,19 @@ class KeyDiff(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Negative cosine to the anchor, [B, Hkv, T] fp32."""
-        keys = observation.keys.float()
-        unit = F.normalize(keys, dim=-1, eps=EPSILON) * observation.valid[:, None, :, None]
-        anchor = unit.sum(-2, keepdim=True) / observation.lengths.clamp(min=1)[:, None, None, None]
-        return -F.cosine_similarity(keys, anchor, dim=-1, eps=EPSILON)
+        return _difference(observation.keys, observation.valid[:, None])
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    def step(self, step: Step) -> Tensor:
+        """Negative cosine to the anchor of what is held now, [S, C] fp32."""
+        return _difference(step.cached.keys, step.cached.held)
+
+
+def _difference(keys: Tensor, real: Tensor) -> Tensor:
+    """Negative cosine of keys [..., T, D] to the mean direction of the `real` ones [..., T] bool, fp32."""
+    keys = keys.float().masked_fill(~real[..., None], 0.0)  # what else lies there may be anything, NaN included
+    anchor = F.normalize(keys, dim=-1, eps=EPSILON).sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+    return -F.cosine_similarity(keys, anchor, dim=-1, eps=EPSILON)

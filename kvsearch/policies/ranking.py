@@ -1,6 +1,8 @@
 """From scores to ranks to kept entries: protection, padding and budgets, the same for every policy.
 
-Ranks do not depend on the budget, so the entries kept at a budget are a prefix of those kept at a larger one.
+The entries kept at a budget are a prefix of those kept at a larger one. Most policies have one score, and then ranks do
+not depend on the budget. Some take the first part of a budget by another priority (H2O's recent half, CriticalKV's
+first stage): `keep_under` applies that at given budgets, `rank_under` finds the one order that holds at all of them.
 """
 
 from __future__ import annotations
@@ -48,10 +50,62 @@ def _inverse(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
 
 
-def rank_under(policy: Policy, observation: Observation) -> Tensor:
-    """Rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`."""
+def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
+    """Scores [B, Hkv, T] whose best entries are those kept at `budgets` [B, Hkv]: the first stage's score +inf."""
     scores = policy.score(observation)
-    return rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
+    first = policy.first_stage(observation)
+    if first is None:
+        return scores
+    ranks = rank_entries(first, observation.valid, policy.sink_count, policy.window_count)
+    taken = torch.minimum(policy.quota(budgets), budgets)
+    return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
+
+
+def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
+    """Entries a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool: exactly min(real length, budget) a head.
+
+    Exempt heads keep everything.
+    """
+    budgets = budgets.to(observation.keys.device)
+    lengths = observation.lengths[:, None]
+    budgets = torch.where(policy.exempt(budgets, lengths.expand_as(budgets)), lengths, budgets)
+    scores = scores_at(policy, observation, budgets)
+    ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
+    return keep_mask(ranks, budgets, observation.valid)
+
+
+def rank_under(policy: Policy, observation: Observation) -> Tensor:
+    """Rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
+
+    At every budget, the entries ranked below it are those of `keep_under`.
+    """
+    valid, sinks, window = observation.valid, policy.sink_count, policy.window_count
+    ranks = rank_entries(policy.score(observation), valid, sinks, window)
+    first = policy.first_stage(observation)
+    if first is None:
+        return ranks
+    quota = policy.quota(torch.arange(valid.shape[-1] + 1)).tolist()
+    both = torch.stack([rank_entries(first, valid, sinks, window), ranks], 2).flatten(0, 1)
+    merged = [_two_stage_order(one, two, quota) for one, two in both.argsort(-1).tolist()]
+    return _inverse(torch.tensor(merged, device=ranks.device)).view_as(ranks).int()
+
+
+def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> list[int]:
+    """Columns in the order in which growing budgets take them: `quota[b]` of `first`, the rest by `second`."""
+    order: list[int] = []
+    kept = [False] * len(first)
+    taken, rest = 0, iter(second)
+    for budget in range(1, len(first) + 1):
+        column = -1
+        while taken < min(quota[budget], budget) and column < 0:
+            if not kept[first[taken]]:
+                column = first[taken]
+            taken += 1
+        if column < 0:
+            column = next(candidate for candidate in rest if not kept[candidate])
+        kept[column] = True
+        order.append(column)
+    return order
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:

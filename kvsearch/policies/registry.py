@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.naming import suggest
 from kvsearch.policies.base import Policy
 
@@ -15,27 +16,53 @@ GROUP = "kvsearch.policies"
 BUILT_IN = {
     "full": "kvsearch.policies.full:FullKV",
     "streaming": "kvsearch.policies.streaming:StreamingLLM",
+    "h2o": "kvsearch.policies.h2o:H2O",
+    "tova": "kvsearch.policies.tova:TOVA",
     "snapkv": "kvsearch.policies.snapkv:SnapKV",
+    "pyramidkv": "kvsearch.policies.pyramidkv:PyramidKV",
+    "scissorhands": "kvsearch.policies.scissorhands:Scissorhands",
+    "cam": "kvsearch.policies.cam:CaM",
+    "d2o": "kvsearch.policies.d2o:D2O",
+    "cake": "kvsearch.policies.cake:CAKE",
+    "vatp": "kvsearch.policies.vatp:VATP",
+    "lava": "kvsearch.policies.lava:LAVa",
     "keydiff": "kvsearch.policies.keydiff:KeyDiff",
     "expected_attention": "kvsearch.policies.expected_attention:ExpectedAttention",
+    "criticalkv": "kvsearch.policies.criticalkv:CriticalKV",
+    "knorm": "kvsearch.policies.knorm:Knorm",
+    "duo_attention": "kvsearch.policies.duo_attention:DuoAttention",
 }
 
 
 def policy_names() -> list[str]:
     """All names that `create_policy` knows, sorted."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+    return sorted({*BUILT_IN, *(point.name for point in third_party())})
+
+
+def third_party() -> list[EntryPoint]:
+    """Entry points of installed packages that add a policy, by name; of one name, the first is the one in use."""
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution an entry point comes from, with its version, or else its module."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class registered under `name`; UsageError with the nearest names otherwise."""
+    """The class registered under `name`.
+
+    Raises:
+        UsageError: there is none; the message has the nearest names.
+        EnvironmentFault: a third-party package is broken.
+    """
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         found: type[Policy] = getattr(import_module(module), attribute)
         return found
-    for point in entry_points(group=GROUP):
+    for point in third_party():
         if point.name == name:
-            loaded: type[Policy] = point.load()
-            return loaded
+            return _load(point)
     raise UsageError(f"unknown policy {name!r}{suggest(name, policy_names())}")
 
 
@@ -54,4 +81,31 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
             values[key] = float(value)
         elif type(value) is not wanted:
             raise UsageError(f"policy {name}: {key} must be {wanted.__name__}, got {value!r}")
+    required = (key for key, given in fields.items() if is_required(given) and key not in values)
+    if missing := ", ".join(required):
+        raise UsageError(f"policy {name} has no default for {missing}: give a value")
     return found(**values)
+
+
+def is_required(parameter: dataclasses.Field[object]) -> bool:
+    """Whether a parameter has no default."""
+    return parameter.default is parameter.default_factory is dataclasses.MISSING
+
+
+def _load(point: EntryPoint) -> type[Policy]:
+    try:
+        found = point.load()
+    except Exception as error:
+        raise _broken(point, f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})") from error
+    if not (inspect.isclass(found) and issubclass(found, Policy)):
+        raise _broken(point, f"is no Policy: {point.value}")
+    if inspect.isabstract(found):
+        raise _broken(point, f"does not define {', '.join(sorted(found.__abstractmethods__))}: {point.value}")
+    if getattr(found, "name", None) != point.name:
+        raise _broken(point, f"calls itself {getattr(found, 'name', None)!r}: {point.value}")
+    return found
+
+
+def _broken(point: EntryPoint, problem: str) -> EnvironmentFault:
+    advice = "repair or uninstall that package"
+    return EnvironmentFault(f"policy {point.name} of {package_of(point)} {problem}: {advice}")

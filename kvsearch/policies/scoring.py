@@ -1,4 +1,4 @@
-"""What several policies compute: window attention rows, aggregation over the query group, pooling over positions."""
+"""What several policies compute: attention rows, column sums, aggregation over the query group, pooling."""
 
 from __future__ import annotations
 
@@ -8,45 +8,112 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsearch.errors import InternalError
 from kvsearch.policies.base import Observation
 
 SCRATCH_BYTES = 48 * 2**20
+CACHE_BYTES = 4 * 2**20  # scratch of a chunk that a CPU's cache can hold
 
 
 def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
-    """Attention of the last `window` query rows, a few kv heads at a time so that scratch memory stays bounded.
+    """Attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
 
-    Yields (kv heads, probabilities [B, heads, G, rows, T] fp32). Padding rows are all zero, padding keys get nothing.
+    Yields (kv heads, probabilities [B, heads, G, rows, T] fp32), heads ascending and, within the same heads, rows in
+    order. Rows that see nothing are all zero, padding keys get nothing.
     """
-    queries, keys, valid = observation.queries, observation.keys, observation.valid
-    if queries is None:
-        raise InternalError("a policy asked for window attention but did not declare query rows")
+    queries, keys = observation.last_queries, observation.keys
     rows = min(window, queries.shape[2])
     batch, heads, length, dim = keys.shape
-    group = queries.shape[1] // heads
+    group = observation.group
     queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
-    position = torch.arange(length, device=keys.device)
-    causal = position[None] <= (length - rows + torch.arange(rows, device=keys.device))[:, None]
-    visible = (causal[None] & valid[:, None])[:, None, None]
-    real_row = valid[:, -rows:][:, None, None, :, None]
-    step = max(1, SCRATCH_BYTES // (8 * batch * group * rows * length))
-    for first in range(0, heads, step):
-        part = slice(first, first + step)
-        logits = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2)
-        logits *= observation.scaling
-        if observation.softcap is not None:
-            logits = observation.softcap * torch.tanh(logits / observation.softcap)
-        probability = logits.masked_fill_(~visible, float("-inf")).softmax(-1)
-        yield part, probability.masked_fill_(~real_row, 0.0)
+    at = observation.seen[:, None] - rows + torch.arange(rows, device=keys.device)  # index of every row's token
+    column = observation.index[:, None]
+    visible = ((column >= 0) & (column <= at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
+    real_row = visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
+    row_bytes = 8 * batch * group * length
+    row_step = min(rows, max(1, SCRATCH_BYTES // row_bytes))
+    head_step = max(1, SCRATCH_BYTES // (row_bytes * rows))
+    for first in range(0, heads, head_step):
+        part = slice(first, first + head_step)
+        head_keys = keys[:, part, None].float().transpose(-1, -2)
+        for row in range(0, rows, row_step):
+            some = slice(row, row + row_step)
+            logits = queries[:, part, :, some].float() @ head_keys
+            probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some])
+            yield part, probability.masked_fill_(~real_row[:, :, :, some], 0.0)
+
+
+def attention(logits: Tensor, scaling: float, softcap: float | None, hidden: Tensor) -> Tensor:
+    """Softmax over the last dimension of scaled, soft-capped fp32 `logits` (changed in place) outside `hidden`."""
+    logits *= scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+
+
+def window_size(observation: Observation, window: int) -> Tensor:
+    """How many of the last `window` query rows are real, [B] (at least 1)."""
+    return observation.seen.clamp(min=1, max=window)
 
 
 def mean_window_attention(observation: Observation, window: int, group: str = "mean") -> Tensor:
-    """Mean attention of the last `window` real query rows, [B, Hkv, T] fp32, aggregated over the query group."""
-    parts = [aggregate(p.sum(-2), group, dim=2) for _, p in window_rows(observation, window)]
-    rows = min(window, observation.keys.shape[2])
-    real_rows = observation.valid[:, -rows:].sum(-1).clamp(min=1)
-    return torch.cat(parts, 1) / real_rows[:, None, None]
+    """Mean attention of the last `window` real query rows, [B, Hkv, T] fp32, aggregated over the query group.
+
+    Shared between the policies that ask for the same window.
+    """
+
+    def compute() -> Tensor:
+        heads, length = observation.keys.shape[1:3]
+        summed = window_sums(observation, window).view(-1, heads, observation.group, length)
+        return aggregate(summed, group, dim=2) / window_size(observation, window)[:, None, None]
+
+    return observation.shared(("window", window, group), compute)
+
+
+def window_sums(observation: Observation, window: int) -> Tensor:
+    """Attention received from the last `window` query rows by every query head, [B, Hq, T] fp32."""
+    batch, heads, length, _ = observation.keys.shape
+    total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
+    for part, probability in window_rows(observation, window):
+        total[:, part] += probability.sum(-2)
+    return total.flatten(1, 2)
+
+
+def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+    """Attention every key received from the last `rows` tokens, [B, Hkv, T] fp32, mean over the query group (H2O).
+
+    `queries` [B, Hq, rows, D] are the last tokens of `keys` [B, Hkv, T, D]; `valid` [B, T] bool. Works in chunks of
+    query rows and only on the keys each chunk can see, so nothing of size T x T is made.
+    """
+    batch, heads, length, _ = keys.shape
+    rows, width = queries.shape[2], queries.shape[1] // heads
+    packed = queries.reshape(batch * heads, width, rows, -1)
+    transposed = keys.flatten(0, 1).transpose(-1, -2)
+    padding = None if bool(valid.all()) else ~valid.repeat_interleave(heads, 0)
+    total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
+    for part, first, last in _chunks(batch * heads, rows, width * length, keys.device.type):
+        count, end = last - first, length - rows + last  # `end` is what the chunk's last row sees
+        logits = packed[part, :, first:last].float().flatten(1, 2) @ transposed[part, :, :end].float()
+        logits = logits.mul_(scaling).view(-1, width, count, end)
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., end - count :].masked_fill_(later, float("-inf"))
+        if padding is not None:
+            logits.masked_fill_(padding[part, None, None, :end], float("-inf"))
+        probability = logits.softmax(-1)
+        if padding is not None:
+            probability.masked_fill_(padding[part, None, end - count : end, None], 0.0)
+        total[part, :end] += probability.sum((1, 2)) / width
+    return total.view(batch, heads, length)
+
+
+def _chunks(segments: int, rows: int, row_size: int, device: str) -> Iterator[tuple[slice, int, int]]:
+    """Heads and query rows to take at a time: what stays in a CPU's cache, or all heads at once on other devices."""
+    together, most = (1, CACHE_BYTES) if device == "cpu" else (segments, SCRATCH_BYTES)
+    step = max(1, most // (8 * together * row_size))
+    for head in range(0, segments, together):
+        for first in range(0, rows, step):
+            yield slice(head, head + together), first, min(rows, first + step)
 
 
 def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:
@@ -67,9 +134,6 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
     return F.avg_pool1d(scores.masked_fill(outside, 0.0), kernel, 1, kernel // 2)
 
 
-def candidate_mask(valid: Tensor, window: int) -> Tensor:
-    """Real positions outside the recent window, [B, T] bool."""
-    candidates = valid.clone()
-    if window:
-        candidates[:, -window:] = False
-    return candidates
+def candidate_mask(observation: Observation, window: int) -> Tensor:
+    """Real entries outside the recent window, [B, T] bool."""
+    return observation.valid & (observation.index < (observation.seen - window)[:, None])

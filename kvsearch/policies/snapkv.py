@@ -26,9 +26,11 @@ class SnapKV(Policy):
     pooling: str = "max"
     group: str = "mean"
     sinks: int = 0
+    refresh: int = 0  # decode steps between two scorings; 0: half the window
 
     def __post_init__(self) -> None:
         self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
+        self._require(self.refresh >= 0, f"refresh must be 0 or more, got {self.refresh}")
         self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
         self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
         self._require(self.pooling in ("max", "avg", "none"), f"pooling is max, avg or none, got {self.pooling!r}")
@@ -40,4 +42,4 @@ class SnapKV(Policy):
     def score(self, observation: Observation) -> Tensor:
         """Pooled mean attention of the window, [B, Hkv, T] fp32."""
         attention = mean_window_attention(observation, self.window, self.group)
-        return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation.valid, self.window))
+        return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation, self.window))

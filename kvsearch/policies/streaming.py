@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.decoding import Step
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
-    """Keeps the first `sinks` entries and the last `budget - sinks`; keys keep their original rotation."""
+    """Keeps the first `sinks` entries and the last `budget - sinks`; keys keep their original rotation.
+
+    While decoding, the oldest entry behind the sinks leaves.
+    """
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form"
@@ -31,3 +35,11 @@ class StreamingLLM(Policy):
         """The position itself: newer is better, [B, Hkv, T] fp32."""
         batch, heads, length, _ = observation.keys.shape
         return torch.arange(length, device=observation.keys.device).float().expand(batch, heads, length)
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    def step(self, step: Step) -> Tensor:
+        """The position, as in the prompt, [S, C] fp32."""
+        return step.cached.positions.float()

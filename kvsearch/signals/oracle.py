@@ -10,20 +10,6 @@ from torch import Tensor
 SCRATCH_BYTES = 64 * 2**20
 
 
-def projected_norms(values: Tensor, output_weight: Tensor) -> Tensor:
-    """|v_j W_O[q]|_2 of every entry under every query head, [B, Hkv, G, T] fp32.
-
-    `values` is [B, Hkv, T, Dv], `output_weight` [Hq, Dv, d_model] fp32. Uses the Gram matrix W W^T per query head, so
-    the cost is T * Dv^2 and nothing of size T x d_model is made.
-    """
-    heads = values.shape[1]
-    gram = output_weight @ output_weight.transpose(-1, -2)
-    gram = gram.reshape(heads, -1, *gram.shape[1:])  # [Hkv, G, Dv, Dv]
-    states = values.float()[:, :, None]
-    norms: Tensor = ((states @ gram) * states).sum(-1).clamp(min=0).sqrt()
-    return norms
-
-
 def importance_rows(
     query: Tensor,
     keys: Tensor,

@@ -17,10 +17,12 @@ class TestFullKV(PolicyContract):
 
 class TestStreamingLLM(PolicyContract):
     policy = StreamingLLM()
+    score_is_position = True
 
 
 class TestStreamingLLMWithoutSinks(PolicyContract):
     policy = StreamingLLM(sinks=0)
+    score_is_position = True
 
 
 class TestSnapKV(PolicyContract):

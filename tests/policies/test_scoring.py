@@ -5,24 +5,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsearch.policies import scoring
-from kvsearch.policies.scoring import mean_window_attention, window_rows
+from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
 
 from .contract import Case, observe
 
 CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
+ROW = 8 * 2 * 2 * 40  # bytes of one row's logits and attention: two sequences, two query heads, 40 keys
 
 
-@pytest.mark.parametrize("scratch", [1, 3 * 8 * 2 * 2 * 5 * 40, 10**9])
-def test_scratch_memory_changes_nothing_but_the_steps(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
+@pytest.mark.parametrize(
+    ("scratch", "rows", "heads"),
+    [(1, 1, 1), (2 * ROW, 2, 1), (5 * ROW, 5, 1), (3 * 5 * ROW, 5, 3), (10**9, 5, 6)],
+)
+def test_scratch_memory_changes_nothing_but_the_steps(
+    monkeypatch: pytest.MonkeyPatch, scratch: int, rows: int, heads: int
+) -> None:
     policy = SnapKV(window=5, kernel=3)
-    observation = observe(policy, CASE)
-    expected = policy.score(observation)
+    expected = policy.score(observe(policy, CASE))
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    observation = observe(policy, CASE)
     torch.testing.assert_close(policy.score(observation), expected, rtol=1e-6, atol=0)
-    steps = [part.indices(6) for part, _ in window_rows(observation, 5)]
-    width = {1: 1, 10**9: 6}.get(scratch, 3)
-    assert [(start, stop) for start, stop, _ in steps] == [(i, min(i + width, 6)) for i in range(0, 6, width)]
+    steps = [(part.indices(6)[:2], probability.shape[-2]) for part, probability in window_rows(observation, 5)]
+    assert steps == [
+        ((head, min(head + heads, 6)), min(rows, 5 - row)) for head in range(0, 6, heads) for row in range(0, 5, rows)
+    ]
 
 
 class Largest(TorchDispatchMode):
@@ -71,3 +78,31 @@ def test_soft_capped_logits() -> None:
     expected = logits[0, 0, 1].softmax(-1)
     ((_, probability),) = window_rows(capped, 2)
     torch.testing.assert_close(probability[0, 0, 0, 1], expected)
+
+
+@pytest.mark.parametrize("cache", [1, 8 * 2 * 40 * 7, 10**9])
+@pytest.mark.parametrize(("rows", "softcap"), [(40, None), (9, None), (1, None), (40, 2.0)])
+def test_column_sums_are_those_of_a_dense_softmax(
+    monkeypatch: pytest.MonkeyPatch, rows: int, softcap: float | None, cache: int
+) -> None:
+    monkeypatch.setattr(scoring, "CACHE_BYTES", cache)
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(2, 6, rows, 4, generator=generator), torch.randn(2, 3, 40, 4, generator=generator)
+    valid = torch.arange(40)[None] >= torch.tensor([[0], [33]])
+    for real in (valid, torch.ones_like(valid)):
+        logits = query @ keys.repeat_interleave(2, 1).transpose(-1, -2) * 0.7
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        visible = torch.ones(rows, 40, dtype=torch.bool).tril(40 - rows) & real[:, None]
+        dense = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+        dense = dense.masked_fill(~real[:, None, 40 - rows :, None], 0.0)
+        expected = dense.sum(2).view(2, 3, 2, 40).mean(2)
+        torch.testing.assert_close(column_sums(query, keys, real, 0.7, softcap), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_column_sums_never_hold_all_rows_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(1, 4, 2048, 4, generator=generator), torch.randn(1, 2, 2048, 4, generator=generator)
+    with Largest() as largest:
+        column_sums(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
+    assert largest.elements * 4 <= scoring.CACHE_BYTES

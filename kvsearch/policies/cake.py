@@ -1,0 +1,88 @@
+"""CAKE (Qin et al. 2025) as a pattern: how much attention an entry gets, and how much that varies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import Step
+from kvsearch.policies.scoring import candidate_mask, pool_positions, window_rows
+
+
+@dataclass(frozen=True)
+class CAKE(Policy):
+    """score[i] = mean_g pool_i( mean_t a[t, i] + gamma * var_t a[t, i] ), t in the last w rows, candidates i < n - w.
+
+    The variance is the unbiased one, 0 for a single row. While decoding, the official code ranks by the step's own row,
+    pooled, without variance; here it is pooled over the order of positions, and over the mean of the group.
+    """
+
+    name: ClassVar[str] = "cake"
+    source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
+
+    window: int = 32
+    kernel: int = 5
+    gamma: float = 200.0
+    pooling: str = "avg"
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
+        self._require(self.pooling in ("max", "avg", "none"), f"pooling is max, avg or none, got {self.pooling!r}")
+        self._require(0 <= self.gamma < math.inf, f"gamma must be finite and 0 or more, got {self.gamma}")
+
+    def needs(self) -> Needs:
+        return Needs(query_rows=self.window)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Pooled mean plus weighted variance, [B, Hkv, T] fp32."""
+        mean, variance = row_moments(observation, self.window)
+        indicator = (mean + self.gamma * variance).flatten(1, 2)
+        pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.window))
+        return pooled.view_as(mean).mean(2)
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    @property
+    def row(self) -> Row:
+        return "group"
+
+    def step(self, step: Step) -> Tensor:
+        """The step's own row, pooled over what is held outside the window, [S, C] fp32; +inf elsewhere."""
+        positions = step.cached.positions
+        outside = step.cached.held & (positions < (step.seen - self.window)[:, None])
+        order = torch.argsort(positions, dim=-1)  # slots without an entry come first, the window last
+        row = pool_positions(step.row.gather(-1, order)[:, None], self.kernel, self.pooling, outside.gather(-1, order))
+        pooled = torch.empty_like(step.row).scatter_(-1, order, row[:, 0])
+        return pooled.masked_fill(~outside, float("inf"))
+
+
+def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of attention over the real rows of the window, each [B, Hkv, G, T] fp32.
+
+    The moments of the chunks of rows are merged pairwise (Chan et al. 1983), so that a small variance next to a large
+    mean stays accurate.
+    """
+    batch, heads, length, _ = observation.keys.shape
+    mean, scatter = observation.keys.new_zeros(2, batch, heads, observation.group, length, dtype=torch.float32)
+    rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)
+    for part, probability in window_rows(observation, window):
+        real = probability.sum(-1, keepdim=True) > 0
+        count = real.sum(-2)[:, :, :1]
+        chunk_mean = probability.sum(-2) / count.clamp(min=1)
+        chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
+        total = rows[:, part] + count
+        share, apart = count / total.clamp(min=1), chunk_mean - mean[:, part]
+        scatter[:, part] += chunk_scatter + apart.square() * rows[:, part] * share
+        mean[:, part] += apart * share
+        rows[:, part] = total
+    return mean, scatter / (rows - 1).clamp(min=1)

@@ -1,0 +1,126 @@
+"""CaM (Zhang et al. 2024): the value of an evicted entry is added to the next ones, at random by its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.merging import fold, in_parts, staying
+from kvsearch.policies.noise import uniform
+from kvsearch.policies.scoring import SCRATCH_BYTES
+from kvsearch.policies.streaming import StreamingLLM
+from kvsearch.policies.wrapper import Wrapper
+
+BASES = ("streaming", "h2o")
+
+
+@dataclass(frozen=True)
+class CaM(Wrapper):
+    """v_j += M v_i / |J| for the entry i that leaves and all j in J, the next `merge_next` entries that stay.
+
+    Which entry leaves is up to a base policy. M is 1 with probability p = min(1, A_i / mean_{j in J} A_j), else 0, and
+    A is the attention accumulated over all queries. With `expectation`, M = p. Keys stay as they are. What is drawn
+    depends on `seed`, the layer, the head and the position of i alone. As in the official code the prompt's evictions
+    do not merge, unless `merge_prompt`.
+
+    `base` is "streaming", or "h2o", which reads `recent_share` and `recent`.
+    """
+
+    name: ClassVar[str] = "cam"
+    source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32"
+
+    base: str = "streaming"
+    sinks: int = 4
+    recent_share: float = 0.5
+    recent: int = 0
+    merge_next: int = 32
+    seed: int = 0
+    expectation: bool = False
+    merge_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        self._require(self.base in BASES, f"base is {' or '.join(BASES)}, got {self.base!r}")
+        self._require(self.merge_next >= 1, f"merge_next must be 1 or more, got {self.merge_next}")
+        self._require(0 <= self.seed < 2**63, f"seed must be between 0 and 2^63 - 1, got {self.seed}")
+        super().__post_init__()
+
+    @property
+    def inner(self) -> Policy:
+        """The base policy."""
+        if self.base == "h2o":
+            return H2O(self.recent_share, self.recent, self.sinks)
+        return StreamingLLM(self.sinks)
+
+    def needs(self) -> Needs:
+        return replace(self.inner.needs(), column_sums=True)
+
+    @property
+    def row(self) -> Row:
+        return "group"
+
+    @property
+    def merges(self) -> bool:
+        return True
+
+    @property
+    def merges_prompt(self) -> bool:
+        return self.merge_prompt
+
+    def start(self, observation: Observation) -> State:
+        """The base's state and the attention that every entry received in the prompt."""
+        state = self.inner.start(observation)
+        state.entries[MASS] = observation.received().clone()
+        return state
+
+    def step(self, step: Step) -> Tensor:
+        """The base's priority, [S, C] fp32; adds to the attention received where the base does not."""
+        priorities = self.inner.step(step)
+        if self.base == "streaming":
+            step.cached.state.entries[MASS] += step.row
+        return priorities
+
+    def merge(self, cached: Cached, leaving: Tensor) -> None:
+        """Add the values that leave to the next ones that stay, or not, as drawn."""
+        slots, dim = cached.values.shape[1:]
+        for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
+            order, stays = staying(part, entries)
+            step = max(1, SCRATCH_BYTES // (64 * len(entries) * min(self.merge_next, slots)))
+            for first in range(0, entries.shape[1], step):
+                self._spread(part, entries[:, first : first + step], order, stays)
+
+    def _spread(self, cached: Cached, leaving: Tensor, order: Tensor, stays: Tensor) -> None:
+        """Add the values in slots `leaving` [S, E] to the next of what stays: `order` [S, C], where `stays`."""
+        gone, source = leaving >= 0, leaving.clamp(min=0)
+        position = cached.positions.gather(1, source)
+        ahead = cached.positions.gather(1, order).masked_fill(~stays, torch.iinfo(torch.int64).max)
+        first = torch.searchsorted(ahead, position)
+        offset = torch.arange(min(self.merge_next, order.shape[1]), device=order.device)
+        place = (first[..., None] + offset) % order.shape[1]  # [S, E, m] places in `order`
+        reach = (stays.sum(-1, keepdim=True) - first).clamp(max=len(offset))
+        inside = offset < reach[..., None]
+        share = self._share(cached, position, source, order.gather(1, place.flatten(1)).view_as(place), inside)
+        active = (gone & (share > 0))[..., None] & inside
+        weight = (share / reach.clamp(min=1))[..., None].expand(place.shape)
+        if leaving.shape[1] == 1:  # touches those m values only
+            targets, into = order.gather(1, place[:, 0]), offset.expand(len(order), -1)
+        else:
+            targets, into = order, place.flatten(1)
+        sources = source[..., None].expand(place.shape)
+        own = torch.ones_like(targets, dtype=torch.float32)
+        fold(cached.values, targets, own, into, sources.flatten(1), weight.flatten(1), active.flatten(1))
+
+    def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
+        """What part of each value is added, [S, E] fp32: 0 or 1 as drawn, or the probability of 1."""
+        mass = cached.state.entries[MASS]
+        ahead = mass.gather(1, following.flatten(1)).view_as(inside).masked_fill(~inside, 0.0)
+        mean = ahead.sum(-1) / inside.sum(-1)  # NaN where nothing follows
+        probability = (mass.gather(1, source) / mean).nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
+        if self.expectation:
+            return probability
+        return (uniform(self.seed, cached.layer, cached.heads[:, None], position) < probability).float()

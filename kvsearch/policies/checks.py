@@ -1,0 +1,99 @@
+"""What can be wrong with the policies of a plan, found before a model is loaded, and which policies do not suit one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.models.architecture import attention_modules
+from kvsearch.plan.parsing import list_problems
+from kvsearch.policies.base import Policy
+from kvsearch.policies.registry import create_policy
+
+if TYPE_CHECKING:
+    from kvsearch.plan import LayerPlan, Plan
+
+PROTECTING = ("sinks", "window", "recent")  # parameters by which policies set how many entries they protect
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
+# Rank by the length of a key; a third-party class says so by `key_norms = True`. KeyDiff is not among them: it compares
+# directions, which do not change when every key gets the same length.
+BY_KEY_NORM = ("knorm",)
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def check_plan(plan: Plan, name: str) -> None:
+    """Find what is wrong with the policies and budgets of a plan; `name` is what to call it, usually its file.
+
+    Raises:
+        UsageError: unknown policies or parameters, values out of range, budgets below the protected entries; all of it
+            in one message.
+        EnvironmentFault: a policy comes from a package that cannot be imported.
+    """
+    problems = [
+        problem
+        for phase in ("prefill", "decode")
+        if (part := getattr(plan, phase)) is not None
+        for problem in _phase_problems(phase, part.layers, plan.length)
+    ]
+    if problems:
+        raise UsageError(list_problems(problems, name))
+
+
+def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int | None) -> Iterator[str]:
+    planned = {index: layer for index, layer in enumerate(layers) if layer is not None}
+    unusable: dict[str, list[int]] = {}
+    small = []
+    for index, layer in planned.items():
+        try:
+            policy = create_policy(layer.policy.name, layer.policy.params)
+        except UsageError as error:
+            unusable.setdefault(str(error), []).append(index)
+            continue
+        problem = _budget_problem(policy, layer.budget, length)
+        small += [f"{phase}.layers.{index}.budget: {problem}"] if problem else []
+    for what, where in unusable.items():
+        others = f" (and in layers {', '.join(map(str, where[1:]))})" if where[1:] else ""
+        yield f"{phase}.layers.{where[0]}.policy{others}: {what}"
+    yield from small
+
+
+def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:
+    """Which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
+    protected = policy.sink_count + policy.window_count
+    entries = torch.tensor(budget)
+    exempt = policy.exempt(entries, torch.full_like(entries, length or int(entries.max()) + 1))
+    low = [head for head, few in enumerate(((entries < protected) & ~exempt).tolist()) if few]
+    if not low:
+        return None
+    shown = ", ".join(f"{budget[head]} at head {head}" for head in low)
+    lower = " or ".join(name for name in PROTECTING if policy.parameters().get(name))
+    return (
+        f"is {shown}, below the {protected} entries that {policy.name} always keeps ({policy.sink_count} sinks and a "
+        f"window of {policy.window_count}): raise it to {protected}{f', or lower {lower}' if lower else ''}"
+    )
+
+
+def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
+    """Warn of policies that can say little on this model (KvsearchWarning), once per model and policy."""
+    named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
+    warned = _warned.setdefault(model, set())
+    for name in sorted(named - warned) if normalises_keys(model) else ():
+        warned.add(name)
+        warnings.warn(
+            f"{type(model).__name__} normalises its keys, so their norms are nearly equal and say little about what "
+            f"matters: policy {name} ranks by them, another policy will likely keep more",
+            KvsearchWarning,
+            stacklevel=3,
+        )
+
+
+def normalises_keys(model: nn.Module) -> bool:
+    """Whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
+    norms = (getattr(module, name, None) for module in attention_modules(model) for name in KEY_NORMS)
+    return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)

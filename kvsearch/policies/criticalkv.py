@@ -1,0 +1,86 @@
+"""CriticalKV (Feng et al. 2025): half of a budget by attention, the other half by what an entry adds to the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import GUARD
+from kvsearch.policies.base import Needs, Norm, Observation, Policy
+from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.snapkv import SnapKV
+
+BASES = ("snapkv", "expected_attention")
+
+
+@dataclass(frozen=True)
+class CriticalKV(Policy):
+    """Two stages over the score S of a base policy.
+
+    The first floor(ratio * budget) entries are taken by S, protected ones included, the others by
+    score[i] = (S[i] + epsilon) * mean_g |v_i W_O[q]|.
+
+    `base` is "snapkv", which reads `kernel`, `pooling` and `group`, or "expected_attention", its value norms off, which
+    reads `future` and `covariance`. A `refresh` of 0 is the base's own.
+    """
+
+    name: ClassVar[str] = "criticalkv"
+    source: ClassVar[str] = "CriticalKV, arXiv 2502.03805; L1 norms, ratio=0.5, epsilon=1e-4 as in kvpress"
+
+    base: str = "snapkv"
+    ratio: float = 0.5
+    epsilon: float = 1e-4
+    norm: str = "l1"
+    window: int = 32
+    sinks: int = 0
+    kernel: int = 7
+    pooling: str = "max"
+    group: str = "mean"
+    future: int = 512
+    covariance: bool = True
+    refresh: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.base in BASES, f"base is {' or '.join(BASES)}, got {self.base!r}")
+        self._require(0 <= self.ratio <= 1, f"ratio must be between 0 and 1, got {self.ratio}")
+        self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
+        self._require(self.norm in ("l1", "l2"), f"norm is l1 or l2, got {self.norm!r}")
+        try:
+            self.first  # noqa: B018
+        except UsageError as error:
+            raise UsageError(f"policy {self.name}: its base {str(error).removeprefix('policy ')}") from None
+
+    @property
+    def first(self) -> Policy:
+        """The base policy."""
+        shared = {"window": self.window, "sinks": self.sinks} | ({"refresh": self.refresh} if self.refresh else {})
+        if self.base == "snapkv":
+            return SnapKV(kernel=self.kernel, pooling=self.pooling, group=self.group, **shared)
+        return ExpectedAttention(future=self.future, covariance=self.covariance, value_norm=False, **shared)
+
+    def needs(self) -> Needs:
+        return dataclasses.replace(self.first.needs(), projection=True)
+
+    @property
+    def refresh_interval(self) -> int:
+        return self.first.refresh_interval
+
+    def first_stage(self, observation: Observation) -> Tensor:
+        """The base score, [B, Hkv, T] fp32."""
+        first = self.first
+        return observation.shared(("score", first), lambda: first.score(observation))
+
+    def quota(self, budget: Tensor) -> Tensor:
+        """floor(ratio * budget)."""
+        return torch.floor(budget.double() * self.ratio + GUARD).long()
+
+    def score(self, observation: Observation) -> Tensor:
+        """Base score times the mean norm of the projected values, [B, Hkv, T] fp32."""
+        norms = observation.projected_norms(cast(Norm, self.norm)).mean(2)
+        return (self.first_stage(observation).clamp(min=0.0) + self.epsilon) * norms  # -inf where nothing was pooled

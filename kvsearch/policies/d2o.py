@@ -1,0 +1,100 @@
+"""D2O (Wan et al. 2024) as a pattern: H2O, and what it evicts is merged into similar entries where there are any."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsearch.policies.base import Observation
+from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.h2o import H2O
+from kvsearch.policies.merging import fold, in_parts, staying, taken
+from kvsearch.policies.scoring import SCRATCH_BYTES
+
+TAU = "tau"
+
+
+@dataclass(frozen=True)
+class D2O(H2O):
+    """H2O's score with sinks. Leaving entries e with u_e = max_c cos(k_e, k_c) >= tau are merged into their c.
+
+    With `merging` "paper", k_c <- w_c k_c + sum_e w_e k_e, where w_e = exp(u_e) / (sum_e exp(u_e) + e^1) and
+    w_c = e^1 / (the same); with "code", k_c <- (k_c + sum_e u_e k_e) / (1 + how many). Values likewise; `keys_frozen`
+    merges values only, as merged keys mix the positions in their rotation. Every kv head has its tau: the mean of u in
+    its first eviction, then tau <- (1 - ema) tau + ema mean(u), before the entries are compared with it.
+    """
+
+    name: ClassVar[str] = "d2o"
+    source: ClassVar[str] = "D2O, arXiv 2406.13035; 4 sinks, halves and ema=0.5 as in the official code, tau per head"
+
+    sinks: int = 4
+    merging: str = "paper"
+    ema: float = 0.5
+    keys_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.merging in ("paper", "code"), f"merging is paper or code, got {self.merging!r}")
+        self._require(0 < self.ema <= 1, f"ema must be above 0 and at most 1, got {self.ema}")
+
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def start(self, observation: Observation) -> State:
+        """H2O's state, and tau, NaN before the first eviction."""
+        state = super().start(observation)
+        state.heads[TAU] = observation.keys.new_full(observation.keys.shape[:2], math.nan, dtype=torch.float32)
+        return state
+
+    def merge(self, cached: Cached, leaving: Tensor) -> None:
+        """Merge what is similar enough to an entry that stays, keys and values."""
+        dim = cached.keys.shape[-1] + cached.values.shape[-1]
+        for part, entries in in_parts(cached, leaving, 8 * cached.keys.shape[1] * dim):
+            self._merge(part, entries)
+
+    def _merge(self, cached: Cached, leaving: Tensor) -> None:
+        gone, sources = leaving >= 0, leaving.clamp(min=0)
+        order, real = staying(cached, leaving)
+        if leaving.shape[1] > 1:  # a large event, where waiting for the device to tell how many stay is worth it
+            most = max(1, int(real.sum(-1).max()))
+            order, real = order[:, :most], real[:, :most]
+        similarity, nearest = most_similar(cached.keys, sources, order, real)
+        event = gone.any(-1) & real.any(-1)
+        tau = self._update(cached.state.heads[TAU], similarity.masked_fill(~gone, 0.0), gone.sum(-1), event)
+        merged = gone & event[:, None] & (similarity >= tau[:, None])
+        mean = self.merging == "code"
+        weight = similarity if mean else similarity.exp()
+        own = 1.0 if mean else math.e
+        counted = torch.ones_like(weight) if mean else weight
+        total = torch.full_like(real, own, dtype=torch.float32)
+        total.scatter_add_(1, nearest, counted.masked_fill(~merged, 0.0))
+        for states in (cached.values,) if self.keys_frozen else (cached.keys, cached.values):
+            fold(states, order, own / total, nearest, sources, weight / total.gather(1, nearest), merged)
+
+    def _update(self, tau: Tensor, similarity: Tensor, count: Tensor, event: Tensor) -> Tensor:
+        """Take tau [S] on, in place, where something leaves; in double, so that equal similarities are their mean."""
+        mean = similarity.double().sum(-1) / count.clamp(min=1)
+        later = torch.where(tau.isnan(), mean, (1 - self.ema) * tau.double() + self.ema * mean)
+        return tau.copy_(torch.where(event, later.float(), tau))
+
+
+def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest cosine of each source's key to those of the targets, and which target that is (of equals the first).
+
+    `keys` is [S, C, D], `sources` [S, E] and `targets` [S, R] are slots, `real` [S, R] bool says which targets count.
+    """
+    units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
+    step = max(1, SCRATCH_BYTES // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
+    values, indices = [], []
+    for first in range(0, sources.shape[1], step):
+        cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units
+        value, index = cosine.masked_fill_(~real[:, None], -math.inf).max(-1)
+        values.append(value)
+        indices.append(index)
+    return torch.cat(values, 1), torch.cat(indices, 1)

@@ -1,0 +1,112 @@
+"""What a policy sees while decoding: segments of cached entries in slots, and one attention row per step.
+
+A segment is one kv head of one sequence. Its entries sit in slots in any order; `positions` says which token each is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import InternalError
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class State:
+    """Running state of a policy: tensors per entry [S, C, ...] and per head [S, ...] (at the start [B, Hkv, ...])."""
+
+    entries: dict[str, Tensor] = field(default_factory=dict)
+    heads: dict[str, Tensor] = field(default_factory=dict)
+
+    def changed(self, entries: Change, heads: Change) -> State:
+        """The state with every tensor replaced."""
+        return State({k: entries(v) for k, v in self.entries.items()}, {k: heads(v) for k, v in self.heads.items()})
+
+    def restore(self, before: State, rows: Tensor) -> None:
+        """Take the segments `rows` [S] bool back to `before`, in place."""
+        for mine, old in ((self.entries, before.entries), (self.heads, before.heads)):
+            for name, tensor in mine.items():
+                tensor.copy_(torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), old[name], tensor))
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.untyped_storage().nbytes() for t in (*self.entries.values(), *self.heads.values()))
+
+
+@dataclass
+class Cached:
+    """What S heads hold. A slot without an entry has position -1 and, in every state tensor, zeros."""
+
+    keys: Tensor  # [S, C, D]
+    values: Tensor  # [S, C, Dv]
+    positions: Tensor  # [S, C] int64, index of the token in its sequence
+    state: State
+    layer: int
+    heads: Tensor  # [S] int64, kv head of each segment
+
+    @property
+    def held(self) -> Tensor:
+        """Slots that hold an entry, [S, C] bool."""
+        return self.positions >= 0
+
+
+@dataclass
+class Step:
+    """One decode step, after its attention."""
+
+    cached: Cached
+    newest: Tensor  # [S] slot of the step's own token
+    seen: Tensor  # [S] tokens so far, this one included
+    attention: Tensor | None  # [S, C] fp32, the step's attention row as `Policy.row` wants it; 0 in empty slots
+
+    @property
+    def row(self) -> Tensor:
+        """The attention row, [S, C] fp32."""
+        if self.attention is None:
+            raise InternalError("a policy read an attention row that it did not declare")
+        return self.attention
+
+    def at_newest(self, values: Tensor) -> Tensor:
+        """The entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
+        return values[torch.arange(len(self.newest), device=values.device), self.newest]
+
+
+def protection_at(sinks: int, recent: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sinks and recent entries that fit a budget, both [S]: the window shrinks first, down to one entry, then sinks.
+
+    `recent` and `budgets` are [S] int64. A policy without a window protects sinks only.
+    """
+    has_window = (recent > 0).long()
+    sinks_left = torch.minimum(torch.full_like(budgets, sinks), budgets - has_window)
+    return sinks_left, torch.minimum(recent, budgets - sinks_left)
+
+
+def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:
+    """Slots that must not be evicted, [S, C] bool: the first `sinks` tokens and the last `recent` ones of a segment."""
+    held = positions >= 0
+    return held & ((positions < sinks[:, None]) | (positions >= (seen - recent)[:, None]))
+
+
+def lowest(priorities: Tensor, candidates: Tensor, positions: Tensor) -> Tensor:
+    """Slot of the candidate with the lowest priority in each segment, [S]; the later position among equals."""
+    value = priorities.masked_fill(~candidates, float("inf"))
+    tied = candidates & (value <= value.amin(-1, keepdim=True))
+    return positions.masked_fill(~tied, -1).argmax(-1)
+
+
+def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    """The `counts` [S] entries to keep in each segment, [S, C] bool: protected ones, then by priority.
+
+    Ties go to the lower position.
+    """
+    order = torch.argsort(positions, dim=-1, stable=True)
+    for key in (priorities, protected.int() + (positions >= 0).int()):  # the last sort decides first
+        order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, stable=True, descending=True))
+    rank = torch.arange(positions.shape[-1], device=positions.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, rank)
+    return (ranks < counts[:, None]) & (positions >= 0)

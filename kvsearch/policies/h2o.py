@@ -1,0 +1,84 @@
+"""H2O (Zhang et al. 2023): heavy hitters by accumulated attention, and the most recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.plan.rounding import GUARD
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import State, Step
+
+MASS = "mass"
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """score[i] = sum_{t >= i} mean_g a[t, i] over all queries t so far, as long as entry i is held.
+
+    The most recent r entries of a budget b are kept whatever their score: r = b - floor(b * (1 - `recent_share`)), so
+    that 0.5 gives halves and the odd entry to the recent ones, or a fixed r = `recent` where that is not 0.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, arXiv 2306.14048; halves as in the official scripts, mean over the query group"
+
+    recent_share: float = 0.5
+    recent: int = 0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(0 <= self.recent_share <= 1, f"recent_share must be between 0 and 1, got {self.recent_share}")
+        self._require(self.recent >= 0, f"recent must be 0 or more, got {self.recent}")
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+
+    @property
+    def window_count(self) -> int:
+        return self.recent or 1  # of a share, the newest entry; the others follow from the first stage
+
+    def needs(self) -> Needs:
+        return Needs(column_sums=True)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Attention received so far, [B, Hkv, T] fp32."""
+        return observation.received()
+
+    def first_stage(self, observation: Observation) -> Tensor | None:
+        """How recent an entry is, where a share of the budget is for recent ones."""
+        if self.recent:
+            return None
+        return observation.index.float()[:, None].expand(observation.keys.shape[:3])
+
+    def quota(self, budget: Tensor) -> Tensor:
+        """Sinks and recent entries where a share of the budget is for recent ones."""
+        return budget.new_zeros(budget.shape) if self.recent else self.sinks + self._share_of(budget)
+
+    def _share_of(self, budget: Tensor) -> Tensor:
+        return budget - torch.floor(budget.double() * (1 - self.recent_share) + GUARD).long()
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    @property
+    def row(self) -> Row:
+        return "group"
+
+    def recent_at(self, budget: Tensor) -> Tensor:
+        """The recent part of a budget, the newest entry at least."""
+        return budget.new_full(budget.shape, self.recent) if self.recent else self._share_of(budget).clamp(min=1)
+
+    def start(self, observation: Observation) -> State:
+        """The attention that every entry received in the prompt."""
+        return State({MASS: observation.received().clone()})
+
+    def step(self, step: Step) -> Tensor:
+        """Attention received, this step's included, [S, C] fp32."""
+        mass = step.cached.state.entries[MASS]
+        mass += step.row
+        return mass

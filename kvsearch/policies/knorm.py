@@ -1,0 +1,53 @@
+"""Knorm (Devoto et al. 2024): keys of low norm stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.decoding import State, Step
+
+NORM = "norm"
+
+
+@dataclass(frozen=True)
+class Knorm(Policy):
+    """score[i] = -|k_i|_2. Rotation keeps norms; models that normalise their keys leave little to tell apart."""
+
+    name: ClassVar[str] = "knorm"
+    source: ClassVar[str] = "A simple and effective L2 norm-based strategy for KV cache compression, arXiv 2406.11430"
+
+    sinks: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
+
+    def score(self, observation: Observation) -> Tensor:
+        """Negative key norm, [B, Hkv, T] fp32."""
+        return -_norms(observation.keys)
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    def start(self, observation: Observation) -> State:
+        """The norms of the prompt's keys."""
+        return State({NORM: _norms(observation.keys)})
+
+    def step(self, step: Step) -> Tensor:
+        """Negative norms, [S, C] fp32; only the newest key's is computed."""
+        norms = step.cached.state.entries[NORM]
+        norms[torch.arange(len(norms), device=norms.device), step.newest] = _norms(step.at_newest(step.cached.keys))
+        return -norms
+
+
+def _norms(keys: Tensor) -> Tensor:
+    """|k|_2 of keys [..., D], fp32."""
+    norms: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+    return norms

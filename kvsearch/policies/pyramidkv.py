@@ -1,0 +1,20 @@
+"""PyramidKV (Cai et al. 2024) as a pattern: SnapKV with a short window. Its pyramid of budgets is an allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvsearch.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """score[i] = maxpool_i( mean_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - w, with w = 8."""
+
+    name: ClassVar[str] = "pyramidkv"
+    source: ClassVar[str] = "PyramidKV, arXiv 2406.02069; settings of its scripts, w=8, k=7, max"
+
+    window: int = 8
+    kernel: int = 7
+    pooling: str = "max"

@@ -1,0 +1,144 @@
+"""Scissorhands (Liu et al. 2023): entries that keep getting more than an even share of attention stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import State, Step, protection_at
+from kvsearch.policies.scoring import window_rows
+
+LOW, MASS, RING = "low", "mass", "ring"
+LONGEST = 2**15 - 1  # rows of history: counts are int16
+SCALE_BITS = 31
+
+
+@dataclass(frozen=True)
+class Scissorhands(Policy):
+    """persistence[i] = 1 - low[i] / seen[i] over the last `history` queries.
+
+    low[i] counts the queries t with mean_g a[t, i] < 1 / (keys visible to t), seen[i] those that could see i. Equal
+    ratios are ordered by the attention received. The score is the place in that order among the layer's entries: 0, 1,
+    2, ... with equal entries in the same place, which fp32 holds exactly up to 2^24 places.
+
+    While decoding, the keys visible are those held, and `drop` entries leave at once, 0: half the budget; the attention
+    received goes on from that of the prompt's last `history` queries.
+    """
+
+    name: ClassVar[str] = "scissorhands"
+    source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
+
+    history: int = 400
+    window: int = 10
+    drop: int = 1
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.history <= LONGEST, f"history must be between 1 and {LONGEST}, got {self.history}")
+        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
+        self._require(self.drop >= 0, f"drop must be 0 or more, got {self.drop}")
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+
+    def needs(self) -> Needs:
+        return Needs(query_rows=self.history)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Place by persistence and attention received, [B, Hkv, T] fp32."""
+        low, mass = self._counts(observation)
+        seen = (observation.seen[:, None] - observation.index).clamp(max=self.history)[:, None].expand_as(low)
+        real = observation.valid[:, None].expand_as(low)
+        return places(*(tensor.flatten(1) for tensor in (low, seen, mass, real))).view_as(mass)
+
+    def _counts(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Low rows int16 and attention received fp32 of every entry, each [B, Hkv, T]."""
+
+        def compute() -> tuple[Tensor, Tensor]:
+            low = observation.keys.new_zeros(observation.keys.shape[:3], dtype=torch.int16)
+            mass = torch.zeros_like(low, dtype=torch.float32)
+            for part, _, is_low, row in self._rows(observation):
+                low[:, part] += is_low.sum(2, dtype=torch.int16)
+                mass[:, part] += row.sum(2)
+            return low, mass
+
+        return observation.shared(("scissorhands", self.history), compute)
+
+    def _rows(self, observation: Observation) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """The history, some kv heads and rows at a time.
+
+        Yields (kv heads, index of every row's token [B, rows], whether entries are low [B, heads, rows, T] bool, their
+        attention, mean over the group).
+        """
+        index = observation.index[:, None]
+        rows = min(self.history, observation.last_queries.shape[2])
+        first = observation.seen[:, None] - rows
+        done, before = 0, slice(0)
+        for part, probability in window_rows(observation, self.history):
+            done, before = (done if part == before else 0), part
+            at = first + torch.arange(done, done + probability.shape[-2], device=index.device)
+            done += probability.shape[-2]
+            visible = (index >= 0) & (index <= at[:, :, None])
+            row = probability.mean(2)
+            yield part, at, visible[:, None] & (row < 1 / visible.sum(-1)[:, None, :, None]), row
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    @property
+    def row(self) -> Row:
+        return "group"
+
+    def drop_at(self, budget: Tensor) -> Tensor:
+        """`drop` entries or half the budget, as far as the protected ones leave so many."""
+        sinks, recent = protection_at(self.sinks, self.recent_at(budget), budget)
+        wanted = torch.full_like(budget, self.drop) if self.drop else budget // 2
+        return torch.minimum(wanted, budget + 1 - sinks - recent).clamp(min=1)
+
+    def start(self, observation: Observation) -> State:
+        """Low counts, attention received, and which rows were low: one bit per row, token t at bit t mod history."""
+        low, mass = self._counts(observation)
+        ring = torch.zeros(*low.shape, -(-self.history // 8), dtype=torch.uint8, device=low.device)
+        for part, at, is_low, _ in self._rows(observation):
+            byte, bit = self._slot(at[:, None, None])
+            marks = is_low.transpose(-1, -2) * bit
+            ring[:, part].scatter_add_(-1, byte.expand(marks.shape), marks)
+        return State({LOW: low.clone(), MASS: mass.clone(), RING: ring})
+
+    def step(self, step: Step) -> Tensor:
+        """Place by persistence and attention received in each segment, [S, C] fp32."""
+        state, held = step.cached.state.entries, step.cached.held
+        is_low = held & (step.row < 1 / held.sum(-1, keepdim=True))
+        byte, bit = self._slot((step.seen - 1)[:, None, None])
+        byte = byte.expand(*held.shape, 1)
+        now = state[RING].gather(-1, byte)
+        state[LOW] += is_low.short() - ((now & bit) != 0)[..., 0].short()  # in, and out of the history
+        state[RING].scatter_(-1, byte, (now & ~bit) | (is_low[..., None] * bit))
+        state[MASS] += step.row
+        seen = (step.seen[:, None] - step.cached.positions).clamp(max=self.history)
+        return places(state[LOW], seen, state[MASS], held)
+
+    def _slot(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Byte of the ring and bit in it, as a uint8 mask, of the row of a token."""
+        slot = token % self.history
+        return slot // 8, torch.bitwise_left_shift(torch.ones_like(slot), slot % 8).to(torch.uint8)
+
+
+def places(low: Tensor, seen: Tensor, mass: Tensor, real: Tensor) -> Tensor:
+    """Place of the `real` entries by 1 - low / seen, then by mass, counted from 0, all [N, M]; equal entries share one.
+
+    low / seen <= 1 and seen < 2^15. Two different ratios differ by more than 2^-30, so that their first 31 bits tell
+    them apart; the bits of a mass, which is not negative, are in the order of the masses.
+    """
+    ratio = (low.long() << SCALE_BITS) // seen.clamp(min=1)
+    key = ((2**SCALE_BITS - ratio) << SCALE_BITS) | mass.view(torch.int32).long()
+    ordered, order = key.masked_fill(~real, -1).sort(-1)
+    differs = (ordered[:, 1:] != ordered[:, :-1]) & (ordered[:, :-1] >= 0)
+    return torch.empty_like(mass).scatter_(-1, order, F.pad(differs.cumsum(-1), (1, 0)).float())

@@ -1,0 +1,54 @@
+"""TOVA (Oren et al. 2024): what the last query attends to, the same entries for all heads of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import Step
+from kvsearch.policies.scoring import mean_window_attention
+
+
+@dataclass(frozen=True)
+class TOVA(Policy):
+    """score[i] = (1/Hq) sum_q a[q, n-1, i] over all query heads of the layer, one set for all kv heads.
+
+    Every decode step ranks by its own row, and the lowest entry leaves: as in the official code that may be the first
+    token, or the newest one unless `protect_last`.
+    """
+
+    name: ClassVar[str] = "tova"
+    source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
+
+    protect_last: bool = False
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+
+    @property
+    def window_count(self) -> int:
+        return int(self.protect_last)
+
+    def needs(self) -> Needs:
+        return Needs(query_rows=1)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Attention of the last row, mean over all heads, [B, Hkv, T] fp32."""
+        groups = mean_window_attention(observation, 1)
+        return groups.mean(1, keepdim=True).expand_as(groups)
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    @property
+    def row(self) -> Row:
+        return "layer"
+
+    def step(self, step: Step) -> Tensor:
+        """The step's own row, [S, C] fp32."""
+        return step.row

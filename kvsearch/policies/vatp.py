@@ -1,0 +1,88 @@
+"""VATP (Guo et al. 2024): what attention an entry gets, times the length of its value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.h2o import H2O
+from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.wrapper import Wrapper
+
+BASES = ("h2o", "scissorhands", "snapkv")
+NORM = "norm"
+RECENT = 10  # entries that the official code protects around the mean over a history
+
+
+@dataclass(frozen=True)
+class HistoryMean(SnapKV):
+    """Mean attention over a history that is longer than what is protected."""
+
+    recent: int = RECENT
+
+    @property
+    def window_count(self) -> int:
+        return self.recent
+
+
+@dataclass(frozen=True)
+class VATP(Wrapper):
+    """score[i] = S[i] * |v_i|_1, with S of a base policy; the sinks, whose values are short, are always kept.
+
+    `base` is "h2o" (accumulated attention; reads `recent_share` and `recent`), "scissorhands" (mean attention of the
+    last `history` queries; protects the last `recent` entries, 10 if that is 0) or "snapkv" (reads `window`, `kernel`,
+    `pooling` and `group`). The latter two are scored anew every `refresh` decode steps, 0: half the protected window.
+    """
+
+    name: ClassVar[str] = "vatp"
+    source: ClassVar[str] = "VATP, arXiv 2406.12335; 20 sinks, recent 10, history 400 as in the official code"
+
+    base: str = "h2o"
+    sinks: int = 20
+    recent_share: float = 0.5
+    recent: int = 0
+    history: int = 400
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "max"
+    group: str = "mean"
+    refresh: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.base in BASES, f"base is {', '.join(BASES[:-1])} or {BASES[-1]}, got {self.base!r}")
+        self._require(self.recent >= 0, f"recent must be 0 or more, got {self.recent}")
+        self._require(self.history >= 1, f"history must be 1 or more, got {self.history}")
+        super().__post_init__()
+
+    @property
+    def inner(self) -> Policy:
+        """The base policy."""
+        if self.base == "h2o":
+            return H2O(self.recent_share, self.recent, self.sinks)
+        if self.base == "scissorhands":
+            recent = self.recent or RECENT
+            return HistoryMean(self.history, 1, "none", sinks=self.sinks, refresh=self.refresh, recent=recent)
+        return SnapKV(self.window, self.kernel, self.pooling, self.group, self.sinks, self.refresh)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Base score times value norm, [B, Hkv, T] fp32."""
+        # pooling gives -inf to columns without a candidate nearby
+        return self.inner.score(observation).clamp(min=0.0) * observation.value_norms(1)
+
+    def start(self, observation: Observation) -> State:
+        """The base's state and the norms of the prompt's values."""
+        state = self.inner.start(observation)
+        state.entries[NORM] = observation.value_norms(1).clone()
+        return state
+
+    def step(self, step: Step) -> Tensor:
+        """The base's priority times value norm, [S, C] fp32; only the newest value's norm is computed."""
+        norms = step.cached.state.entries[NORM]
+        newest = step.at_newest(step.cached.values).float().norm(p=1, dim=-1)
+        norms[torch.arange(len(norms), device=norms.device), step.newest] = newest
+        return self.inner.step(step) * norms

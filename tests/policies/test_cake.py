@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.policies import scoring
+from kvsearch.policies.cake import CAKE, row_moments
+from kvsearch.policies.decoding import Step
+from kvsearch.policies.scoring import window_rows
+
+from .contract import Case, PolicyContract, observe
+from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+
+# three candidates, then the window's own two columns
+ROWS = [[0.4, 0.1, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0, 0.0]]
+CASE = Case(heads=3, group=2, length=30, pads=(0, 4), seed=6)
+
+
+class TestContract(PolicyContract):
+    policy = CAKE()
+
+
+class TestContractShort(PolicyContract):
+    policy = CAKE(window=3, kernel=3, gamma=5.0, sinks=2)
+
+
+class TestContractMaxPooled(PolicyContract):
+    policy = CAKE(window=2, kernel=5, gamma=0.0, pooling="max")
+
+
+class TestContractOneRow(PolicyContract):
+    policy = CAKE(window=1, pooling="none", sinks=1)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "scores", "expected"), [(200.0, [0.4, 4.2, 0.3], {1, 3, 4}), (0.0, [0.4, 0.2, 0.3], {0, 3, 4})]
+)
+def test_mean_plus_unbiased_variance(gamma: float, scores: list[float], expected: set[int]) -> None:
+    policy = CAKE(window=2, kernel=1, gamma=gamma)
+    torch.testing.assert_close(policy.score(attending(ROWS))[0, 0, :3], torch.tensor(scores), atol=1e-4, rtol=0)
+    assert kept(policy, attending(ROWS), 3) == expected
+
+
+def test_rows_before_the_window_do_not_count() -> None:
+    """Another policy may have asked for more rows."""
+    policy, earlier = CAKE(window=2, kernel=1), [[0.0, 0.5, 0.5, 0.0, 0.0], *ROWS]
+    torch.testing.assert_close(policy.score(attending(earlier))[..., :3], policy.score(attending(ROWS))[..., :3])
+
+
+def test_defaults_are_those_of_the_official_code() -> None:
+    assert CAKE().parameters() == {"window": 32, "kernel": 5, "gamma": 200.0, "pooling": "avg", "sinks": 0}
+
+
+def test_candidates_are_pooled_without_the_window() -> None:
+    scores = CAKE(window=2, kernel=3).score(attending(ROWS))[0, 0, :3]
+    expected = torch.tensor([(0.4 + 4.2) / 3, (0.4 + 4.2 + 0.3) / 3, (4.2 + 0.3) / 3])
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
+
+
+def test_query_heads_are_pooled_before_their_mean_is_taken() -> None:
+    a, b = [0.6, 0.0, 0.1, 0.0, 0.3], [0.0, 0.1, 0.5, 0.0, 0.4]
+    scores = CAKE(window=1, kernel=3, pooling="max").score(attending([a], [b]))[0, 0, :4]
+    torch.testing.assert_close(scores, torch.tensor([0.35, 0.55, 0.3, 0.3]))
+
+
+def test_the_variance_is_that_of_each_query_head() -> None:
+    """Two heads that swap their rows: their mean does not vary, they do."""
+    scores = CAKE(window=2, kernel=1, gamma=1.0).score(attending(ROWS, ROWS[::-1]))[0, 0, :3]
+    torch.testing.assert_close(scores, torch.tensor([0.4, 0.22, 0.3]))
+
+
+def test_one_row_has_no_variance() -> None:
+    observation = attending(ROWS[1:])
+    assert torch.equal(
+        CAKE(window=1, kernel=1, gamma=200.0).score(observation), CAKE(window=1, kernel=1, gamma=0.0).score(observation)
+    )
+
+
+def reference(window: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance [..., T] of rows [..., w, T]."""
+    rows = window.double()
+    return rows.mean(-2).float(), rows.var(-2).float()
+
+
+@pytest.mark.parametrize("scratch", [1, 5000, 10**9])
+def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
+    """One row at a time, several at once, and all."""
+    observation = observe(CAKE(window=7), CASE)
+    mean, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 7)], 1))
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    chunks = {rows.shape[-2] for _, rows in window_rows(observation, 7)}
+    assert chunks == {1: {1}, 5000: {5, 2}}.get(scratch, {7})
+    found = row_moments(observation, 7)
+    torch.testing.assert_close(found[0], mean, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found[1], variance, rtol=1e-5, atol=1e-10)
+
+
+@pytest.mark.parametrize("scratch", [1, 10**9])
+def test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
+    """One entry has nearly all attention in every row: squares of the mean would drown the variance in rounding."""
+    logits = torch.zeros(1, 1, 16, 20)
+    logits[..., 0] = 12.0 + torch.linspace(-0.01, 0.01, 16)
+    observation = dataclasses.replace(attending([[0.05] * 20] * 16), queries=logits)
+    _, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 16)], 1))
+    assert 0 < float(variance[0, 0, 0, 0]) < 1e-9
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    found = row_moments(observation, 16)
+    torch.testing.assert_close(found[1][..., 0], variance[..., 0], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("scratch", [1, 10**9])
+def test_rows_of_padding_do_not_count(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
+    """A prompt of three tokens behind two of padding, in a window of five rows: three rows are real."""
+    row = [0.0, 0.0, 0.2, 0.3, 0.5]
+    observation = dataclasses.replace(attending([row] * 5), valid=torch.tensor([[False, False, True, True, True]]))
+    real = torch.tensor([[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.2, 0.3, 0.5]])  # each sees what precedes it
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    mean, variance = row_moments(observation, 5)
+    torch.testing.assert_close(mean[0, 0, 0, 2:], real.mean(0))
+    torch.testing.assert_close(variance[0, 0, 0, 2:], real.var(0))
+
+
+def test_scratch_memory_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from .test_scoring import Largest
+
+    policy = CAKE(window=16)
+    observation = observe(policy, Case(heads=8, group=4, length=512, pads=(0,), seed=1))
+    everything = 8 * 4 * 16 * 512
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 8 * everything // 4)
+    with Largest() as largest:
+        policy.score(observation)
+    assert largest.elements == everything // 4
+
+
+def test_a_decode_step_pools_its_row_over_the_order_of_positions() -> None:
+    """Tokens 0, 2, 5, 6 behind a window of 8 and 9, with attention .30, .03, .06, .24.
+
+    Averages of three with zeros at the ends: .11, .13, .11, .10; so 6 leaves, which has no low attention itself.
+    """
+    positions, row = [9, 0, -1, 5, 8, 2, 6], [0.2, 0.3, 0.0, 0.06, 0.17, 0.03, 0.24]
+    step = step_at(positions, row)
+    priorities = CAKE(window=2, kernel=3).step(step)[0]
+    torch.testing.assert_close(priorities[[1, 5, 3, 6]], torch.tensor([0.11, 0.13, 0.11, 0.10]))
+    assert leaves(CAKE(window=2, kernel=3), step, budget=5) == [6]
+    assert leaves(CAKE(window=2, kernel=1), step, budget=5) == [2]
+    assert leaves(CAKE(window=2, kernel=3, pooling="max"), step, budget=5) == [6]
+    assert leaves(CAKE(window=2, kernel=3, pooling="none", sinks=2), step, budget=5) == [2]
+
+
+def test_a_head_that_holds_less_than_the_window_loses_its_oldest_entry() -> None:
+    step = step_at([3, -1, 2, 4], [0.1, 0.0, 0.8, 0.1])
+    assert leaves(CAKE(), step, budget=2) == [2]
+
+
+def by_definition(policy: CAKE, step: Step, segment: int) -> dict[int, float]:
+    """Priorities by position: entries before the window in order, zeros around, mean of the kernel."""
+    before = int(step.seen[segment]) - policy.window
+    entries = sorted(zip(step.cached.positions[segment].tolist(), step.row[segment].tolist(), strict=True))
+    inside = [(position, mass) for position, mass in entries if 0 <= position < before]
+    half = policy.kernel // 2
+    mass = [0.0] * half + [value for _, value in inside] + [0.0] * half
+    return {position: sum(mass[at : at + policy.kernel]) / policy.kernel for at, (position, _) in enumerate(inside)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", [CAKE(window=4), CAKE(window=1, kernel=3), CAKE(window=30)])
+def test_decode_priorities(policy: CAKE, seed: int) -> None:
+    step = scattered(seed)
+    check_order_of_slots(policy, step, seed)
+    priorities = policy.step(step)
+    for segment, positions in enumerate(step.cached.positions.tolist()):
+        expected = by_definition(policy, step, segment)
+        for slot, position in enumerate(positions):
+            wanted = expected.get(position, float("inf"))
+            assert float(priorities[segment, slot]) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_row_is_the_mean_of_the_group() -> None:
+    assert (CAKE().row, CAKE().online) == ("group", True)
+    assert CAKE(window=5).needs().query_rows == 5
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"window": 0}, "window must be 1 or more, got 0"),
+        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ({"kernel": 4}, "kernel must be odd, got 4"),
+        ({"kernel": -3}, "kernel must be odd, got -3"),
+        ({"pooling": "sum"}, "pooling is max, avg or none, got 'sum'"),
+        ({"gamma": -1.0}, "gamma must be finite and 0 or more, got -1.0"),
+        ({"gamma": float("inf")}, "gamma must be finite and 0 or more, got inf"),
+    ],
+)
+def test_out_of_range(params: dict[str, float], problem: str) -> None:
+    with pytest.raises(UsageError, match=rf"^policy cake: {problem}$"):
+        CAKE(**params)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""What is told about policies: the built-in ones, those of other packages, and those that are broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import ClassVar
+
+import pytest
+from torch import Tensor
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.policies import Observation, Policy, create_policy, policy_class, registry
+from kvsearch.policies.catalog import catalog, describe_policy
+from kvsearch.policies.facts import Parameter
+
+Install = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Picky(Policy):
+    """score[i] = i * weight."""
+
+    name: ClassVar[str] = "picky"
+    source: ClassVar[str] = "a test"
+
+    weight: float
+    sinks: int = 2
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.index[:, None].float() * self.weight
+
+
+@dataclass(frozen=True)
+class Unfinished(Policy):
+    name: ClassVar[str] = "unfinished"
+    source: ClassVar[str] = "a test"
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Register entry points, given as NAME=MODULE:CLASS, instead of the installed ones."""
+
+    def register(**points: str) -> None:
+        found = EntryPoints([EntryPoint(name, value, registry.GROUP) for name, value in points.items()])
+        monkeypatch.setattr(registry, "entry_points", lambda group: found)
+
+    register()
+    return register
+
+
+@pytest.mark.usefixtures("install")
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_every_built_in_policy_is_described(name: str) -> None:
+    facts = describe_policy(name)
+    found = policy_class(name)
+    assert (facts.name, facts.package, facts.source) == (name, "kvsearch", found.source)
+    assert facts.title
+    assert facts.formula or name == "full"
+    assert not facts.formula.startswith(found.__name__)
+    assert [parameter.name for parameter in facts.parameters] == [field.name for field in fields(found)]
+    defaults = {parameter.name: parameter.default for parameter in facts.parameters}
+    assert create_policy(name, defaults) == create_policy(name)
+    assert facts.phases == (() if name == "full" else ("prefill", "decode"))
+    assert facts.decode is not None
+    assert facts.decode.online == create_policy(name).online
+    assert (facts.decode.every is None) == (facts.decode.online or name == "full")
+
+
+@pytest.mark.usefixtures("install")
+def test_snapkv_in_detail() -> None:
+    facts = describe_policy("snapkv")
+    assert facts.implementation == "kvsearch.policies.snapkv:SnapKV"
+    assert facts.parameters[:2] == (Parameter("window", "int", 32), Parameter("kernel", "int", 7))
+    assert (facts.needs, facts.sinks, facts.window) == (("last 32 query rows",), 0, 32)
+    assert facts.decode is not None
+    assert (facts.decode.rule, facts.decode.row) == ("scored anew every 16 steps", None)
+    assert (facts.decode.recent_of_1000, facts.decode.leave_of_1000, facts.stages) == (32, 1, 1)
+
+
+@pytest.mark.usefixtures("install")
+def test_rules_in_words() -> None:
+    row = "own rule every step, reads one attention row, mean over the"
+    rules = {
+        "h2o": f"{row} query group; the most recent 500 of 1000 stay",
+        "tova": f"{row} layer's heads",
+    }
+    for name, rule in rules.items():
+        decode = describe_policy(name).decode
+        assert decode is not None
+        assert decode.rule == rule
+    assert describe_policy("h2o").stages == describe_policy("criticalkv").stages == 2
+
+
+@pytest.mark.usefixtures("install")
+def test_all_of_it_is_json() -> None:
+    known, faults = catalog()
+    assert [facts.name for facts in known] == sorted(registry.BUILT_IN)
+    assert faults == []
+    assert json.dumps([asdict(facts) for facts in known], allow_nan=False)
+
+
+def test_a_parameter_without_a_default(install: Install) -> None:
+    install(picky=f"{__name__}:Picky")
+    facts = describe_policy("picky")
+    assert facts.package == __name__
+    assert facts.parameters == (Parameter("weight", "float", None), Parameter("sinks", "int", 2))
+    assert facts.decode is facts.needs is facts.sinks is facts.window is facts.stages is None
+    with pytest.raises(UsageError, match="policy picky has no default for weight: give a value"):
+        create_policy("picky", {"sinks": 1})
+    assert create_policy("picky", {"weight": 2.0}).sink_count == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no_such_module_here:X", r"cannot be imported \(ModuleNotFoundError: No module named 'no_such_module_here'\)"),
+        (f"{__name__}:Missing", r"cannot be imported \(AttributeError"),
+        (f"{__name__}:Install", "is no Policy"),
+        (f"{__name__}:Unfinished", "does not define score"),
+        (f"{__name__}:Picky", "calls itself 'picky'"),
+    ],
+)
+def test_a_broken_package_is_named_and_hides_nothing(install: Install, value: str, words: str) -> None:
+    install(broken=value)
+    with pytest.raises(EnvironmentFault, match=f"^policy broken of .*{words}.*: repair or uninstall that package$"):
+        policy_class("broken")
+    known, faults = catalog()
+    assert len(known) == len(registry.BUILT_IN)
+    assert [fault.name for fault in faults] == ["broken"]
+    assert "\n" not in faults[0].error
+
+
+def test_a_name_that_is_taken(install: Install) -> None:
+    install(snapkv=f"{__name__}:Picky")
+    known, faults = catalog()
+    assert [facts.package for facts in known if facts.name == "snapkv"] == ["kvsearch"]
+    assert faults[0].error == "not used: kvsearch has a policy of that name"

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.policies import Observation, QueryStatistics, create_policy
+from kvsearch.policies.base import Norm
+from kvsearch.policies.criticalkv import CriticalKV
+from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.projection import projected_norms
+from kvsearch.policies.ranking import rank_under
+from kvsearch.policies.snapkv import SnapKV
+
+from .contract import Case, PolicyContract, no_rope, observe
+from .examples import attending, kept
+
+NORMS = [1.0, 1.0, 4.0, 2.0]
+
+
+class TestContract(PolicyContract):
+    policy = CriticalKV()
+
+
+class TestContractShort(PolicyContract):
+    policy = CriticalKV(window=2, kernel=3, group="max", sinks=1, norm="l2", ratio=0.3)
+
+
+class TestContractExpectedAttention(PolicyContract):
+    policy = CriticalKV(base="expected_attention", window=0, sinks=2, future=8, ratio=0.7)
+
+
+class TestContractExpectedAttentionMeansOnly(PolicyContract):
+    policy = CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0)
+
+
+def fixed(*norms: Sequence[float]) -> Any:
+    """A projection that says what the norms are, one row per query head of one kv head."""
+    return lambda values, order: torch.tensor(norms)[None, None]
+
+
+def expecting(attention: list[float]) -> Observation:
+    """Expected attention as given, to every entry, whatever the order of the norms."""
+    keys = torch.zeros(1, 1, len(attention), 4)
+    keys[0, 0, :, 0] = torch.tensor(attention).log()
+    statistics = QueryStatistics(torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), torch.zeros(1, 1, 4, 4))
+    return Observation(
+        keys, keys, torch.ones(1, len(attention), dtype=torch.bool), 1.0, statistics={0: statistics}, rotary=no_rope
+    )
+
+
+class TestExample:
+    """Base scores .4, .3, .2, .1 and norms 1, 1, 4, 2: a budget of 2 takes 0 by score and 2 by .8."""
+
+    policy = CriticalKV(base="expected_attention", window=0)
+    observation = dataclasses.replace(expecting([0.4, 0.3, 0.2, 0.1]), projection=fixed(NORMS))
+
+    def test_both_stages(self) -> None:
+        torch.testing.assert_close(
+            self.policy.score(self.observation)[0, 0], torch.tensor([0.4, 0.3, 0.8, 0.2]), atol=5e-4, rtol=0
+        )
+        torch.testing.assert_close(self.policy.first_stage(self.observation)[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1]))
+        assert kept(self.policy, self.observation, 2) == {0, 2}
+
+    @pytest.mark.parametrize(("ratio", "expected"), [(0.0, {0, 2}), (0.5, {0, 2}), (1.0, {0, 1})])
+    def test_how_much_the_first_stage_takes(self, ratio: float, expected: set[int]) -> None:
+        assert kept(dataclasses.replace(self.policy, ratio=ratio), self.observation, 2) == expected
+
+    def test_every_budget(self) -> None:
+        """The first stage has 0, 1, 1, 2 entries of budgets 1 to 4."""
+        assert [kept(self.policy, self.observation, budget) for budget in range(1, 5)] == [
+            {2}, {0, 2}, {0, 1, 2}, {0, 1, 2, 3},
+        ]  # fmt: skip
+        assert rank_under(self.policy, self.observation)[0, 0].tolist() == [1, 2, 0, 3]
+
+
+def test_protected_entries_count_in_the_first_stage() -> None:
+    """Four candidates and the newest token, which is protected: of a budget of 4 it and entry 0 are the first two."""
+    observation = dataclasses.replace(
+        attending([[0.4, 0.3, 0.2, 0.1, 0.0]]), projection=fixed([0.1, 1.0, 4.0, 2.0, 0.001])
+    )
+    policy = CriticalKV(window=1, kernel=1)
+    assert kept(policy, observation, 2) == {2, 4}
+    assert kept(policy, observation, 4) == {0, 1, 2, 4}
+    assert kept(dataclasses.replace(policy, ratio=0.0), observation, 4) == {1, 2, 3, 4}
+
+
+def test_norms_of_the_group_are_averaged_and_epsilon_lifts_entries_without_attention() -> None:
+    observation = dataclasses.replace(
+        attending([[0.5, 0.0, 0.5, 0.0]], [[0.5, 0.0, 0.5, 0.0]]),
+        projection=fixed([1.0, 6.0, 0.0, 0.0], [3.0, 8.0, 0.5, 0.0]),
+    )
+    scores = CriticalKV(window=1, kernel=1, epsilon=0.1).score(observation)[0, 0, :3]
+    torch.testing.assert_close(scores, torch.tensor([0.6 * 2.0, 0.1 * 7.0, 0.6 * 0.25]))
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_the_norm_is_that_of_the_projected_values(norm: Norm) -> None:
+    policy = CriticalKV(window=2, norm=norm)
+    weight = torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(3))
+    observation = dataclasses.replace(
+        observe(policy, Case(heads=2, group=3, length=12, pads=(0, 3), seed=8)),
+        projection=lambda values, order: projected_norms(values, weight, order),
+    )
+    norms = torch.zeros(2, 2, 12)
+    for head in range(6):
+        norms[:, head // 3] += (observation.values[:, head // 3] @ weight[head]).norm(p=int(norm[1]), dim=-1) / 3
+    base = SnapKV(window=2).score(observation)
+    torch.testing.assert_close(policy.score(observation)[..., 3:-2], ((base + 1e-4) * norms)[..., 3:-2])
+
+
+def test_expected_attention_does_without_its_own_value_norms() -> None:
+    observation = expecting([0.4, 0.3, 0.2, 0.1])
+    larger = dataclasses.replace(observation, values=observation.values + 100.0, projection=fixed(NORMS))
+    policy = CriticalKV(base="expected_attention", window=0)
+    torch.testing.assert_close(policy.first_stage(larger)[0, 0], torch.tensor([0.4, 0.3, 0.2, 0.1]))
+
+
+def test_entries_without_a_norm_are_no_nan() -> None:
+    """A prompt inside the window has no candidates, and max pooling over nothing is minus infinity."""
+    observation = dataclasses.replace(attending([[0.5, 0.3, 0.2]]), projection=fixed([0.0, 1.0, 0.0]))
+    assert CriticalKV(window=3).score(observation).isfinite().all()
+
+
+def test_the_base_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Observation] = []
+    score = SnapKV.score
+
+    def counted(policy: SnapKV, observation: Observation) -> Tensor:
+        calls.append(observation)
+        return score(policy, observation)
+
+    monkeypatch.setattr(SnapKV, "score", counted)
+    policy = CriticalKV(window=2)
+    rank_under(policy, observe(policy, Case(heads=1, group=1, length=9, pads=(0,), seed=1)))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "budgets", "quota"),
+    [(0.5, [1, 2, 3, 4, 2**40], [0, 1, 1, 2, 2**39]), (0.29, [100, 99], [29, 28]), (1.0, [7], [7]), (0.0, [7], [0])],
+)
+def test_quota(ratio: float, budgets: list[int], quota: list[int]) -> None:
+    """0.29 * 100 is 28.999... in floating point."""
+    assert CriticalKV(ratio=ratio).quota(torch.tensor(budgets)).tolist() == quota
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.29, 1 / 3, 0.999, 1.0])
+def test_the_quota_grows_by_at_most_one(ratio: float) -> None:
+    steps = CriticalKV(ratio=ratio).quota(torch.arange(5000)).diff()
+    assert set(steps.tolist()) <= {0, 1}
+
+
+def test_needs_and_decode_rule_are_those_of_the_base() -> None:
+    window, future = CriticalKV(window=6), CriticalKV(base="expected_attention", sinks=3, window=0)
+    assert window.needs() == dataclasses.replace(SnapKV(window=6).needs(), projection=True)
+    assert future.needs() == dataclasses.replace(ExpectedAttention(sinks=3).needs(), projection=True)
+    assert [p.refresh_interval for p in (window, future, CriticalKV(window=6, refresh=7))] == [3, 32, 7]
+    assert CriticalKV(base="expected_attention", window=0, refresh=5).refresh_interval == 5
+    assert not window.online
+
+
+@pytest.mark.parametrize(
+    ("change", "base"),
+    [
+        ({"window": 3}, SnapKV(window=3)),
+        ({"window": 2, "kernel": 3}, SnapKV(window=2, kernel=3)),
+        ({"window": 2, "pooling": "avg"}, SnapKV(window=2, pooling="avg")),
+        ({"window": 2, "group": "max"}, SnapKV(window=2, group="max")),
+        ({"base": "expected_attention", "sinks": 2}, ExpectedAttention(sinks=2, value_norm=False)),
+        ({"base": "expected_attention", "future": 9}, ExpectedAttention(sinks=0, future=9, value_norm=False)),
+        (
+            {"base": "expected_attention", "covariance": False},
+            ExpectedAttention(sinks=0, covariance=False, value_norm=False),
+        ),
+    ],
+)
+def test_parameters_reach_the_base(change: dict[str, Any], base: SnapKV | ExpectedAttention) -> None:
+    policy = CriticalKV(**change)
+    observation = observe(policy, Case(heads=2, group=2, length=14, pads=(0,), seed=2))
+    assert torch.equal(policy.first_stage(observation), base.score(observation))
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"base": "keydiff"}, "base is snapkv or expected_attention, got 'keydiff'"),
+        ({"ratio": 1.1}, "ratio must be between 0 and 1, got 1.1"),
+        ({"ratio": -0.1}, "ratio must be between 0 and 1, got -0.1"),
+        ({"epsilon": -1.0}, "epsilon must be finite and 0 or more, got -1.0"),
+        ({"epsilon": float("nan")}, "epsilon must be finite and 0 or more, got nan"),
+        ({"norm": "l3"}, "norm is l1 or l2, got 'l3'"),
+        ({"kernel": 4}, "its base snapkv: kernel must be odd, got 4"),
+        ({"window": 0}, "its base snapkv: window must be 1 or more, got 0"),
+        ({"base": "expected_attention", "future": 0}, "its base expected_attention: future must be 1 or more, got 0"),
+        ({"refresh": -1}, "its base snapkv: refresh must be 0 or more, got -1"),
+    ],
+)
+def test_out_of_range(params: dict[str, object], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        create_policy("criticalkv", params)
+    assert str(caught.value) == f"policy criticalkv: {problem}"

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.policies import create_policy, d2o, merging
+from kvsearch.policies.d2o import D2O, TAU
+from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.h2o import H2O, MASS
+
+from .contract import Case, PolicyContract, cases, observe, properties
+from .course import cloned, decode, slots
+from .examples import NAN, check_order_of_slots, kept, scattered
+from .test_h2o import SUMS, received
+from .test_scoring import Largest
+
+
+class TestContract(PolicyContract):
+    policy = D2O()
+
+
+class TestContractMostlyHeavy(PolicyContract):
+    policy = D2O(sinks=1, recent_share=0.25, merging="code", ema=0.7)
+
+
+class TestContractFixedWindow(PolicyContract):
+    policy = D2O(sinks=0, recent=2, keys_frozen=True)
+
+
+def test_the_score_is_that_of_h2o_with_sinks() -> None:
+    assert kept(D2O(sinks=0), received(SUMS), 4) == {0, 2, 3, 4}
+    assert kept(D2O(sinks=2), received(SUMS), 4) == {0, 1, 3, 4}
+    budgets = torch.arange(1, 12)
+    assert torch.equal(D2O().quota(budgets), H2O(sinks=4).quota(budgets))
+    assert D2O(recent_share=0.25).recent_at(torch.tensor([8])).tolist() == [2]  # three heavy ones for each recent one
+
+
+# --- one entry --------------------------------------------------------------------------------------------------------
+
+
+def holding(keys: list[list[float]], values: list[float], tau: float = math.nan) -> Cached:
+    """One head with entries 0, 1, 2, ..., in this order, behind an empty slot."""
+    states = torch.tensor([[[NAN] * len(keys[0]), *keys]])
+    return Cached(
+        states,
+        torch.tensor([[NAN, *values]])[..., None],
+        torch.arange(-1, len(keys))[None],
+        State({MASS: torch.zeros(1, len(keys) + 1)}, {TAU: torch.tensor([tau])}),
+        layer=0,
+        heads=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def merged(policy: D2O, cached: Cached, leaving: list[list[int]]) -> Cached:
+    """What a merge leaves; positions and masses do not change."""
+    after = cloned(cached)
+    policy.merge(after, slots(leaving))
+    assert torch.equal(after.positions, cached.positions)
+    assert torch.equal(after.state.entries[MASS], cached.state.entries[MASS])
+    return after
+
+
+FOUR = [[1.0, 0.0], [0.0, 1.0], [0.8, 0.6], [0.6, 0.8]]  # cosines of entry 2 to the others: .8, .6, .96
+
+
+@pytest.mark.parametrize(
+    ("merging", "key", "value"), [("paper", [0.698, 0.702], 30 * 0.51 + 10 * 0.49), ("code", [0.684, 0.688], 19.8)]
+)
+def test_the_most_similar_entry_takes_it_in(merging: str, key: list[float], value: float) -> None:
+    """exp(.96) / (exp(.96) + e) = .490; or the mean of [.6, .8] and .96 * [.8, .6]."""
+    after = merged(D2O(merging=merging), holding(FOUR, [1.0, 2.0, 10.0, 30.0]), [[3]])
+    expected = torch.tensor([[NAN, NAN], [1.0, 0.0], [0.0, 1.0], [0.8, 0.6], key])
+    torch.testing.assert_close(after.keys[0], expected, atol=5e-4, rtol=0, equal_nan=True)
+    expected = torch.tensor([NAN, 1.0, 2.0, 10.0, value])
+    torch.testing.assert_close(after.values[0, :, 0], expected, atol=5e-3, rtol=0, equal_nan=True)
+    torch.testing.assert_close(after.state.heads[TAU], torch.tensor([0.96]))
+
+
+def test_frozen_keys() -> None:
+    before = holding(FOUR, [1.0, 2.0, 10.0, 30.0])
+    after = merged(D2O(keys_frozen=True), before, [[3]])
+    torch.testing.assert_close(after.keys, before.keys, rtol=0, atol=0, equal_nan=True)
+    assert float(after.values[0, 4, 0]) == pytest.approx(30 * 0.51 + 10 * 0.49, abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("tau", "ema", "later", "merges"),
+    [
+        (math.nan, 0.5, 0.96, True),
+        (0.5, 0.5, 0.73, True),
+        (0.96, 0.5, 0.96, True),  # as similar as the threshold
+        (0.98, 0.5, 0.97, False),
+        (0.98, 0.75, 0.965, False),
+        (0.99, 1.0, 0.96, True),  # the newest mean is the threshold
+    ],
+)
+def test_the_threshold(tau: float, ema: float, later: float, merges: bool) -> None:
+    """It moves on first, and is compared with then."""
+    before = holding(FOUR, [1.0, 2.0, 10.0, 30.0], tau)
+    before.keys[0, 3:] = torch.tensor([[0.8, 0.6], [0.6, 0.8]])
+    after = merged(D2O(ema=ema), before, [[3]])
+    torch.testing.assert_close(after.state.heads[TAU], torch.tensor([later]))
+    assert (float(after.values[0, 4, 0]) != 30.0) == merges
+
+
+@pytest.mark.parametrize("merging", ["paper", "code"])
+def test_several_entries_with_one_target(merging: str) -> None:
+    """Cosines .8, .6 and 1 to [1, 0], mean .8: the first and the last go there, the other nowhere."""
+    keys = [[2.0, 0.0], [0.8, 0.6], [0.6, -0.8], [3.0, 0.0], [-1.0, 0.0]]
+    after = merged(D2O(merging=merging), holding(keys, [1.0, 10.0, 100.0, 1000.0, 7.0]), [[2, 3, 4]])
+    torch.testing.assert_close(after.state.heads[TAU], torch.tensor([0.8]))
+    if merging == "paper":
+        weights = [math.exp(0.8), math.exp(1.0)]
+        total = sum(weights) + math.e
+        value = (math.e * 1 + weights[0] * 10 + weights[1] * 1000) / total
+        key = [(math.e * 2 + weights[0] * 0.8 + weights[1] * 3) / total, weights[0] * 0.6 / total]
+    else:
+        value = (1 + 0.8 * 10 + 1.0 * 1000) / 3
+        key = [(2 + 0.8 * 0.8 + 3) / 3, 0.8 * 0.6 / 3]
+    torch.testing.assert_close(after.values[0, 1:, 0], torch.tensor([value, 10.0, 100.0, 1000.0, 7.0]))
+    torch.testing.assert_close(after.keys[0, 1], torch.tensor(key))
+
+
+def test_equal_similarities_are_not_below_their_mean() -> None:
+    """Every one of many equal cosines merges, though a float mean of them may be above."""
+    keys = [[0.6, 0.8], [0.0, 0.0], *[[1.0, 0.0]] * 501]
+    after = merged(D2O(), holding(keys, [0.0, 5.0, *[1.0] * 501]), [list(range(3, 504))])
+    assert float(after.values[0, 1, 0]) == pytest.approx(1 - math.e / (501 * math.exp(0.6) + math.e), rel=1e-5)
+    assert after.values[0, 2, 0] == 5.0
+
+
+def test_of_equal_targets_the_first_position_takes_it() -> None:
+    before = holding([[1.0, 0.0]] * 4, [1.0, 2.0, 3.0, 4.0])
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 1, 3]):
+        mixed = dataclasses.replace(
+            before, keys=before.keys[:, order], values=before.values[:, order], positions=before.positions[:, order]
+        )
+        for leaving in ([3], [2, 3]):  # by position
+            after = merged(D2O(), mixed, [[order.index(position + 1) for position in leaving]])
+            changed = mixed.positions[(after.values != mixed.values)[..., 0] & mixed.held]
+            assert changed.tolist() == [0]
+
+
+def test_the_convex_mean_of_equal_entries_is_the_entry() -> None:
+    """Paper weights sum to 1; those of the code do not."""
+    before = holding([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], [3.0, 3.0, 3.0], tau=0.1)
+    after = merged(D2O(), before, [[2, 3]])
+    torch.testing.assert_close(after.values, before.values, equal_nan=True)
+    torch.testing.assert_close(after.keys, before.keys, equal_nan=True)
+
+
+# --- many entries -----------------------------------------------------------------------------------------------------
+
+
+def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
+    """Heads with entries in any slots, some with a threshold, and slots that leave, ascending by position."""
+    generator = torch.Generator().manual_seed(seed)
+    step = scattered(seed, segments=3, slots=13)
+    tau = torch.where(torch.rand(3, generator=generator) < 0.5, torch.rand(3, generator=generator), math.nan)
+    cached = dataclasses.replace(step.cached, state=State({MASS: step.row}, {TAU: tau}))
+    lists = []
+    for position, newest in zip(cached.positions.tolist(), step.newest.tolist(), strict=True):
+        held = [slot for slot, at in enumerate(position) if at >= 0 and slot != newest]
+        chosen = [slot for slot in held if float(torch.rand((), generator=generator)) < share]
+        lists.append(sorted(chosen, key=position.__getitem__))
+    return cached, lists
+
+
+def by_definition(policy: D2O, cached: Cached, lists: list[list[int]]) -> tuple[Tensor, Tensor, list[float]]:
+    """Keys, values and thresholds after the merge, entry by entry."""
+    keys, values = cached.keys.double().clone(), cached.values.double().clone()
+    taus = cached.state.heads[TAU].tolist()
+    for segment, gone in enumerate(lists):
+        position = cached.positions[segment].tolist()
+        stays = [slot for slot, at in enumerate(position) if at >= 0 and slot not in gone]
+        if not gone:
+            continue
+        units = torch.nn.functional.normalize(cached.keys[segment].double(), dim=-1)
+        found = [max((float(units[slot] @ units[to]), -position[to], to) for to in stays) for slot in gone]
+        mean = sum(similarity for similarity, _, _ in found) / len(gone)
+        before = taus[segment]
+        taus[segment] = mean if math.isnan(before) else (1 - policy.ema) * before + policy.ema * mean
+        for target in stays:
+            mine = [(u, slot) for (u, _, to), slot in zip(found, gone, strict=True) if to == target]
+            mine = [(u, slot) for u, slot in mine if u >= taus[segment] - 1e-9]
+            if policy.merging == "code":
+                own, weights, total = 1.0, [u for u, _ in mine], 1.0 + len(mine)
+            else:
+                own, weights = math.e, [math.exp(u) for u, _ in mine]
+                total = own + sum(weights)
+            for states in (values,) if policy.keys_frozen else (keys, values):
+                part = sum(w * states[segment, slot] for w, (_, slot) in zip(weights, mine, strict=True))
+                states[segment, target] = (own * states[segment, target] + part) / total
+    return keys, values, taus
+
+
+policies = st.builds(
+    D2O, merging=st.sampled_from(["paper", "code"]), ema=st.sampled_from([0.3, 0.5, 1.0]), keys_frozen=st.booleans()
+)
+seeds, shares = st.integers(0, 10**6), st.sampled_from([0.1, 0.5, 0.9])
+
+
+def check(policy: D2O, before: Cached, lists: list[list[int]], after: Cached) -> None:
+    keys, values, taus = by_definition(policy, before, lists)
+    torch.testing.assert_close(after.keys, keys.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(after.values, values.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(after.state.heads[TAU], torch.tensor(taus), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@properties
+@given(seeds, shares, policies)
+def test_by_definition(seed: int, share: float, policy: D2O) -> None:
+    cached, lists = many(seed, share)
+    if max(map(len, lists)):
+        check(policy, cached, lists, merged(policy, cached, lists))
+
+
+@properties
+@given(seeds, shares, policies)
+def test_what_is_no_target_does_not_change_at_all(seed: int, share: float, policy: D2O) -> None:
+    """Leaving entries among them, and heads that nothing leaves with their thresholds."""
+    cached, lists = many(seed, share)
+    if not max(map(len, lists)):
+        return
+    after = merged(policy, cached, lists)
+    for segment, gone in enumerate(lists):
+        same = torch.ones(13, dtype=torch.bool)
+        if gone:
+            units = torch.nn.functional.normalize(cached.keys[segment], dim=-1)
+            stays = [s for s, at in enumerate(cached.positions[segment].tolist()) if at >= 0 and s not in gone]
+            same[[max(stays, key=lambda to, slot=slot: float(units[slot] @ units[to])) for slot in gone]] = False  # type: ignore[misc]
+        else:
+            assert after.state.heads[TAU][[segment]].equal(cached.state.heads[TAU][[segment]]) or math.isnan(
+                float(cached.state.heads[TAU][segment])
+            )
+        for name in ("keys", "values"):
+            one, other = getattr(after, name)[segment, same], getattr(cached, name)[segment, same]
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_by_one_is_all_at_once_where_they_go_apart() -> None:
+    """Equal similarities, each to a target of its own: no threshold and no sum makes a difference."""
+    stay = [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]
+    leave = [[2.4, 1.8], [-1.8, 2.4], [-2.4, -1.8], [1.8, -2.4]]
+    before = holding([*stay, *leave], [float(2**i) for i in range(8)])
+    together = merged(D2O(), before, [[5, 6, 7, 8]])
+    single = cloned(before)
+    for slot in (7, 5, 8, 6):
+        D2O().merge(single, slots([[slot]]))
+        single.positions[0, slot] = -1
+    torch.testing.assert_close(together.keys, single.keys, equal_nan=True)
+    torch.testing.assert_close(together.values, single.values, equal_nan=True)
+    torch.testing.assert_close(together.state.heads[TAU], single.state.heads[TAU])
+    assert bool((together.values[0, 1:5] != before.values[0, 1:5]).all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    cached, lists = many(seed, 0.5)
+    monkeypatch.setattr(d2o, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(merging, "SCRATCH_BYTES", 1)
+    check(D2O(), cached, lists, merged(D2O(), cached, lists))
+
+
+def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 3000 entries leave and 200 stay, not all cosines are there at once."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3200, 8, generator=generator)
+    state = State({MASS: torch.zeros(2, 3200)}, {TAU: torch.full((2,), math.nan)})
+    cached = Cached(keys, values, torch.arange(3200).repeat(2, 1), state, 0, torch.arange(2))
+    leaving = torch.arange(3000).repeat(2, 1)
+    expected = cloned(cached)
+    D2O().merge(expected, leaving)
+    for module in (d2o, merging):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 400_000)
+    with Largest() as largest:
+        D2O().merge(cached, leaving)
+    assert largest.elements <= 100_000
+    torch.testing.assert_close(cached.keys, expected.keys)
+    torch.testing.assert_close(cached.values, expected.values)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    cached, lists = many(3, 0.6)
+    half = dataclasses.replace(cached, keys=cached.keys.bfloat16(), values=cached.values.bfloat16())
+    after = merged(D2O(), half, lists)
+    keys, values, _ = by_definition(D2O(), half, lists)
+    assert after.keys.dtype == after.values.dtype == torch.bfloat16
+    assert after.state.heads[TAU].dtype == torch.float32
+    torch.testing.assert_close(after.keys, keys.bfloat16(), rtol=2**-8, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(after.values, values.bfloat16(), rtol=2**-8, atol=1e-6, equal_nan=True)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@properties
+@given(cases(max_length=8), st.integers(1, 9), st.sampled_from([D2O(sinks=1), D2O(sinks=0, merging="code", ema=0.3)]))
+def test_decoding(case: Case, budget: int, policy: D2O) -> None:
+    """Every step merges what leaves as defined, and every head has its own threshold."""
+    for moment in decode(policy, observe(policy, case), budget, steps=5, seed=case.seed):
+        assert torch.equal(moment.priorities, moment.before.state.entries[MASS])
+        lists = [[slot for slot in line if slot >= 0] for line in moment.leaving.tolist()]
+        check(policy, moment.before, lists, moment.step.cached)
+        events = torch.tensor([bool(line) for line in lists])
+        assert not bool(moment.step.cached.state.heads[TAU][events].isnan().any())
+
+
+def test_the_state_starts_without_a_threshold() -> None:
+    observation = observe(D2O(), Case(heads=2, group=1, length=5, pads=(0, 2, 1), seed=1))
+    state = D2O().start(observation)
+    assert torch.equal(state.entries[MASS], observation.received())
+    assert state.heads[TAU].shape == (3, 2)
+    assert state.heads[TAU].dtype == torch.float32
+    assert bool(state.heads[TAU].isnan().all())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_in_any_order(seed: int) -> None:
+    step = scattered(seed)
+    state = State({MASS: step.row * 3}, {TAU: torch.zeros(4)})
+    check_order_of_slots(D2O(), dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state)), seed)
+
+
+def test_what_it_reads_and_when_it_merges() -> None:
+    assert (D2O().online, D2O().row, D2O().merges, D2O().merges_prompt) == (True, "group", True, True)
+    assert (D2O().sink_count, D2O().window_count, D2O(recent=6).window_count) == (4, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"merging": "mean"}, "merging is paper or code, got 'mean'"),
+        ({"ema": 0.0}, "ema must be above 0 and at most 1, got 0.0"),
+        ({"ema": 1.5}, "ema must be above 0 and at most 1, got 1.5"),
+        ({"ema": float("nan")}, "ema must be above 0 and at most 1, got nan"),
+        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
+        ({"recent_share": 1.1}, "recent_share must be between 0 and 1, got 1.1"),
+    ],
+)
+def test_out_of_range(params: dict[str, object], problem: str) -> None:
+    with pytest.raises(UsageError, match=f"^policy d2o: {problem}$"):
+        create_policy("d2o", params)

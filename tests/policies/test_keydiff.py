@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvsearch.policies import Observation
+from kvsearch.policies.keydiff import KeyDiff
+
+from .contract import Case, observe
+from .examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
+
+
+def test_the_least_similar_keys_stay() -> None:
+    keys = torch.tensor([[[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.9, -0.3]]]])
+    observation = dataclasses.replace(plain(4), keys=keys)
+    scores = KeyDiff().score(observation)[0, 0]
+    torch.testing.assert_close(scores, torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0)
+    assert kept(KeyDiff(), observation, 2) == {2, 3}
+
+
+def test_the_length_of_a_key_does_not_matter() -> None:
+    keys = torch.tensor([[[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.9, -0.3]]]])
+    longer = keys * torch.tensor([1.0, 100.0, 0.01, 5.0])[:, None]
+    first, second = (KeyDiff().score(dataclasses.replace(plain(4), keys=k)) for k in (keys, longer))
+    torch.testing.assert_close(first, second)
+
+
+def test_opposite_and_zero_keys_are_not_nan() -> None:
+    keys = torch.tensor([[[[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]]])
+    assert KeyDiff().score(dataclasses.replace(plain(3), keys=keys)).isfinite().all()
+
+
+def test_padding_has_no_part_in_the_anchor() -> None:
+    keys = torch.tensor([[[[float("nan"), 5.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]])
+    valid = torch.tensor([[False, True, True, True]])
+    scores = KeyDiff().score(dataclasses.replace(plain(4), keys=keys, valid=valid))[0, 0]
+    torch.testing.assert_close(scores[1:], torch.tensor([-(0.5**0.5), -(0.5**0.5), -1.0]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_decode_step_ranks_what_is_held_as_a_prompt_would_be(seed: int) -> None:
+    step = scattered(seed)
+    check_order_of_slots(KeyDiff(), step, seed)
+    priorities = KeyDiff().step(step)
+    for segment, held in enumerate(step.cached.held):
+        keys = step.cached.keys[segment, held][None, None]
+        alone = Observation(keys, keys, torch.ones(1, int(held.sum()), dtype=torch.bool), 1.0)
+        torch.testing.assert_close(priorities[segment, held], KeyDiff().score(alone)[0, 0])
+
+
+def test_the_most_similar_key_leaves_while_decoding() -> None:
+    """Of the example's keys 1 is most similar to the mean direction, the newest is protected by a window only."""
+    keys = torch.tensor([[[1.0, 0.1], [0.9, -0.3], [7.0, 7.0], [0.0, 1.0], [1.0, 0.0]]])
+    step = step_at([1, 3, -1, 2, 0])
+    step = dataclasses.replace(step, cached=dataclasses.replace(step.cached, keys=keys))
+    torch.testing.assert_close(
+        KeyDiff().step(step)[0, [4, 0, 3, 1]], torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0
+    )
+    assert leaves(KeyDiff(), step, budget=3) == [1]
+    assert leaves(KeyDiff(window=1, sinks=2), step, budget=3) == [2]
+
+
+def test_nothing_is_remembered() -> None:
+    state = KeyDiff().start(observe(KeyDiff(), Case(heads=2, group=2, length=6, pads=(0, 1), seed=3)))
+    assert state.nbytes() == 0
+    assert (KeyDiff().row, KeyDiff().online) == (None, True)

@@ -1,0 +1,104 @@
+"""Norms of projected values against the projection itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.policies import projection
+from kvsearch.policies.base import Norm
+from kvsearch.policies.projection import projected_norms
+
+from .test_scoring import Largest
+
+BATCH, HEADS, GROUP, LENGTH, DIM, WIDTH = 2, 3, 4, 17, 8, 24
+both = pytest.mark.parametrize("order", ["l1", "l2"])
+
+
+def states(seed: int = 0, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Values and W_O."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(BATCH, HEADS, length, DIM, generator=generator)
+    return values, torch.randn(HEADS * GROUP, DIM, WIDTH, generator=generator)
+
+
+def by_definition(values: Tensor, weight: Tensor, order: Norm) -> Tensor:
+    heads = [(values[:, head // GROUP] @ weight[head]).norm(p=int(order[1]), dim=-1) for head in range(len(weight))]
+    return torch.stack(heads, 1).view(BATCH, HEADS, GROUP, -1)
+
+
+@both
+def test_norms_of_the_projected_values(order: Norm) -> None:
+    values, weight = states()
+    torch.testing.assert_close(projected_norms(values, weight, order), by_definition(values, weight, order))
+
+
+def test_by_hand() -> None:
+    values = torch.tensor([[[[1.0, 2.0], [0.0, -1.0]]]])
+    weight = torch.tensor([[[1.0, 0.0], [1.0, 2.0]]])  # v W = [3, 4] and [-1, -2]
+    torch.testing.assert_close(projected_norms(values, weight, "l1"), torch.tensor([[[[7.0, 3.0]]]]))
+    torch.testing.assert_close(projected_norms(values, weight, "l2"), torch.tensor([[[[5.0, 5.0**0.5]]]]))
+
+
+@both
+def test_zero_and_half_precision_values(order: Norm) -> None:
+    values, weight = states()
+    assert torch.equal(
+        projected_norms(torch.zeros_like(values), weight, order), torch.zeros(BATCH, HEADS, GROUP, LENGTH)
+    )
+    halves, light = values.bfloat16(), weight.bfloat16()
+    norms = projected_norms(halves, light, order)
+    assert norms.dtype == torch.float32
+    assert torch.equal(norms, projected_norms(halves.float(), light.float(), order))
+    assert bool(projected_norms(values * 1e-20, weight, order).isfinite().all())
+
+
+def test_values_that_the_output_projection_drops_have_no_norm() -> None:
+    """Rounding leaves their squared norm on either side of zero."""
+    weight = torch.zeros(HEADS * GROUP, DIM, WIDTH)
+    weight[:, :3] = states()[1][:, :3]
+    turn = torch.linalg.qr(torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(5)))[0]
+    dropped = torch.randn(BATCH, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(6))
+    dropped[..., :3] = 0
+    norms = projected_norms(dropped @ turn, turn.T @ weight, "l2")
+    assert float(norms.max()) < 1e-2  # NaN fails, too
+
+
+@both
+@pytest.mark.parametrize("scratch", [1, 1500, 10**9])
+def test_the_size_of_the_scratch_memory_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, scratch: int, order: Norm
+) -> None:
+    values, weight = states()
+    monkeypatch.setattr(projection, "SCRATCH_BYTES", scratch)
+    torch.testing.assert_close(projected_norms(values, weight, order), by_definition(values, weight, order))
+
+
+@both
+def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, order: Norm) -> None:
+    values, weight = states(length=3000)
+    scratch = 400_000  # bytes: more than the result, less than the projected values of one head
+    assert 4 * BATCH * HEADS * GROUP * 3000 < scratch < 4 * BATCH * 3000 * WIDTH
+    monkeypatch.setattr(projection, "SCRATCH_BYTES", scratch)
+    with Largest() as largest:
+        projected_norms(values, weight, order)
+    assert 4 * largest.elements <= scratch
+
+
+@both
+def test_inputs_are_left_alone(order: Norm) -> None:
+    values, weight = states()
+    projected_norms(values, weight, order)
+    again = states()
+    assert torch.equal(values, again[0])
+    assert torch.equal(weight, again[1])
+
+
+@both
+def test_one_segment_per_row(order: Norm) -> None:
+    """Rows of one kv head each, with the weights of that head, as when entries are scored anew while decoding."""
+    values, weight = states()
+    whole = projected_norms(values, weight, order)
+    rows = projected_norms(values[:, 1:2], weight[GROUP : 2 * GROUP], order)
+    torch.testing.assert_close(rows, whole[:, 1:2])

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.policies import Observation, create_policy, scoring
+from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
+
+from .contract import Case, PolicyContract, cases, observe, properties
+from .course import Row, decode
+from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+
+ROWS = [
+    [1.0, 0.0, 0.0, 0.0, 0.0],
+    [0.6, 0.4, 0.0, 0.0, 0.0],
+    [0.5, 0.1, 0.4, 0.0, 0.0],
+    [0.4, 0.1, 0.3, 0.2, 0.0],
+    [0.3, 0.1, 0.1, 0.2, 0.3],
+]
+
+
+class TestContract(PolicyContract):
+    policy = Scissorhands()
+
+
+class TestContractShort(PolicyContract):
+    policy = Scissorhands(history=3, window=2, sinks=1)
+
+
+class TestContractOneRow(PolicyContract):
+    policy = Scissorhands(history=1, window=0)
+
+
+class TestContractNineRows(PolicyContract):
+    policy = Scissorhands(history=9, window=1, drop=0)
+
+
+# --- the end of the prompt --------------------------------------------------------------------------------------------
+
+
+def test_persistence_over_the_last_rows() -> None:
+    """Thresholds 1/3, 1/4, 1/5; low 0, 3, 1, 1, 0 of 3, 3, 3, 2, 1; an attention of .2 is not below 1/5.
+
+    Raw counts would tie 2 and 3.
+    """
+    policy, observation = Scissorhands(history=3, window=1), attending(ROWS)
+    state = policy.start(observation)
+    assert state.entries[LOW].tolist() == [[[0, 3, 1, 1, 0]]]
+    torch.testing.assert_close(state.entries[MASS], torch.tensor([[[1.2, 0.3, 0.8, 0.4, 0.3]]]))
+    # persistence 1, 0, 2/3, 1/2, 1; of the two at 1, entry 0 received more
+    assert policy.score(observation).tolist() == [[[4.0, 0.0, 2.0, 1.0, 3.0]]]
+    assert kept(policy, observation, 3) == {0, 2, 4}
+    assert kept(policy, observation, 4) == {0, 2, 3, 4}
+    assert kept(policy, observation, 2) == {0, 4}
+
+
+def test_an_even_share_is_not_low() -> None:
+    """Strictly below 1 / visible: everyone gets exactly that much."""
+    rows = [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25] * 4, [0.25] * 4]
+    observation = attending(rows)
+    assert observation.queries is not None
+    flat = dataclasses.replace(observation, queries=torch.zeros_like(observation.queries))
+    assert Scissorhands().start(flat).entries[LOW].sum() == 0
+
+
+def test_the_group_is_averaged_before_the_threshold() -> None:
+    """Means .45, .45, .1 against 1/3: entry 1 is low under one query head, and not in the mean."""
+    state = Scissorhands(history=1).start(attending([[0.8, 0.1, 0.1]], [[0.1, 0.8, 0.1]]))
+    assert state.entries[LOW].tolist() == [[[0, 0, 1]]]
+
+
+def dense_rows(observation: Observation, row: int, head: int, history: int) -> list[Row]:
+    """The last prompt rows of one head as attention by position, mean over the group, by plain softmax."""
+    assert observation.queries is not None
+    real = observation.valid[row]
+    keys = observation.keys[row, head][real].float()
+    group = observation.queries.shape[1] // observation.keys.shape[1]
+    queries = observation.queries[row, head * group : (head + 1) * group].float()
+    count = min(len(keys), history)
+    rows = []
+    for token in range(len(keys) - count, len(keys)):
+        query = queries[:, queries.shape[1] - len(keys) + token]
+        logits = query @ keys[: token + 1].T * observation.scaling
+        rows.append(dict(enumerate(logits.softmax(-1).mean(0).tolist())))
+    return rows
+
+
+def recount(rows: list[Row], position: int) -> tuple[int, int, float]:
+    """Rows in which an entry was low, rows in which it was seen, attention received."""
+    mine = [(row[position], len(row)) for row in rows if position in row]
+    low = sum(value < float(1 / torch.tensor(float(visible))) for value, visible in mine)
+    return low, len(mine), sum(value for value, _ in mine)
+
+
+@properties
+@given(cases(), st.sampled_from([1, 3, 8, 9, 400]))
+def test_counts_of_the_prompt_by_definition(case: Case, history: int) -> None:
+    policy = Scissorhands(history=history)
+    observation = observe(policy, case)
+    state = policy.start(observation)
+    for row, pads in enumerate(case.pads):
+        for head in range(case.heads):
+            rows = dense_rows(observation, row, head, history)
+            for position in range(case.length - pads):
+                low, _, mass = recount(rows, position)
+                at = (row, head, pads + position)
+                assert int(state.entries[LOW][at]) == low
+                assert float(state.entries[MASS][at]) == pytest.approx(mass, rel=1e-4, abs=1e-5)
+                first = case.length - pads - len(rows)
+                marks = {(first + i) % history for i, of in enumerate(rows) if recount([of], position)[0]}
+                assert bits(state.entries[RING][at]) == marks
+
+
+def bits(ring: Tensor) -> set[int]:
+    """The bits set in bytes [N]."""
+    return {8 * index + bit for index, byte in enumerate(ring.tolist()) for bit in range(8) if byte >> bit & 1}
+
+
+@pytest.mark.parametrize("scratch", [1, 8 * 2 * 2 * 40 * 3, 10**9])
+def test_chunks_of_rows_and_heads_change_nothing(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
+    policy = Scissorhands(history=7, window=2)
+    case = Case(heads=3, group=2, length=40, pads=(0, 35), seed=1)
+    expected, scores = policy.start(observe(policy, case)), policy.score(observe(policy, case))
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    assert torch.equal(policy.score(observe(policy, case)), scores)
+    state = policy.start(observe(policy, case))
+    assert torch.equal(state.entries[LOW], expected.entries[LOW])
+    assert torch.equal(state.entries[RING], expected.entries[RING])
+    torch.testing.assert_close(state.entries[MASS], expected.entries[MASS])
+
+
+@pytest.mark.parametrize(("history", "ring"), [(1, 1), (8, 1), (9, 2), (400, 50), (401, 51)])
+def test_memory_of_the_state(history: int, ring: int) -> None:
+    policy = Scissorhands(history=history)
+    state = policy.start(observe(policy, Case(heads=1, group=1, length=3, pads=(0,), seed=1)))
+    kinds = {name: (tensor.dtype, tensor.shape[3:]) for name, tensor in state.entries.items()}
+    assert kinds == {LOW: (torch.int16, ()), MASS: (torch.float32, ()), RING: (torch.uint8, (ring,))}
+    assert not state.heads
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+def places_by_definition(entries: list[tuple[int, int, float]]) -> list[int]:
+    keys = [(1 - Fraction(low, seen), mass) for low, seen, mass in entries]
+    order = sorted(set(keys))
+    return [order.index(key) for key in keys]
+
+
+counts = st.integers(1, 2**15 - 1).flatmap(lambda seen: st.tuples(st.integers(0, seen), st.just(seen)))
+masses = st.floats(0, 1e6, width=32) | st.sampled_from([0.0, 1.0, 1.0000001192092896])
+
+
+@properties
+@given(st.lists(st.tuples(counts, masses), min_size=1, max_size=8), st.integers(0, 3))
+def test_places_are_exact(entries: list[tuple[tuple[int, int], float]], absent: int) -> None:
+    low, seen, mass = ([0] * absent + list(part) for part in zip(*((*c, m) for c, m in entries), strict=True))
+    real = torch.tensor([[False] * absent + [True] * len(entries)])
+    found = places(torch.tensor([low]).short(), torch.tensor([seen]), torch.tensor([mass]).float(), real)
+    assert found.dtype == torch.float32
+    assert found[real].tolist() == places_by_definition([(c[0], c[1], m) for c, m in entries])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((32765, 32766), (32766, 32767)),  # the two closest ratios there are
+        ((1, 32767), (1, 32766)),
+        ((1, 3), (10922, 32767)),
+        ((0, 1), (1, 32767)),
+        ((32766, 32767), (1, 1)),
+    ],
+)
+def test_close_ratios_are_told_apart_whatever_the_mass(one: tuple[int, int], other: tuple[int, int]) -> None:
+    assert Fraction(*one) != Fraction(*other)
+    better = int(Fraction(*one) < Fraction(*other))
+    low, seen = torch.tensor([[one[0], other[0]]]).short(), torch.tensor([[one[1], other[1]]])
+    for mass in ([[0.0, 1e30]], [[1e30, 0.0]], [[1.0, 1.0]]):
+        found = places(low, seen, torch.tensor(mass), torch.ones(1, 2, dtype=torch.bool))
+        assert found.tolist() == [[float(better), float(1 - better)]]
+
+
+def test_equal_ratios_of_different_counts_are_equal() -> None:
+    low, seen = torch.tensor([[1, 10, 100, 0, 0]]).short(), torch.tensor([[3, 30, 300, 7, 9]])
+    found = places(low, seen, torch.tensor([[0.5, 0.5, 0.4, 0.0, 0.0]]), torch.ones(1, 5, dtype=torch.bool))
+    assert found.tolist() == [[1.0, 1.0, 0.0, 2.0, 2.0]]
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def arriving() -> Step:
+    """Entries 0, 2, 4 of the prompt above under a history of 3; token 5 arrives, row .5, .1, .1, .3, thresholds 1/4.
+
+    The prompt's rows of tokens 2, 3, 4 are at bits 2, 0, 1; the new one takes the place of token 2's.
+    """
+    step = step_at([2, 5, -1, 0, 4], [0.1, 0.3, 0.0, 0.5, 0.1])
+    state = State(
+        {
+            LOW: torch.tensor([[1, 0, 0, 0, 0]]).short(),
+            MASS: torch.tensor([[0.8, 0.0, 0.0, 1.2, 0.3]]),
+            RING: torch.tensor([[[0b010], [0], [0], [0], [0]]], dtype=torch.uint8),
+        }
+    )
+    return dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state))
+
+
+def test_a_decode_step() -> None:
+    """Low: 2 in two of three rows, 4 in one of two, 0 and 5 never: 2 leaves."""
+    policy, step = Scissorhands(history=3, window=1), arriving()
+    assert leaves(policy, step, budget=3) == [2]
+    entries = step.cached.state.entries
+    assert entries[LOW].tolist() == [[2, 0, 0, 0, 1]]
+    assert entries[RING].tolist() == [[[0b110], [0], [0], [0], [0b100]]]
+    torch.testing.assert_close(entries[MASS], torch.tensor([[0.9, 0.3, 0.0, 1.7, 0.4]]))
+    assert policy.step(arriving()).tolist() == [[0.0, 2.0, 0.0, 3.0, 1.0]]
+
+
+def test_a_row_that_falls_out_of_the_history_no_longer_counts() -> None:
+    """A history of 2: the row of token 3 leaves it, in which 2 was low."""
+    step = arriving()
+    step.cached.state.entries[RING][0, 0] = 0b10
+    Scissorhands(history=2).step(step)
+    assert step.cached.state.entries[LOW].tolist() == [[1, 0, 0, 0, 1]]
+    assert step.cached.state.entries[RING][0, :, 0].tolist() == [0b10, 0, 0, 0, 0b10]
+
+
+@properties
+@given(cases(max_length=9), st.sampled_from([1, 3, 8, 10, 400]), st.integers(1, 10), st.sampled_from([0, 1, 3]))
+def test_the_ring_counts_what_a_recount_of_the_history_does(case: Case, history: int, budget: int, drop: int) -> None:
+    policy = Scissorhands(history=history, window=1, drop=drop)
+    observation = observe(policy, case)
+    prompts = [dense_rows(observation, row, head, history) for row in range(case.batch) for head in range(case.heads)]
+    for moment in decode(policy, observation, budget, steps=8, seed=case.seed):
+        state = moment.step.cached.state.entries
+        for tensor in state.values():
+            assert bool((tensor[~moment.before.held] == 0).all())
+        for segment, rows in enumerate(moment.rows):
+            every = [*prompts[segment], *rows]
+            low, mass = (moment.entries(state[name], segment) for name in (LOW, MASS))
+            naive = {position: recount(every[-history:], position) for position in low}
+            assert low == {position: count for position, (count, _, _) in naive.items()}
+            for position, value in mass.items():
+                assert value == pytest.approx(recount(every, position)[2], rel=1e-4, abs=1e-5)
+            expected = places_by_definition([(naive[of][0], naive[of][1], mass[of]) for of in naive])
+            found = moment.entries(moment.priorities, segment)
+            assert [found[position] for position in naive] == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("history", [2, 400])
+def test_slots_in_any_order(seed: int, history: int) -> None:
+    policy, step = Scissorhands(history=history), scattered(seed)
+    bytes_held = -(-history // 8)
+    empty = ~step.cached.held
+    state = State(
+        {
+            LOW: (step.row * 9).short() % 2,
+            MASS: step.row * 3,
+            RING: torch.zeros(*step.row.shape, bytes_held, dtype=torch.uint8).masked_fill(empty[..., None], 0),
+        }
+    )
+    check_order_of_slots(policy, dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state)), seed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Scissorhands(window=1), [1, 1, 1, 1, 1, 1]),
+        (Scissorhands(window=1, drop=2), [1, 2, 2, 2, 2, 2]),
+        (Scissorhands(window=1, drop=0), [1, 1, 1, 2, 5, 50]),
+        (Scissorhands(window=10, drop=0), [1, 1, 1, 1, 1, 50]),
+        (Scissorhands(window=7, sinks=1, drop=0), [1, 1, 1, 1, 3, 50]),
+        (Scissorhands(window=0, drop=4), [2, 3, 4, 4, 4, 4]),
+    ],
+)
+def test_how_many_leave_at_once(policy: Scissorhands, expected: list[int]) -> None:
+    """As many as asked for, but never protected ones."""
+    budgets = torch.tensor([1, 2, 3, 4, 10, 100])
+    assert policy.drop_at(budgets).tolist() == expected
+
+
+@properties
+@given(cases(max_length=9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4), st.integers(0, 3))
+def test_what_is_held_goes_up_and_down(case: Case, budget: int, drop: int, window: int, sinks: int) -> None:
+    """Never above the budget after a step, `drop` below it at most, and protected entries stay."""
+    policy = Scissorhands(history=5, window=window, drop=drop, sinks=sinks)
+    for moment in decode(policy, observe(policy, case), budget, steps=8, seed=case.seed):
+        drops = int(policy.drop_at(torch.tensor(budget)))
+        for segment, gone in enumerate(moment.leaving.tolist()):
+            held = int(moment.before.held[segment].sum())
+            count = sum(slot >= 0 for slot in gone)
+            assert count == (drops if held > budget else 0)
+            assert budget + 1 - drops >= min(budget, sinks + window)
+
+
+def test_what_it_reads() -> None:
+    policy = Scissorhands(history=17)
+    assert (policy.online, policy.row, policy.needs().query_rows) == (True, "group", 17)
+    assert policy.recent_at(torch.tensor([3, 30])).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"history": 0}, "history must be between 1 and 32767, got 0"),
+        ({"history": 32768}, "history must be between 1 and 32767, got 32768"),
+        ({"window": -1}, "window must be 0 or more, got -1"),
+        ({"drop": -1}, "drop must be 0 or more, got -1"),
+        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
+    ],
+)
+def test_out_of_range(params: dict[str, object], problem: str) -> None:
+    with pytest.raises(UsageError, match=f"^policy scissorhands: {problem}$"):
+        create_policy("scissorhands", params)

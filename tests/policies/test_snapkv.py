@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvsearch.policies import rank_entries
+from kvsearch.policies.scoring import aggregate, pool_positions
+from kvsearch.policies.snapkv import SnapKV
+
+from .examples import WINDOW_ROWS, attending, kept
+
+
+@pytest.mark.parametrize(
+    ("pooling", "scores", "expected"),
+    [
+        ("max", [0.30, 0.30, 0.20, 0.20, 0.20, 0.10], {0, 1, 2, 6, 7}),
+        ("avg", [0.1067, 0.1233, 0.09, 0.0933, 0.11, 0.0433], {0, 1, 4, 6, 7}),
+        ("none", [0.30, 0.02, 0.05, 0.20, 0.03, 0.10], {0, 3, 5, 6, 7}),
+    ],
+)
+def test_pooling(pooling: str, scores: list[float], expected: set[int]) -> None:
+    policy, observation = SnapKV(window=2, kernel=3, pooling=pooling), attending(WINDOW_ROWS)
+    torch.testing.assert_close(policy.score(observation)[0, 0, :6], torch.tensor(scores), atol=5e-5, rtol=0)
+    assert kept(policy, observation, 5) == expected
+
+
+def test_plateaus_of_max_pooling_go_to_the_lower_position() -> None:
+    # 0.20 three times: of 2, 3 and 4 only the lowest fits (torch.topk may return any)
+    ranks = rank_entries(torch.tensor([[[0.30, 0.30, 0.20, 0.20, 0.20, 0.10]]]), torch.ones(1, 6, dtype=torch.bool))
+    assert ranks.tolist() == [[[0, 1, 2, 3, 4, 5]]]
+
+
+def test_rows_before_the_window_do_not_count() -> None:
+    noise = [[0.0, 0.9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0], *WINDOW_ROWS]
+    assert kept(SnapKV(window=2, kernel=1), attending(noise), 5) == {0, 3, 5, 6, 7}
+
+
+def test_the_group_is_aggregated_before_it_is_pooled() -> None:
+    a, b = [0.6, 0.0, 0.1, 0.0, 0.3], [0.0, 0.1, 0.5, 0.0, 0.4]
+    policy = SnapKV(window=1, kernel=3, pooling="max", group="mean")
+    scores = policy.score(attending([a], [b]))[0, 0, :4]
+    torch.testing.assert_close(scores, torch.tensor([0.3, 0.3, 0.3, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("group", "pooling", "commute"), [("mean", "max", False), ("max", "max", True), ("mean", "avg", True)]
+)
+def test_which_aggregations_commute_with_pooling(group: str, pooling: str, commute: bool) -> None:
+    attention = torch.tensor([[[0.6, 0.0, 0.1, 0.0], [0.0, 0.1, 0.5, 0.0]]])  # [1, G, T]
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    first = pool_positions(aggregate(attention, group, 1)[:, None], 3, pooling, everywhere)[:, 0]
+    after = aggregate(pool_positions(attention, 3, pooling, everywhere), group, 1)
+    assert torch.allclose(first, after) == commute
+    if not commute:
+        torch.testing.assert_close(first, torch.tensor([[0.3, 0.3, 0.3, 0.3]]))
+        torch.testing.assert_close(after, torch.tensor([[0.35, 0.55, 0.3, 0.3]]))
+
+
+def test_average_pooling_pads_with_zero_and_max_pooling_with_nothing() -> None:
+    scores, inside = torch.tensor([[[3.0, 6.0, 9.0, -1.0]]]), torch.tensor([[True, True, True, False]])
+    assert pool_positions(scores, 3, "avg", inside)[0, 0, :3].tolist() == [3.0, 6.0, 5.0]
+    assert pool_positions(-scores, 3, "max", inside)[0, 0, :3].tolist() == [-3.0, -3.0, -6.0]
+
+
+def test_padding_rows_do_not_dilute_the_mean() -> None:
+    observation = attending([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0], [0.0, 0.2, 0.8]])
+    padded = dataclasses.replace(
+        observation,
+        keys=torch.nn.functional.pad(observation.keys, (0, 0, 1, 0), value=7.0),
+        values=torch.nn.functional.pad(observation.values, (0, 0, 1, 0)),
+        valid=torch.tensor([[False, False, True, True]]),
+    )
+    scores = SnapKV(window=3, kernel=1).score(padded)[0, 0]
+    torch.testing.assert_close(scores, torch.tensor([0.0, 0.0, 0.6, 0.4]))

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvsearch.policies.tova import TOVA
+
+from .contract import Case, PolicyContract, observe
+from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+
+HEADS = ([[0.5, 0.1, 0.05, 0.05, 0.3]], [[0.1, 0.1, 0.35, 0.05, 0.4]])
+
+
+class TestContract(PolicyContract):
+    policy = TOVA()
+
+
+class TestContractProtected(PolicyContract):
+    policy = TOVA(protect_last=True, sinks=2)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_mean_over_all_heads_of_the_layer_ranks_for_every_head(kv_heads: int) -> None:
+    """Two query heads, of one kv head or of two."""
+    observation = attending(*HEADS, kv_heads=kv_heads)
+    expected = torch.tensor([0.3, 0.1, 0.2, 0.05, 0.35]).expand(1, kv_heads, 5)
+    torch.testing.assert_close(TOVA().score(observation), expected)
+    assert all(kept(TOVA(), observation, 3, head) == {0, 2, 4} for head in range(kv_heads))
+
+
+def test_only_the_last_row_counts() -> None:
+    earlier = [[[0.0, 1.0, 0.0, 0.0, 0.0], *rows] for rows in HEADS]
+    assert kept(TOVA(), attending(*earlier), 3) == {0, 2, 4}
+    assert TOVA().needs().query_rows == 1
+
+
+def test_the_newest_and_the_first_token_may_go_unless_they_are_protected() -> None:
+    observation = attending([[0.1, 0.5, 0.3, 0.1, 0.0]])
+    assert kept(TOVA(), observation, 2) == {1, 2}
+    assert kept(TOVA(protect_last=True), observation, 2) == {1, 4}
+    assert kept(TOVA(protect_last=True, sinks=1), observation, 2) == {0, 4}
+
+
+def test_padding_is_no_part_of_the_mean() -> None:
+    observation = dataclasses.replace(attending(*HEADS), valid=torch.tensor([[False, True, True, True, True]]))
+    a, b = torch.tensor([0.1, 0.05, 0.05, 0.3]) / 0.5, torch.tensor([0.1, 0.35, 0.05, 0.4]) / 0.9
+    torch.testing.assert_close(TOVA().score(observation)[0, 0, 1:], (a + b) / 2)
+
+
+def test_a_decode_step_drops_the_lowest_of_its_own_row() -> None:
+    """Tokens 0, 2, 4 and the new 5, with mean attention .1, .4, .3, .2: 0 leaves."""
+    step = step_at([4, 0, 5, 2], row=[0.3, 0.1, 0.2, 0.4])
+    assert leaves(TOVA(), step, budget=3) == [0]
+    assert leaves(TOVA(sinks=1), step, budget=3) == [5]
+    assert leaves(TOVA(sinks=1, protect_last=True), step, budget=3) == [4]
+    assert (TOVA().row, TOVA().online) == ("layer", True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_priorities_are_the_row(seed: int) -> None:
+    step = scattered(seed)
+    check_order_of_slots(TOVA(), step, seed)
+    assert torch.equal(TOVA().step(step)[step.cached.held], step.row[step.cached.held])
+
+
+def test_nothing_is_remembered() -> None:
+    state = TOVA().start(observe(TOVA(), Case(heads=2, group=2, length=6, pads=(0, 1), seed=3)))
+    assert state.nbytes() == 0
