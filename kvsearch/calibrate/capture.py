@@ -17,8 +17,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe, output_weight, rotary
 from kvsearch.policies import Policy, rank_under
+from kvsearch.policies.projection import projected_norms
 from kvsearch.runtime.attention import (
     NAME,
+    Logits,
     Output,
     causal_mask,
     dense_attention,
@@ -28,9 +30,9 @@ from kvsearch.runtime.attention import (
     valid_keys,
 )  # fmt: skip
 from kvsearch.runtime.cache import check_rotary, stock_layers
-from kvsearch.runtime.collector import QueryCollector, Rotary
+from kvsearch.runtime.collector import Collector, OutputProjection, Rotary
 from kvsearch.signals.effect import layer_effects
-from kvsearch.signals.oracle import importance_rows, projected_norms
+from kvsearch.signals.oracle import importance_rows
 
 
 @dataclass
@@ -100,14 +102,13 @@ class CaptureLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> None:
         valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
         positions = rotary_positions(kwargs, valid, query.shape[2])
-        for policy in self.policies:
-            collector = QueryCollector(policy.needs(), self.rotary)
-            collector.add(query, positions, valid)
-            observation = collector.observation(
-                key, value, valid, positions, logit_scale(query, kwargs), kwargs.get("softcap")
-            )
-            self.ranks.append(rank_under(policy, observation))
-        self.norms = projected_norms(value, output_weight(module, query.shape[1]))
+        projection = OutputProjection(module, query.shape[1], key.shape[1])
+        logits = Logits(logit_scale(query, kwargs), kwargs.get("softcap"), projection)
+        collector = Collector([policy.needs() for policy in self.policies], self.rotary)
+        collector.add(query, key, positions, valid, logits)
+        observation = collector.observation(key, value, valid, positions, logits)
+        self.ranks = [rank_under(policy, observation) for policy in self.policies]
+        self.norms = projected_norms(value, output_weight(module, query.shape[1]), "l2")
         self.lazy_initialization(key, value)
 
 

@@ -30,6 +30,7 @@ class Reply:
     full_entries: int
     bytes: int
     full_bytes: int
+    most: int  # entries held at a time from then until the reply was complete
 
 
 def read_text(value: str) -> str:
@@ -94,8 +95,9 @@ def answer(
         replies = Replies(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
         entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
         entry_bytes = sum(layer.nbytes() for layer in cache.planned.values()) / int(cache.entries().sum())
-        tokens = replies.ask([question[0]], max_new_tokens)[0]
+        tokens = replies.ask([question[0]], [max_new_tokens])[0]
+        most = replies.most[0]
     shape = describe(loaded.model)
     full = len(shape.full_layers) * shape.kv_heads * ids.shape[1]
     full_bytes = held + round((full - entries) * entry_bytes)
-    return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, full_bytes)
+    return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, full_bytes, most)

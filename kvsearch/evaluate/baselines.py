@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.errors import UsageError
@@ -16,7 +17,9 @@ from kvsearch.naming import suggest
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
 
+Total = Callable[[int], int]
 BASELINES = ("uniform", "snapkv", "streaming", "random")
 SNAPKV_SINKS = 4
 
@@ -43,20 +46,30 @@ def full_cache(model: Any) -> Program:
     return Program.uniform(model, create_policy("full"), lambda length: length)
 
 
-def equal_uniform(model: Any, policy: Policy, total: Callable[[int], int]) -> Program:
-    """`policy` with `total(length)` entries spread evenly over all full-attention layers and kv heads, exactly."""
+def equal_uniform(model: Any, policy: Policy, total: Total | None, decode: Total | None = None) -> Program:
+    """`policy` with `total(length)` entries spread evenly over all full-attention layers and kv heads, exactly.
+
+    `total` is for the prefill phase, `decode` for the decode phase; None leaves that phase out.
+    """
     shape = describe(model)
     heads = (len(shape.full_layers), shape.kv_heads)
+    policies = dict.fromkeys(shape.full_layers, policy)
 
-    def table(length: int) -> np.ndarray:
-        entries = total(length)
-        return largest_remainder(np.full(heads, entries / (heads[0] * heads[1])), entries, 0, length)
+    def phase(entries: Total, most: Callable[[int], int | None]) -> PhaseProgram:
+        def table(length: int) -> NDArray[np.int64]:
+            wanted = entries(length)
+            return largest_remainder(np.full(heads, wanted / (heads[0] * heads[1])), wanted, 0, most(length))
 
-    return Program(dict.fromkeys(shape.full_layers, policy), table)
+        return PhaseProgram(policies, table)
+
+    return Program(
+        None if total is None else phase(total, lambda length: length),
+        None if decode is None else phase(decode, lambda _: None),
+    )
 
 
 def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> dict[str, Program]:
-    """The named baselines, each with the entries that the plan holds at every prompt length.
+    """The named baselines, in the phases of the plan, each with the entries it holds at every prompt length.
 
     Full-attention layers outside the plan hold their full cache, which counts.
 
@@ -64,12 +77,14 @@ def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> 
     random. A baseline that equals another one is left out.
     """
     shape = describe(model)
-    unplanned = (len(shape.full_layers) - len(plan.policies)) * shape.kv_heads
 
-    def total(length: int) -> int:
-        return int(np.minimum(plan.table(length), length).sum()) + unplanned * length
+    def total(phase: PhaseProgram | None) -> Total | None:
+        if phase is None:
+            return None
+        unplanned = (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads
+        return lambda length: phase.entries(length) + unplanned * length
 
-    policies = set(plan.policies.values())
+    policies = set(plan.policies)
     made: dict[str, Policy] = {}
     for name in names:
         if name == "uniform" and len(policies) > 1:
@@ -77,7 +92,9 @@ def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> 
         policy = next(iter(policies)) if name == "uniform" else _policy(name)
         if policy not in made.values():
             made[name] = policy
-    return {name: equal_uniform(model, policy, total) for name, policy in made.items()}
+    return {
+        name: equal_uniform(model, policy, total(plan.prefill), total(plan.decode)) for name, policy in made.items()
+    }
 
 
 def _policy(name: str) -> Policy:

@@ -24,6 +24,7 @@ from kvsearch.plan.rounding import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -71,19 +72,20 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     snapkv = create_policy("snapkv", {"sinks": 4})
     full = describe(loaded.model).full_layers
-    policies = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
+    policies: dict[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
     oracle_policy = policies[full[0]]
     ranks = rank_entries(
-        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sinks, oracle_policy.window
+        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sink_count, oracle_policy.window_count
     )
     ordered = importance.gather(-1, ranks.argsort(-1)).double().numpy()
     floor = min(oracle_policy.protected(length), total // (layers * heads))
     budgets = MarginalSolver(ordered, floor).solve(total)
-    oracle = Program(dict(policies), lambda _: budgets)
+    oracle = Program(PhaseProgram(policies, lambda _: budgets))
     uniform = equal_uniform(loaded.model, snapkv, lambda _: total)
     yield "full", full_cache(loaded.model)
     yield ORACLE, oracle
-    yield ORACLE_UNIFORM, Program(dict(policies), uniform.table)
+    if uniform.prefill is not None:
+        yield ORACLE_UNIFORM, Program(PhaseProgram(policies, uniform.prefill.table))
     yield "snapkv", uniform
     yield "keydiff", equal_uniform(loaded.model, create_policy("keydiff", {"sinks": 4, "window": 1}), lambda _: total)
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()

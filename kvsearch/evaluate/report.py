@@ -43,7 +43,7 @@ def as_json(study: Study) -> dict[str, Any]:
     """The whole evaluation but for the single replies."""
     return {
         "model": study.model, "protocol": PROTOCOL, "seed": study.seed, "subject": study.subject,
-        "held": {method: dict(zip(("entries", "bytes"), study.held(method), strict=True)) for method in study.methods},
+        "held": {method: study.held(method)._asdict() for method in study.methods},
         "tasks": [asdict(row) for row in study.rows],
     }  # fmt: skip
 
@@ -72,13 +72,15 @@ def _differences(title: str, others: Sequence[str], rows: Sequence[Row]) -> Tabl
 
 
 def _held(study: Study) -> Table:
-    table = _table("held after the context, mean", ["method", "entries", "share", "KiB", "share"])
-    most, most_bytes = study.held(study.methods[0])
+    columns = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
+    table = _table("held after the context, mean", columns)
+    full = study.held(study.methods[0])
     for method in study.methods:
-        entries, size = study.held(method)
+        held = study.held(method)
         table.add_row(
-            method, f"{entries:.0f}", f"{entries / most:.3f}", f"{size / 1024:.1f}", f"{size / most_bytes:.3f}"
-        )
+            method, f"{held.entries:.0f}", f"{held.entries / full.entries:.3f}", f"{held.bytes / 1024:.1f}",
+            f"{held.bytes / full.bytes:.3f}", f"{held.most:.0f}",
+        )  # fmt: skip
     return table
 
 

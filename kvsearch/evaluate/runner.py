@@ -20,7 +20,11 @@ from kvsearch.tasks.prompts import PromptFormat
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply of one method. `entries` and `bytes` are what the cache held after prefill, per context."""
+    """One reply of one method.
+
+    `entries` and `bytes` are what the cache held after the context, `most` the most entries it held at a time from
+    then until the reply was complete.
+    """
 
     task: str
     method: str
@@ -31,6 +35,7 @@ class Sample:
     context_tokens: int
     entries: int
     bytes: float
+    most: int
 
 
 class Replies:
@@ -48,26 +53,44 @@ class Replies:
         self.lengths = self.mask.sum(-1, keepdim=True)
         self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
         cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+        self._compressed = cache.mark()
+        self.most = [0] * len(contexts)  # entries held at a time while the last questions were answered
 
-    def ask(self, questions: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
-        """One question per context; each reply ends before a stop token or after `max_new_tokens`."""
+    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """One question per context; each reply ends before a stop token or after its `max_new_tokens`."""
         ids, mask = left_padded(questions, self.pad, self.model.device)
         positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
         seen = torch.cat([self.mask, mask], 1)
-        used, steps = ids.shape[1], []
+        steps: list[Tensor] = []
         ids, positions = self._forward(ids, seen, positions), positions[:, -1:]
-        done = torch.zeros(len(questions), dtype=torch.bool, device=ids.device)
-        stop = torch.tensor(sorted(self.stop), device=ids.device)
-        for step in range(max_new_tokens):
+        limits, stop = (torch.tensor(list(some), device=ids.device) for some in (max_new_tokens, sorted(self.stop)))
+        running = torch.ones(len(questions), dtype=torch.bool, device=ids.device)
+        while True:
             steps.append(ids)
-            done |= torch.isin(ids[:, 0], stop)
-            if step + 1 == max_new_tokens or bool(done.all()):
+            ended = running & (torch.isin(ids[:, 0], stop) | (len(steps) >= limits))
+            running &= ~ended
+            if bool(ended.any()):
+                self._count(ended.tolist())
+            if not bool(running.any()):
                 break
             seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
             ids = self._forward(ids, seen, positions)
-            used += 1
-        self.cache.forget(used)
-        return [_until(reply, self.stop) for reply in torch.cat(steps, 1).tolist()]
+        self.cache.rewind(self._compressed)
+        replies = zip(torch.cat(steps, 1).tolist(), max_new_tokens, strict=True)
+        return [_until(reply[:limit], self.stop) for reply, limit in replies]
+
+    def _count(self, ended: list[bool]) -> None:
+        """Note the most entries held at a time for the contexts whose reply has ended."""
+        most = self._most_entries()
+        self.most = [new if over else old for new, old, over in zip(most, self.most, ended, strict=True)]
+
+    def _most_entries(self) -> list[int]:
+        """The most entries held at a time so far, per context; layers outside the plan hold every token."""
+        planned = self.cache.most_entries().sum((0, 2))
+        shape = describe(self.model)
+        tokens = self.cache.get_seq_length() - self.mask.shape[1] + self.lengths[:, 0].cpu()
+        unplanned = (len(shape.full_layers) - len(self.cache.planned)) * shape.kv_heads
+        return [int(most) for most in planned + unplanned * tokens]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         with torch.no_grad():
@@ -115,13 +138,13 @@ def answer_all(
         # a context without a question of that number repeats its first one, unheard
         queries = [example.queries[asked if asked < len(example.queries) else 0] for example in examples]
         tokens = [prompt.question(query.question)[0] for query in queries]
-        answered = replies.ask(tokens, max(query.max_new_tokens for query in queries))
+        answered = replies.ask(tokens, [query.max_new_tokens for query in queries])
         for row, (example, query) in enumerate(zip(examples, queries, strict=True)):
             if asked < len(example.queries):
-                text = prompt.decode(answered[row][: query.max_new_tokens])
+                text = prompt.decode(answered[row])
                 yield Sample(
                     task.name, method, example.key, asked, text, task.score(text, query.answers),
-                    len(contexts[row]), entries[row], held,
+                    len(contexts[row]), entries[row], held, replies.most[row],
                 )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.baselines import BASELINES, baselines, full_cache
@@ -14,13 +15,21 @@ from kvsearch.evaluate.statistics import Row, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import Plan
-from kvsearch.policies import create_policy
+from kvsearch.policies.checks import check_plan
 from kvsearch.runtime import Program
 from kvsearch.tasks.base import Task
 
 FULL = "full"
 PROTOCOL = "question-agnostic"
 LEAST_USEFUL = 0.1
+
+
+class Held(NamedTuple):
+    """Entries and bytes after the context, and the most entries at a time until the reply was complete."""
+
+    entries: float
+    bytes: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,10 @@ class Study:
     def methods(self) -> list[str]:
         return list(dict.fromkeys(sample.method for sample in self.samples))
 
-    def held(self, method: str) -> tuple[float, float]:
-        """Mean entries and bytes a context left in the cache under `method`."""
+    def held(self, method: str) -> Held:
+        """What `method` held in the cache, means over the questions."""
         mine = [sample for sample in self.samples if sample.method == method]
-        return sum(s.entries for s in mine) / len(mine), sum(s.bytes for s in mine) / len(mine)
+        return Held(*(fmean(getattr(sample, name) for sample in mine) for name in Held._fields))
 
 
 def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str]) -> dict[str, Plan]:
@@ -62,19 +71,29 @@ def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequenc
     for name in names:
         if name not in BASELINES:
             raise UsageError(f"unknown baseline {name!r}{suggest(name, BASELINES)}")
-    for label, plan in plans.items():
+    for (label, plan), path in zip(plans.items(), paths, strict=True):
         if label in (FULL, *BASELINES):
             raise UsageError(f"a plan file cannot be called {label}.json: the name is taken by a baseline")
-        for layer in plan.phase("prefill").layers:
-            if layer is not None:
-                create_policy(layer.policy.name, layer.policy.params)
-    totals = {
-        (plan.total, plan.scaling, plan.length if plan.scaling == "proportional" else None) for plan in plans.values()
-    }
-    if len(totals) > 1:
-        listed = ", ".join(f"{label}: {plan.total}" for label, plan in plans.items())
+        check_plan(plan, str(path))
+    totals = {label: _totals(plan) for label, plan in plans.items()}
+    if len({(*total.items(), plans[label].scaling, _length(plans[label])) for label, total in totals.items()}) > 1:
+        listed = ", ".join(f"{label}: {_listed(total)}" for label, total in totals.items())
         raise UsageError(f"plans are compared at equal entries, these have different totals ({listed})")
     return dict(plans)
+
+
+def _totals(plan: Plan) -> dict[str, int]:
+    """Entries of each phase of a plan."""
+    phases = {"prefill": plan.prefill, "decode": plan.decode}
+    return {name: phase.total for name, phase in phases.items() if phase is not None}
+
+
+def _length(plan: Plan) -> int | None:
+    return plan.length if plan.scaling == "proportional" else None
+
+
+def _listed(totals: dict[str, int]) -> str:
+    return " and ".join(f"{total} in {name}" for name, total in totals.items())
 
 
 def study(

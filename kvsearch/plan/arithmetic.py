@@ -26,9 +26,10 @@ class BudgetChange(NamedTuple):
 
 
 def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
-    """Integer budgets [planned layers, Hkv] for a prompt of `length` tokens, none above `length`.
+    """Integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
-    "fixed" budgets are clipped, and what that frees is not handed to other heads. "proportional" ones are
+    "fixed" budgets are those of the plan, in the prefill phase clipped to `length`; what that frees is not handed to
+    other heads. "proportional" ones are
     budget * length / plan.length, water-filled and rounded over all layers at once to the phase's total
     times length / plan.length, halves up; bounds are the floor, at least one entry, and `length`. Where a very short
     prompt puts that total out of reach, the nearest possible one is used.
@@ -40,7 +41,7 @@ def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
     wanted = np.array([budget for budget in plan.budgets(phase) if budget is not None], dtype=np.int64)
     if plan.scaling == "fixed" or plan.length is None:
-        return np.minimum(wanted, length)
+        return np.minimum(wanted, length) if phase == "prefill" else wanted
     if length == plan.length:
         return wanted
     low = min(max(plan.floor, 1), length)

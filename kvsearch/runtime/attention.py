@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,22 @@ from transformers.masking_utils import sdpa_mask
 
 from kvsearch.runtime.storage import Block, RaggedStore
 
+if TYPE_CHECKING:
+    from kvsearch.runtime.collector import OutputProjection
+
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
 
 Output = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a layer makes attention logits, and its output projection where a policy wants it."""
+
+    scaling: float
+    softcap: float | None = None
+    projection: OutputProjection | None = None
 
 
 class TaggingLayer(Protocol):
@@ -98,7 +111,7 @@ def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tenso
     return index if given is None else given.expand_as(index)
 
 
-def ragged_attention(store: RaggedStore, query: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tensor:
     """Attention of the last q tokens over a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
 
     The query heads of a kv head are packed into one matrix, so keys and values are read once.
@@ -106,12 +119,12 @@ def ragged_attention(store: RaggedStore, query: Tensor, scaling: float, softcap:
     batch, query_heads, rows, dim = query.shape
     parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
     output = store.join(
-        [_block_attention(block, part, rows, scaling, softcap) for block, part in zip(store.blocks, parts, strict=True)]
+        [_block_attention(block, part, rows, logits) for block, part in zip(store.blocks, parts, strict=True)]
     )
     return output.view(batch, query_heads, rows, -1)
 
 
-def _block_attention(block: Block, query: Tensor, rows: int, scaling: float, softcap: float | None) -> Tensor:
+def _block_attention(block: Block, query: Tensor, rows: int, how: Logits) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
     keys, values = block.keys.narrow(1, 0, block.end).unsqueeze(1), block.values.narrow(1, 0, block.end).unsqueeze(1)
     bias = block.bias
@@ -120,12 +133,32 @@ def _block_attention(block: Block, query: Tensor, rows: int, scaling: float, sof
     if rows > 1:
         later = ~causal_mask(rows, block.end, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
         bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
-    logits = softcap * torch.tanh(query @ keys.transpose(-1, -2) * scaling / softcap)
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=how.scaling)
+    logits = how.softcap * torch.tanh(query @ keys.transpose(-1, -2) * how.scaling / how.softcap)
     if bias is not None:
         logits = logits + bias
     return logits.float().softmax(-1).nan_to_num(0.0).to(values.dtype) @ values
+
+
+def slot_attention(
+    query: Tensor, keys: Tensor, values: Tensor, empty: Tensor | None, logits: Logits, want_row: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one token per segment over its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
+
+    `keys` [S, C, D], `values` [S, C, Dv], `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
+    """
+    if not want_row and logits.softcap is None:
+        mask = None if empty is None else ~empty[:, None, None]
+        states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
+        return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
+    scores = (query @ keys.transpose(-1, -2)).float() * logits.scaling
+    if logits.softcap is not None:
+        scores = logits.softcap * torch.tanh(scores / logits.softcap)
+    if empty is not None:
+        scores = scores.masked_fill(empty[:, None], float("-inf"))
+    weights = scores.softmax(-1)
+    return weights.to(values.dtype) @ values, weights.mean(1) if want_row else None
 
 
 @contextmanager

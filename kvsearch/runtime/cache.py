@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
 from kvsearch.policies import Policy
-from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.program import Program
+from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.layer import EvictingLayer, Mark
+from kvsearch.runtime.program import PhaseProgram, Program
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -42,14 +43,15 @@ class PlanCache(Cache):  # type: ignore[misc]
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
-        check_rotary(model, program.policies.values())
+        check_rotary(model, program.policies)
         layers, config, tables = stock_layers(model), text_config(model), rotary(model)
-        for index, policy in program.policies.items():
+        for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
-                policy,
-                partial(program.budgets, index),
+                index,
+                _phase_rule(program.prefill, index),
+                _phase_rule(program.decode, index),
                 lambda: str(config._attn_implementation),
                 tables,
                 prompt_length=prompt_length,
@@ -70,15 +72,22 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def entries(self) -> torch.Tensor:
         """Entries held now, [planned layers, B, Hkv] int64, padding not counted; UsageError before the prompt ends."""
-        stores = [layer.store for layer in self.planned.values() if layer.store is not None]
-        if not stores:
+        held = [layer.holder.entries() for layer in self.planned.values() if layer.holder is not None]
+        if not held:
             raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
-        return torch.stack([store.entries() for store in stores])
+        return torch.stack(held)
+
+    def most_entries(self) -> torch.Tensor:
+        """The most entries held at any time since the prompt passed, as `entries`; tokens taken back count.
+
+        The dense prompt itself, of which one layer at a time is alive, is not counted.
+        """
+        return torch.stack([layer.most_entries() for layer in self.planned.values()])
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
-        """Positions of the entries one kv head holds, ascending."""
-        store = self.planned[layer].store
-        return [] if store is None else store.kept_positions(row, head)
+        """Indices, among the tokens of sequence `row`, of the entries that one kv head holds, ascending."""
+        holder = self.planned[layer].holder
+        return [] if holder is None else holder.kept_positions(row, head)
 
     def nbytes(self) -> int:
         """Bytes of cache storage allocated now, in all layers."""
@@ -94,17 +103,46 @@ class PlanCache(Cache):  # type: ignore[misc]
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
         for layer in self.planned.values():
             layer.croppable(tokens_to_remove)
+        self._check_sliding(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):
-            if tokens_to_remove and _forgot_its_past(layer):
+            if tokens and _forgot_its_past(layer):
                 raise UsageError(
                     f"layer {index} holds its last {layer.sliding_window - 1} tokens only: call "
                     "activate_past_recording() on the cache before the tokens that are to be forgotten"
                 )
-        super().crop(tokens_to_remove)
 
-    def forget(self, tokens: int) -> None:
-        """Take back the last `tokens` tokens, so that another question can follow the same context; see `crop`."""
-        self.crop(-tokens)
+    def mark(self) -> CacheMark:
+        """Remember this state for `rewind`; under a plan with a decode phase that takes a copy of what is held.
+
+        For models with sliding-window layers, call `activate_past_recording()` before the tokens to be forgotten.
+        """
+        return CacheMark(self.get_seq_length(), {index: layer.mark() for index, layer in self.planned.items()})
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Forget what came after `mark`, so that another question can follow the same context; any number of times."""
+        self._check_sliding(self.get_seq_length() - mark.seen)
+        tokens = self.get_seq_length() - mark.seen
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, EvictingLayer):
+                layer.rewind(mark.layers[index])
+            elif tokens:
+                layer.crop(-tokens)
+
+
+class CacheMark(NamedTuple):
+    """A state of a cache that `PlanCache.rewind` goes back to."""
+
+    seen: int
+    layers: dict[int, Mark]
+
+
+def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
+    if phase is None or layer not in phase.policies:
+        return None
+    return PhaseRule(phase.policies[layer], partial(phase.budgets, layer))
 
 
 def stock_layers(model: Any) -> list[Any]:

@@ -1,70 +1,121 @@
-"""What a policy needs of the prompt's queries, gathered while the prompt passes, whole or in chunks."""
+"""What policies need of the prompt beyond keys and values, gathered while it passes, whole or in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvsearch.models.architecture import unrotate
-from kvsearch.policies.base import Needs, Observation, QueryStatistics
+from kvsearch.models.architecture import output_weight, unrotate
+from kvsearch.policies.base import Needs, Norm, Observation, QueryStatistics
+from kvsearch.policies.projection import projected_norms
+from kvsearch.policies.scoring import column_sums
+from kvsearch.runtime.attention import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
 
 
-class QueryCollector:
-    """Keeps the last rows and the running mean and scatter of the unrotated queries, if asked for."""
+class OutputProjection:
+    """The output projection of one attention layer, for norms of projected values."""
 
-    def __init__(self, needs: Needs, rotary: Rotary) -> None:
-        self.needs, self.rotary = needs, rotary
+    def __init__(self, module: nn.Module, query_heads: int, kv_heads: int) -> None:
+        self.module, self.query_heads, self.group = module, query_heads, query_heads // kv_heads
+
+    def __call__(self, values: Tensor, order: Norm) -> Tensor:
+        """Norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        return projected_norms(values, output_weight(self.module, self.query_heads), order)
+
+    def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
+        """The same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
+
+        def projected(values: Tensor, order: Norm) -> Tensor:
+            weight, group = output_weight(self.module, self.query_heads), self.group
+            norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
+            for head in sorted(set(heads.tolist())):
+                mine = heads == head
+                norms[mine] = projected_norms(values[mine], weight[head * group : (head + 1) * group], order)
+            return norms
+
+        return projected
+
+
+class Collector:
+    """Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as asked for.
+
+    `needs` are those of all policies that will look at the prompt: what several need is computed once.
+    """
+
+    def __init__(self, needs: Sequence[Needs], rotary: Rotary) -> None:
+        self.rotary = rotary
+        self._rows_wanted = max((need.query_rows for need in needs), default=0)
+        starts = {need.query_statistics_from for need in needs}
+        self._starts = sorted(start for start in starts if start is not None)
+        self._wants_sums = any(need.column_sums for need in needs)
+        self._wants_projection = any(need.projection for need in needs)
         self.rows: Tensor | None = None
         self._seen: Tensor | None = None  # [B] real tokens so far
-        self._moments: Moments | None = None
+        self._moments: dict[int, Moments] = {}
+        self._sums: Tensor | None = None
 
-    def add(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """One chunk: query [B, Hq, q, D] as attention sees it, positions [B, q] (rotary), valid [B, q] bool."""
-        if self.needs.query_rows:
+    def add(self, query: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, logits: Logits) -> None:
+        """One chunk of the prompt.
+
+        `query` [B, Hq, q, D] as attention sees it, `keys` [B, Hkv, T, D] up to its last token, `positions` [B, q]
+        (rotary), `valid` [B, T] bool.
+        """
+        count = query.shape[2]
+        if self._rows_wanted:
             self.rows = query if self.rows is None else torch.cat([self.rows, query], 2)
             # a copy, so that the rest of the prompt's queries can be freed
-            self.rows = self.rows[:, :, -self.needs.query_rows :].clone()
-        if self.needs.query_statistics_from is not None:
-            index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
-            self._seen = index[:, -1] + 1
-            chosen = valid & (index >= self.needs.query_statistics_from)
-            for start in range(0, query.shape[2], CHUNK):
-                part = slice(start, start + CHUNK)
-                self._accumulate(query[:, :, part], positions[:, part], chosen[:, part])
+            self.rows = self.rows[:, :, -self._rows_wanted :].clone()
+        if self._wants_sums:
+            sums = column_sums(query, keys, valid, logits.scaling, logits.softcap)
+            if self._sums is not None:
+                sums[..., :-count] += self._sums
+            self._sums = sums
+        if self._starts:
+            self._add_moments(query, positions, valid[:, -count:])
 
-    def _accumulate(self, query: Tensor, positions: Tensor, chosen: Tensor) -> None:
-        batch, count = positions.shape
-        cos, sin = (table.view(batch, count, -1) for table in self.rotary(positions.flatten()))
-        plain = unrotate(query.float(), cos, sin)
-        weight = chosen[:, None, :, None].float()
-        rows = chosen.sum(-1).float()
-        mean = (plain * weight).sum(2) / rows.clamp(min=1)[:, None, None]
-        centred = (plain - mean[:, :, None]) * weight
-        moments = Moments(rows, mean, centred.transpose(-1, -2) @ centred)
-        self._moments = moments if self._moments is None else self._moments.merged(moments)
-
-    def statistics(self) -> QueryStatistics | None:
-        """Mean and covariance (divided by N) of what was added; zero where a sequence had no such query."""
-        if self._moments is None:
-            return None
-        rows = self._moments.rows.clamp(min=1)[:, None, None, None]
-        return QueryStatistics(self._moments.mean, self._moments.scatter / rows)
+    def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
+        index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
+        self._seen = index[:, -1] + 1
+        for start in range(0, query.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
+            for first in self._starts:
+                moments = Moments.of(plain, valid[:, part] & (index[:, part] >= first))
+                before = self._moments.get(first)
+                self._moments[first] = moments if before is None else before.merged(moments)
 
     def observation(
-        self, key: Tensor, value: Tensor, valid: Tensor, positions: Tensor, scaling: float, softcap: float | None
+        self, key: Tensor, value: Tensor, valid: Tensor, positions: Tensor, logits: Logits, layer: int = 0
     ) -> Observation:
-        """The layer as a policy sees it once the whole prompt was added; `positions` [B, q] are the last chunk's."""
+        """The layer as policies see it once the whole prompt was added; `positions` [B, q] are the last chunk's."""
         return Observation(
-            key, value, valid, scaling, self.rows, softcap, self.statistics(), self.rotary, positions[:, -1] + 1
+            key,
+            value,
+            valid,
+            logits.scaling,
+            queries=self.rows,
+            softcap=logits.softcap,
+            statistics={first: found.statistics() for first, found in self._moments.items()},
+            rotary=self.rotary,
+            next_position=positions[:, -1] + 1,
+            column_sums=self._sums,
+            projection=logits.projection if self._wants_projection else None,
+            layer=layer,
         )
+
+
+def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """Queries [B, Hq, q, D] turned back to position 0 from rotary `positions` [B, q], fp32."""
+    batch, count = positions.shape
+    cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
+    return unrotate(query.float(), cos, sin)
 
 
 class Moments(NamedTuple):
@@ -74,6 +125,15 @@ class Moments(NamedTuple):
     mean: Tensor  # [B, Hq, D]
     scatter: Tensor  # [B, Hq, D, D], the sum of the outer products of the centred vectors
 
+    @classmethod
+    def of(cls, vectors: Tensor, chosen: Tensor) -> Moments:
+        """The moments of the `chosen` [B, q] bool of `vectors` [B, Hq, q, D] fp32."""
+        weight = chosen[:, None, :, None].float()
+        rows = chosen.sum(-1).float()
+        mean = (vectors * weight).sum(2) / rows.clamp(min=1)[:, None, None]
+        centred = (vectors - mean[:, :, None]) * weight
+        return cls(rows, mean, centred.transpose(-1, -2) @ centred)
+
     def merged(self, other: Moments) -> Moments:
         """The moments of both sets together (Chan et al. 1983)."""
         rows = self.rows + other.rows
@@ -81,3 +141,7 @@ class Moments(NamedTuple):
         apart = other.mean - self.mean
         between = apart[..., :, None] * apart[..., None, :] * (self.rows[:, None, None] * share)[..., None]
         return Moments(rows, self.mean + apart * share, self.scatter + other.scatter + between)
+
+    def statistics(self) -> QueryStatistics:
+        """Mean and covariance (divided by N); zero where there is nothing."""
+        return QueryStatistics(self.mean, self.scatter / self.rows.clamp(min=1)[:, None, None, None])

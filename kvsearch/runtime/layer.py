@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.policies import Observation, Policy, keep_mask, rank_under
 from kvsearch.runtime.attention import (
     NAME,
+    Logits,
     Output,
     causal_mask,
     dense_attention,
@@ -22,28 +22,36 @@ from kvsearch.runtime.attention import (
     tag,
     valid_keys,
 )
-from kvsearch.runtime.collector import QueryCollector, Rotary
+from kvsearch.runtime.collector import Collector, OutputProjection, Rotary
+from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.eviction import PhaseRule, evict
+from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.storage import RaggedStore
 
-Budgets = Callable[[list[int]], Tensor]
+
+class Mark(NamedTuple):
+    """A state of one layer that `rewind` goes back to."""
+
+    seen: int
+    decoding: Decoding | None
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     """Ragged per-sequence, per-kv-head storage of one full-attention layer.
 
-    `budgets` maps the real lengths of the sequences of a batch to entries per sequence and kv head, [B, Hkv] int64.
-    Eviction happens right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
-    have been seen (default: with the first forward pass). `implementation` tells which attention the model runs now.
+    `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
+    have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
+    evicted in that phase. `implementation` tells which attention the model runs now.
     """
 
     is_sliding = False
-    is_croppable = True
     is_compileable = False
 
     def __init__(
         self,
-        policy: Policy,
-        budgets: Budgets,
+        index: int,
+        prefill: PhaseRule | None,
+        decode: PhaseRule | None,
         implementation: Callable[[], str],
         rotary: Rotary,
         *,
@@ -51,15 +59,25 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         exact: bool = False,
     ) -> None:
         super().__init__()
-        self.policy, self.budgets, self.implementation, self.rotary = policy, budgets, implementation, rotary
+        self.index, self.prefill, self.decode = index, prefill, decode
+        self.implementation, self.rotary = implementation, rotary
         self.prompt_length, self.exact = prompt_length, exact
         self._clear()
 
     def _clear(self) -> None:
         self.seen = 0
-        self.store: RaggedStore | None = None
+        self.holder: RaggedStore | Decoding | None = None  # of the entries, once the prompt has passed
         self._dense: tuple[Tensor, Tensor] | None = None
-        self._collector = QueryCollector(self.policy.needs(), self.rotary)
+        self._collector = self._new_collector()
+
+    def _new_collector(self) -> Collector:
+        needs = [] if self.prefill is None else [self.prefill.policy.needs()]
+        return Collector(needs + ([] if self.decode is None else [decode_needs(self.decode.policy)]), self.rotary)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back; evicted ones cannot."""
+        return self.decode is None
 
     # --- what transformers asks of a cache layer -----------------------------------------------------------------
 
@@ -103,15 +121,20 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative count, as in transformers 5.23, or the length to keep, as before."""
         count = self.croppable(tokens_to_remove)
-        if count and self.store is not None:
-            self.store.crop(count)
+        if count and isinstance(self.holder, RaggedStore):
+            self.holder.crop(count)
             self.seen -= count
 
     def croppable(self, tokens_to_remove: int) -> int:
         """How many tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
         count = int(tokens_to_remove)
         count = -count if count <= 0 else max(0, self.seen - count)
-        held = 0 if self.store is None else self.store.appended
+        held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
+        if count and self.decode is not None:
+            raise UsageError(
+                "cannot take tokens back under a plan that evicts while decoding: what they displaced is gone "
+                "(use cache.mark() before them and cache.rewind() after)"
+            )
         if count > held:
             raise UsageError(
                 f"cannot take back {count} tokens: only {held} came after the prompt, and the prompt is evicted as a "
@@ -131,8 +154,24 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _select(self, rows_of: Callable[[int], list[int]]) -> None:
         if self._dense is not None:
             raise UsageError("sequences cannot be rearranged in the middle of a prompt: finish it first")
-        if self.store is not None:
-            self.store = self.store.select_rows(rows_of(self.store.batch))
+        if self.holder is not None:
+            self.holder = self.holder.select_rows(rows_of(self.holder.batch))
+
+    def mark(self) -> Mark:
+        """What is held now, for `rewind`."""
+        if not isinstance(self.holder, Decoding):
+            return Mark(self.seen, None)
+        saved, self.holder = self.holder, self.holder.copy()
+        return Mark(self.seen, saved)
+
+    def rewind(self, mark: Mark) -> None:
+        """Back to `mark`, as often as wanted."""
+        if isinstance(self.holder, RaggedStore):
+            self.holder.crop(self.seen - mark.seen)
+            self.holder.longest = self.holder.tokens
+        elif mark.decoding is not None:
+            self.holder = mark.decoding.copy()
+        self.seen = mark.seen
 
     # --- attention -----------------------------------------------------------------------------------------------
 
@@ -140,7 +179,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Dense attention and eviction for the prompt, ragged attention for every later token."""
-        if self.store is not None:
+        if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
         if self.seen <= length:
@@ -185,21 +224,26 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _continue(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        store, count = self.store, query.shape[2]
-        if store is None:
-            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
-        positions = torch.arange(self.seen - count, self.seen, dtype=torch.int32, device=key.device)[None]
-        padded = False
+        count = query.shape[2]
+        valid = None
         if count > 1 and mask is not None:
             valid = valid_keys(mask, key.shape[0], count, key.device)
-            padded = not bool(valid.all())
-            positions = torch.where(valid, positions, -1) if padded else positions
-        store.append(key, value, positions, padded)
-        if self.exact and (dense := self._as_dense(store)) is not None:
+            valid = None if bool(valid.all()) else valid
+        logits = self._logits(module, query, key, kwargs)
+        if isinstance(self.holder, Decoding):
+            positions = kwargs.get("position_ids")
+            if positions is None:
+                positions = torch.arange(self.seen - count, self.seen, device=key.device)[None]
+            output = self.holder.attend(query, key, value, valid, positions, logits)
+        elif self.holder is not None:
+            self.holder.append(key, value, valid)
+            output = ragged_attention(self.holder, query, logits)
+        else:
+            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
+        if self.exact and (dense := self.holder.dense(self.seen)) is not None:
             if mask is None and count > 1:
                 mask = causal_mask(count, self.seen, key.device)[None, None]
             return dense_attention(module, query, *dense, mask, **kwargs)
-        output = ragged_attention(store, query, logit_scale(query, kwargs), kwargs.get("softcap"))
         return output.transpose(1, 2).contiguous(), None
 
     def _prefill(
@@ -209,38 +253,31 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             key, value = torch.cat([self._dense[0], key], 2), torch.cat([self._dense[1], value], 2)
         output = dense_attention(module, query, key, value, mask, **kwargs)
         valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        count = query.shape[2]
-        positions = rotary_positions(kwargs, valid, count)
-        self._collector.add(query, positions, valid[:, -count:])
+        positions = rotary_positions(kwargs, valid, query.shape[2])
+        logits = self._logits(module, query, key, kwargs)
+        self._collector.add(query, key, positions, valid, logits)
         if self.prompt_length is not None and self.seen < self.prompt_length:
             self._dense = (key, value)
             return output
-        observation = self._collector.observation(
-            key, value, valid, positions, logit_scale(query, kwargs), kwargs.get("softcap")
-        )
-        self._evict(observation)
-        return output
-
-    def _evict(self, observation: Observation) -> None:
-        key, valid = observation.keys, observation.valid
         if not bool(valid[:, -1].all()):
             raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
-        keep = keep_mask(rank_under(self.policy, observation), self.budgets(observation.lengths.tolist()), valid)
-        positions = torch.arange(key.shape[2], device=key.device).expand(key.shape[0], -1)
-        self.store = RaggedStore.pack(key, observation.values, keep, positions)
-        self._dense, self._collector = None, QueryCollector(self.policy.needs(), self.rotary)
+        observation = self._collector.observation(key, value, valid, positions, logits, self.index)
+        self.holder = evict(observation, self.prefill, self.decode, self.rotary)
+        self._dense, self._collector = None, self._new_collector()
+        return output
 
-    def _as_dense(self, store: RaggedStore) -> tuple[Tensor, Tensor] | None:
-        """Views [B, Hkv, T, D] of the store if nothing is evicted and nothing padded, else None."""
-        block = store.blocks[0]
-        if len(store.blocks) > 1 or block.padded or block.end != self.seen:
-            return None
-        shape = (store.batch, store.heads)
-        keys, values = block.keys[:, : block.end], block.values[:, : block.end]
-        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
+    def _logits(self, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
+        projection = OutputProjection(module, query.shape[1], key.shape[1])
+        return Logits(logit_scale(query, kwargs), kwargs.get("softcap"), projection)
+
+    def most_entries(self) -> Tensor:
+        """The most entries held at a time since the prompt passed, [B, Hkv] int64."""
+        if self.holder is None:
+            raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
+        return self.holder.most_entries()
 
     def nbytes(self) -> int:
         """Bytes held for this layer."""
-        if self.store is not None:
-            return self.store.nbytes()
+        if self.holder is not None:
+            return self.holder.nbytes()
         return 0 if self._dense is None else sum(t.untyped_storage().nbytes() for t in self._dense)

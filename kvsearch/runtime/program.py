@@ -3,38 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime.rule import decode_needs
 
 if TYPE_CHECKING:
-    from kvsearch.plan import Plan
+    from kvsearch.plan import Phase, Plan
 
-BudgetTable = Callable[[int], np.ndarray]
+BudgetTable = Callable[[int], NDArray[np.int64]]
 
 
-@dataclass
-class Program:
-    """What each full-attention layer does at the end of prefill.
+@dataclass(frozen=True)
+class PhaseProgram:
+    """One phase: the policy of each governed layer, and its budgets.
 
-    `policies` maps model layer to policy; `table` maps a prompt length (real tokens) to integer budgets
-    [planned layers, Hkv], rows in ascending layer order. Budgets above the length mean "keep everything".
+    `table` maps a prompt length (real tokens) to entries [governed layers, Hkv], rows in ascending layer order.
     """
 
     policies: dict[int, Policy]
     table: BudgetTable
+    _tables: dict[int, NDArray[np.int64]] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def entries(self, length: int) -> int:
+        """Entries of all governed layers and heads that the budgets allow after a prompt of `length` tokens."""
+        table = np.minimum(self.table(length), length)
+        for row, (_, policy) in enumerate(sorted(self.policies.items())):
+            budgets = torch.from_numpy(table[row])
+            table[row][policy.exempt(budgets, torch.full_like(budgets, length)).numpy()] = length
+        return int(table.sum())
+
+    def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:
+        """Entries per sequence and kv head of one layer, [B, Hkv] int64."""
+        for length in set(lengths) - set(self._tables):
+            self._tables[length] = self.table(length)
+        row = sorted(self.policies).index(layer)
+        return torch.from_numpy(np.stack([self._tables[length][row] for length in lengths]))
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each full-attention layer does: once at the end of the prompt, and after every token that follows.
+
+    A phase that is None leaves the cache alone: without prefill the prompt stays whole until the first decode step,
+    without decode the cache grows by one entry per token.
+    """
+
+    prefill: PhaseProgram | None = None
+    decode: PhaseProgram | None = None
 
     def __post_init__(self) -> None:
-        self._rows = {layer: row for row, layer in enumerate(sorted(self.policies))}
-        self._tables: dict[int, np.ndarray] = {}
+        for policy in self.decode.policies.values() if self.decode else ():
+            decode_needs(policy)
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: Plan) -> Program:
@@ -42,35 +71,52 @@ class Program:
 
         Raises:
             IncompatibleError: the plan is for another model, or budgets a layer the runtime must leave alone.
-            UsageError: an unknown policy or parameter, or a phase this version cannot execute.
+            UsageError: an unknown policy or parameter, or a policy without a decode rule in the decode phase.
         """
         from kvsearch.models.fingerprint import fingerprint
+        from kvsearch.policies.checks import check_plan, warn_unfit
 
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
-        if plan.prefill is None or plan.decode is not None:
-            raise UsageError("this version executes prefill-phase plans only: the plan has a decode phase")
-        foreign = sorted(set(plan.planned_layers("prefill")) - set(describe(model).full_layers))
-        if foreign:
-            raise IncompatibleError(f"the plan budgets layers {foreign}, whose window belongs to the model")
-        policies = {
-            index: create_policy(layer.policy.name, layer.policy.params)
-            for index, layer in enumerate(plan.prefill.layers)
-            if layer is not None
-        }
-        return cls(policies, lambda length: budgets_at(plan, "prefill", length))
+        check_plan(plan, "this plan")
+        full = set(describe(model).full_layers)
+        program = cls(_phase(plan, "prefill", full), _phase(plan, "decode", full))
+        warn_unfit(model, program.policies)
+        return program
 
     @classmethod
     def uniform(cls, model: nn.Module, policy: Policy, entries: Callable[[int], int]) -> Program:
-        """One policy and one budget for every full-attention layer and head; `entries` maps length to budget."""
+        """One policy and prefill budget for all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
-        return cls(
-            dict.fromkeys(shape.full_layers, policy),
-            lambda length: np.full((len(shape.full_layers), shape.kv_heads), entries(length), dtype=np.int64),
-        )
+        size = (len(shape.full_layers), shape.kv_heads)
+        policies = dict.fromkeys(shape.full_layers, policy)
+        return cls(PhaseProgram(policies, lambda length: np.full(size, entries(length), dtype=np.int64)))
 
-    def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:
-        """Entries per sequence and kv head of one model layer, [B, Hkv] int64."""
-        for length in set(lengths) - set(self._tables):
-            self._tables[length] = np.minimum(self.table(length), length)
-        row = self._rows[layer]
-        return torch.from_numpy(np.stack([self._tables[length][row] for length in lengths]))
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model layers governed in some phase, ascending."""
+        return tuple(sorted({layer for phase in self.phases for layer in phase.policies}))
+
+    @property
+    def phases(self) -> tuple[PhaseProgram, ...]:
+        """The phases that do something."""
+        return tuple(phase for phase in (self.prefill, self.decode) if phase is not None)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policies of all phases and layers."""
+        return tuple(policy for phase in self.phases for policy in phase.policies.values())
+
+
+def _phase(plan: Plan, name: Phase, full: set[int]) -> PhaseProgram | None:
+    phase = plan.prefill if name == "prefill" else plan.decode
+    if phase is None:
+        return None
+    foreign = sorted(set(phase.planned_layers) - full)
+    if foreign:
+        raise IncompatibleError(f"the plan budgets layers {foreign}, whose window belongs to the model")
+    policies = {
+        index: create_policy(layer.policy.name, layer.policy.params)
+        for index, layer in enumerate(phase.layers)
+        if layer is not None
+    }
+    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length))

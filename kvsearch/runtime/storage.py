@@ -26,7 +26,7 @@ class Block:
     segments: Tensor  # [S] int64 ascending, sequence * Hkv + kv head
     keys: Tensor  # [S, capacity, D]
     values: Tensor  # [S, capacity, Dv]
-    positions: Tensor  # [S, capacity] int32, -1 where no entry
+    positions: Tensor  # [S, capacity] int32, index of the token in its sequence, -1 where no entry
     end: int
     padded: bool  # some column left of `end` is empty in some segment
     _bias: Tensor | None = None  # [S, capacity], made when first asked for
@@ -81,8 +81,10 @@ class Block:
 class RaggedStore:
     """The entries one layer kept for a batch, as a few dense blocks."""
 
-    def __init__(self, blocks: list[Block], batch: int, heads: int) -> None:
-        self.blocks, self.batch, self.heads = blocks, batch, heads
+    def __init__(self, blocks: list[Block], heads: int, tokens: Tensor, even: bool) -> None:
+        self.blocks, self.batch, self.heads = blocks, len(tokens), heads
+        self.tokens = self.longest = tokens  # [B] int32 tokens of each sequence now, and at most
+        self.even = even  # all sequences have the same number of tokens
         self.appended = 0
         self._sizes = [len(block.segments) for block in blocks]
         # segments in the order of the blocks, and back
@@ -90,28 +92,30 @@ class RaggedStore:
         self._back = torch.argsort(self._order)
 
     @classmethod
-    def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, positions: Tensor) -> RaggedStore:
+    def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, index: Tensor) -> RaggedStore:
         """Copy the kept entries out of a dense layer.
 
-        `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool,
-        `positions` [B, T] are the columns' positions. One host synchronisation (the lengths of the segments).
+        `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool, `index`
+        [B, T] the index of each column's token in its sequence, -1 for padding. One host synchronisation.
         """
         batch, heads = keys.shape[:2]
         flat_keep = keep.flatten(0, 1)
-        lengths = flat_keep.sum(-1).tolist()
+        tokens = index[:, -1].int() + 1
+        counts = torch.cat([flat_keep.sum(-1), tokens]).tolist()
+        lengths, lasting = counts[: batch * heads], counts[batch * heads :]
         blocks = []
         for members in bucket(lengths):
             segments = torch.tensor(members, device=keys.device)
             width = max(lengths[i] for i in members)
-            index, filled = _right_aligned(flat_keep[segments], width)
+            columns, filled = _right_aligned(flat_keep[segments], width)
             # sequence and head apart: flattening a transposed layer would copy all of it
             row, head = (segments // heads)[:, None], (segments % heads)[:, None]
-            where = positions[row, index].int()
+            where = index[row, columns].int()
             padded = any(lengths[i] < width for i in members)
             if padded:
                 where = torch.where(filled, where, -1)
-            blocks.append(Block(segments, keys[row, head, index], values[row, head, index], where, width, padded))
-        return cls(blocks, batch, heads)
+            blocks.append(Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded))
+        return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
 
     def split(self, states: Tensor) -> list[Tensor]:
         """States of all segments, [B * Hkv, ...], as one part per block."""
@@ -123,25 +127,46 @@ class RaggedStore:
         """The inverse of `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
         """Add q tokens to every segment.
 
-        `keys` [B, Hkv, q, D], `values` [B, Hkv, q, Dv], `positions` [B or 1, q] int32 with -1 for padding, of which
-        there is none unless `padded`.
+        `keys` [B, Hkv, q, D], `values` [B, Hkv, q, Dv], `valid` [B, q] bool is False for padding (None: there is none).
         """
+        count = keys.shape[2]
+        if valid is None:
+            new = torch.arange(count, dtype=torch.int32, device=keys.device)[None]
+            positions = new + (self.tokens[:1] if self.even else self.tokens)[:, None]
+            self.tokens = self.tokens + count
+        else:
+            positions = (self.tokens[:, None] + valid.cumsum(-1).int() - 1).masked_fill(~valid, -1)
+            self.tokens, self.even = self.tokens + valid.sum(-1).int(), False
+        self.longest = torch.maximum(self.longest, self.tokens)
         rows = [positions] * len(self.blocks)
         if len(positions) > 1:
             rows = self.split(positions.repeat_interleave(self.heads, 0))
         parts = zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
         for block, block_keys, block_values, block_positions in parts:
-            block.append(block_keys, block_values, block_positions, padded)
-        self.appended += keys.shape[2]
+            block.append(block_keys, block_values, block_positions, valid is not None)
+        self.appended += count
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
+        lost = torch.zeros_like(self.tokens)
         for block in self.blocks:
+            gone = block.positions[:, block.end - count : block.end] >= 0
+            lost[block.segments // self.heads] = gone.sum(-1).int()  # the same for all heads of a sequence
             block.crop(count)
+        self.tokens = self.tokens - lost
         self.appended -= count
+
+    def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
+        """Views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
+        block = self.blocks[0]
+        if len(self.blocks) > 1 or block.padded or block.end != seen:
+            return None
+        shape = (self.batch, self.heads)
+        keys, values = block.keys[:, :seen], block.values[:, :seen]
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def select_rows(self, rows: Sequence[int]) -> RaggedStore:
         """Sequences `rows` of this store, in that order and as often as named, as a new store."""
@@ -157,8 +182,9 @@ class RaggedStore:
             if pairs:
                 chosen = torch.tensor(pairs, device=device)
                 blocks.append(self.blocks[block_index].select(chosen[:, 0], chosen[:, 1]))
-        chosen_store = RaggedStore(blocks, len(rows), self.heads)
-        chosen_store.appended = self.appended
+        index = torch.as_tensor(rows, device=device)
+        chosen_store = RaggedStore(blocks, self.heads, self.tokens[index], self.even)
+        chosen_store.appended, chosen_store.longest = self.appended, self.longest[index]
         return chosen_store
 
     def entries(self) -> Tensor:
@@ -168,8 +194,12 @@ class RaggedStore:
             held[block.segments.cpu()] = (block.positions[:, : block.end] >= 0).sum(-1).cpu()
         return held.view(self.batch, self.heads)
 
+    def most_entries(self) -> Tensor:
+        """The most entries held at a time, [B, Hkv] int64."""
+        return self.entries() + (self.longest - self.tokens)[:, None].cpu()
+
     def kept_positions(self, row: int, head: int) -> list[int]:
-        """Positions of the entries of one sequence and head, ascending."""
+        """Token indices of the entries of one sequence and head, ascending."""
         wanted = row * self.heads + head
         for block in self.blocks:
             for index in torch.nonzero(block.segments == wanted).flatten().tolist():

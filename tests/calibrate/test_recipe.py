@@ -87,7 +87,7 @@ def test_every_policy_that_evicts_can_be_calibrated() -> None:
 
 def test_settings_come_before_the_method() -> None:
     made = policy("snapkv", "window=8", "sinks=0", "pooling=avg", "window=9")
-    assert made.parameters() == {"window": 9, "kernel": 7, "pooling": "avg", "group": "mean", "sinks": 0}
+    assert made.parameters() == {"window": 9, "kernel": 7, "pooling": "avg", "group": "mean", "sinks": 0, "refresh": 0}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -35,7 +35,7 @@ def held(model: LoadedModel, program: Program, length: int) -> int:
     with running(model.model, NAME):
         cache = PlanCache(model.model, program)
         feed(model.model, cache, [prompts(1, length)])
-    return sum(int(cache.planned[i].store.entries().sum()) if i in cache.planned else 2 * length for i in range(4))
+    return sum(int(cache.planned[i].holder.entries().sum()) if i in cache.planned else 2 * length for i in range(4))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -46,7 +46,8 @@ def test_equal_entries_at_every_length(budgets: Any, scaling: str, length: int, 
     program = Program.from_plan(model.model, plan)
     wanted = held(model, program, length)
     for name, baseline in baselines(model.model, program).items():
-        table = baseline.table(length)
+        assert baseline.prefill is not None
+        table = baseline.prefill.table(length)
         assert table.sum() == wanted, name
         assert table.max() - table.min() <= 1
         assert table.max() <= length
@@ -58,20 +59,22 @@ def plan_of(model: LoadedModel, *names: str) -> Program:
     plan: dict[str, Any] = tiny.plan_for(model, RAGGED).model_dump()
     for index, layer in enumerate(plan["prefill"]["layers"]):
         layer["policy"] = {"name": names[index % len(names)], "params": {"sinks": 4}}
+        layer["budget"] = [40, 38]  # room for SnapKV's window
+    plan["total"] = 4 * 78
     return Program.from_plan(model.model, Plan.model_validate(plan))
 
 
 def test_names_and_policies(model: LoadedModel) -> None:
     found = baselines(model.model, plan_of(model, "keydiff"))
     assert tuple(found) == BASELINES
-    policies = {name: set(program.policies.values()) for name, program in found.items()}
+    policies = {name: set(program.policies) for name, program in found.items()}
     assert policies == {
         "uniform": {create_policy("keydiff", {"sinks": 4})},
         "snapkv": {create_policy("snapkv", {"sinks": 4})},
         "streaming": {create_policy("streaming")},
         "random": {RandomEviction()},
     }
-    assert all(tuple(program.policies) == (0, 1, 2, 3) for program in found.values())
+    assert all(program.layers == (0, 1, 2, 3) for program in found.values())
 
 
 def test_only_what_was_asked_for_in_that_order(model: LoadedModel) -> None:
@@ -98,7 +101,9 @@ def test_the_full_cache_keeps_everything(model: LoadedModel) -> None:
 
 
 def test_what_does_not_divide_goes_to_the_first_heads(model: LoadedModel) -> None:
-    table = equal_uniform(model.model, create_policy("streaming"), lambda length: 8 * 3 + 5).table(20)
+    program = equal_uniform(model.model, create_policy("streaming"), lambda length: 8 * 3 + 5)
+    assert program.prefill is not None
+    table = program.prefill.table(20)
     assert table.tolist() == [[4, 4], [4, 4], [4, 3], [3, 3]]
 
 

@@ -75,7 +75,7 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
             lost[method] = importance[~kept].sum()
             if method in (ORACLE, ORACLE_UNIFORM):  # nothing evicted is worth more than anything kept by choice
                 assert kept[..., PROTECTED].all()
-                budgets = programs[method].table(ids.shape[1])
+                budgets = programs[method].prefill.table(ids.shape[1])
                 assert (kept.sum(-1) == budgets).all()
                 chosen, worth = np.delete(kept, PROTECTED, -1), np.delete(importance, PROTECTED, -1)
                 worst_kept = np.where(chosen, worth, np.inf).min(-1)

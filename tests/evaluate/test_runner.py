@@ -17,10 +17,11 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
 
 from .. import tiny
 from ..families import FAMILIES, build, prompts
-from ..runtime.helpers import feed, held_columns, running
+from ..runtime.helpers import feed, held_tokens, running
 
 LENGTHS, ASKED, NEW = (23, 40, 31), (3, 7, 5), 6
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -47,9 +48,9 @@ def replies_of(model: Any, program: Program, contexts: list[Tensor], stop: set[i
 def test_a_batch_replies_as_its_contexts_do_alone(family: str) -> None:
     model = build(family)
     with running(model, NAME):
-        together = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, NEW)
+        together = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
         for context, question, reply in zip(CONTEXTS, QUESTIONS, together, strict=True):
-            alone = replies_of(model, third(model), [context]).ask([question], NEW)
+            alone = replies_of(model, third(model), [context]).ask([question], [NEW])
             assert alone == [reply]
     assert all(len(reply) == NEW for reply in together)
 
@@ -58,7 +59,7 @@ def test_a_batch_replies_as_its_contexts_do_alone(family: str) -> None:
 def test_a_full_cache_replies_as_plain_generation_does(family: str) -> None:
     model = build(family)
     with running(model, NAME):
-        together = replies_of(model, full_cache(model), CONTEXTS).ask(QUESTIONS, NEW)
+        together = replies_of(model, full_cache(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
     for context, question, reply in zip(CONTEXTS, QUESTIONS, together, strict=True):
         ids = torch.cat([context, question])[None]
         plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
@@ -79,7 +80,7 @@ def test_a_compressed_cache_replies_as_greedy_decoding_token_by_token(family: st
             token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
             with torch.no_grad():
                 logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
-        assert replies_of(model, third(model), CONTEXTS[1:2]).ask(QUESTIONS[1:2], NEW) == [expected]
+        assert replies_of(model, third(model), CONTEXTS[1:2]).ask(QUESTIONS[1:2], [NEW]) == [expected]
 
 
 @families
@@ -88,10 +89,10 @@ def test_questions_do_not_see_each_other(family: str) -> None:
     model = build(family)
     with running(model, NAME):
         replies = replies_of(model, third(model), CONTEXTS)
-        first = replies.ask(QUESTIONS, NEW)
-        second = replies.ask(OTHERS, NEW)
-        assert replies.ask(QUESTIONS, NEW) == first
-        assert replies_of(model, third(model), CONTEXTS).ask(OTHERS, NEW) == second
+        first = replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))
+        second = replies.ask(OTHERS, [NEW] * len(OTHERS))
+        assert replies.ask(QUESTIONS, [NEW] * len(QUESTIONS)) == first
+        assert replies_of(model, third(model), CONTEXTS).ask(OTHERS, [NEW] * len(OTHERS)) == second
         assert first != second
 
 
@@ -102,11 +103,11 @@ def test_a_question_is_forgotten_without_a_trace(family: str) -> None:
         replies = replies_of(model, third(model), CONTEXTS)
         cache = replies.cache
         entries, length = cache.entries(), cache.get_seq_length()
-        columns = {layer: held_columns(cache, layer, 3, 2) for layer in cache.planned}
-        replies.ask(QUESTIONS, NEW)
+        columns = {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned}
+        replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))
         assert torch.equal(cache.entries(), entries)
         assert cache.get_seq_length() == length
-        assert {layer: held_columns(cache, layer, 3, 2) for layer in cache.planned} == columns
+        assert {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned} == columns
         for layer in cache.layers:
             assert layer.get_seq_length() == length
 
@@ -114,10 +115,10 @@ def test_a_question_is_forgotten_without_a_trace(family: str) -> None:
 def test_replies_end_before_a_stop_token() -> None:
     model = build("llama")
     with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, NEW)
+        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
         stop = whole[1][2]
         assert all(stop not in reply for reply in (whole[0], whole[2]))  # the others go on
-        cut = replies_of(model, third(model), CONTEXTS, {stop}).ask(QUESTIONS, NEW)
+        cut = replies_of(model, third(model), CONTEXTS, {stop}).ask(QUESTIONS, [NEW] * len(QUESTIONS))
         assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
 
 
@@ -125,10 +126,10 @@ def test_a_batch_ends_when_all_its_replies_did() -> None:
     model = build("llama")
     calls: list[int] = []
     with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, NEW)
+        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
         replies = replies_of(model, third(model), CONTEXTS, {reply[0] for reply in whole})
         handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
-        assert replies.ask(QUESTIONS, NEW) == [[], [], []]
+        assert replies.ask(QUESTIONS, [NEW] * len(QUESTIONS)) == [[], [], []]
         handle.remove()
     assert len(calls) == 1
 
@@ -138,8 +139,8 @@ def test_replies_are_as_long_as_allowed(count: int) -> None:
     model = build("llama")
     with running(model, NAME):
         replies = replies_of(model, third(model), CONTEXTS)
-        short = replies.ask(QUESTIONS, count)
-        assert short == [reply[:count] for reply in replies.ask(QUESTIONS, NEW)]
+        short = replies.ask(QUESTIONS, [count] * len(QUESTIONS))
+        assert short == [reply[:count] for reply in replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))]
 
 
 def test_nan_is_refused() -> None:
@@ -224,7 +225,7 @@ def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
 
 
 def test_layers_outside_the_plan_count_in_full(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [[10, 6], None, [4, 12], None], scaling="fixed")
+    plan = tiny.plan_for(model, [[10, 6], None, [7, 9], None], scaling="fixed")
     cache = PlanCache(model.model, plan)
     ids, mask = prompts(2, 30, pads=9)
     with running(model.model, NAME):
@@ -260,7 +261,7 @@ def test_the_model_is_left_as_it_was_found_when_something_fails(model: LoadedMod
     def fail(length: int) -> Any:
         raise IncompatibleError("no budgets today")
 
-    broken = Program(third(model.model).policies, fail)
+    broken = Program(PhaseProgram({0: third(model.model).policies[0]}, fail))
     with pytest.raises(IncompatibleError, match="no budgets today"):
         run(model, {"broken": broken}, [TASK], 1)
     assert model.model.config._attn_implementation == "sdpa"

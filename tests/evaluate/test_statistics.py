@@ -14,7 +14,7 @@ from kvsearch.evaluate.statistics import AVERAGE, Estimate, Row, summarize
 def samples(scores: Sequence[Sequence[float]], method: str = "plan", task: str = "t") -> list[Sample]:
     """One list of question scores per context."""
     return [
-        Sample(task, method, str(context), question, "", score, 100, 10, 1.0)
+        Sample(task, method, str(context), question, "", score, 100, 10, 1.0, 10)
         for context, row in enumerate(scores)
         for question, score in enumerate(row)
     ]

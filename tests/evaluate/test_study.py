@@ -49,6 +49,16 @@ def plan_under(name: str, params: dict[str, Any]) -> Plan:
 GOOD = plan_under("snapkv", {"window": 4})
 
 
+def one_more() -> Plan:
+    content = GOOD.model_dump()
+    layers = [layer for layer in content["prefill"]["layers"] if layer is not None]
+    layers[0]["budget"] = [layers[0]["budget"][0] + 1, *layers[0]["budget"][1:]]
+    return Plan.model_validate({**content, "total": GOOD.total + 1})
+
+
+ONE_MORE = one_more()
+
+
 def paths(*names: str) -> list[Path]:
     return [Path(f"{name}.json") for name in names]
 
@@ -73,10 +83,15 @@ def rebudgeted(**changes: Any) -> Plan:
         ({"a": plan_under("snapk", {})}, paths("a"), (), "unknown policy 'snapk'"),
         ({"a": plan_under("snapkv", {"windows": 4})}, paths("a"), (), "no parameter 'windows'"),
         ({"a": plan_under("snapkv", {"window": 0})}, paths("a"), (), "window must be 1 or more"),
-        ({"a": GOOD, "b": rebudgeted(total=33)}, paths("a", "b"), (), r"different totals \(a: 32, b: 33\)"),
+        ({"a": GOOD, "b": ONE_MORE}, paths("a", "b"), (), r"different totals \(a: 32 in prefill, b: 33 in prefill\)"),
         ({"a": GOOD, "b": rebudgeted(scaling="fixed")}, paths("a", "b"), (), "different totals"),
         ({"a": GOOD, "b": rebudgeted(length=50)}, paths("a", "b"), (), "different totals"),
-        ({"a": rebudgeted(prefill=None, decode=GOOD.prefill)}, paths("a"), (), "has no .prefill. phase, only decode"),
+        (
+            {"a": GOOD, "b": rebudgeted(prefill=None, decode=GOOD.prefill)},
+            paths("a", "b"),
+            (),
+            f"different totals .a: {GOOD.total} in prefill, b: {GOOD.total} in decode.",
+        ),
     ],
 )
 def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], problem: str) -> None:
@@ -106,10 +121,12 @@ def test_methods(result: Study) -> None:
 
 def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
     held = {method: result.held(method) for method in result.methods}
-    full, full_bytes = held.pop("full")
-    assert len({entries for entries, _ in held.values()}) == 1
-    entries, size = held["mine"]
+    full, full_bytes, most = held.pop("full")
+    assert most > full
+    assert len({entries for entries, _, _ in held.values()}) == 1
+    entries, size, at_most = held["mine"]
     assert entries == pytest.approx(full * 120 / 320, abs=1)
+    assert at_most - entries == pytest.approx(most - full)
     assert size < full_bytes / 2
     one = [sample for sample in result.samples if sample.method == "full"]
     assert full == sum(8 * sample.context_tokens for sample in one) / len(one)

@@ -221,6 +221,7 @@ def test_from_a_model_to_a_plan_file_that_runs(tmp_path: Path) -> None:
         plan = load_plan(path)
         assert plan.planned_layers("prefill") == (1, 3)
         program = Program.from_plan(model.model, plan)
-        assert program.table(made.metadata.length).sum() == plan.total
-        assert set(program.policies.values()) == {policy}
+        assert program.prefill is not None
+        assert program.prefill.table(made.metadata.length).sum() == plan.total
+        assert set(program.policies) == {policy}
         assert "numpy" not in json.dumps(json.loads(path.read_text()))

@@ -77,11 +77,11 @@ def test_short_prompts_get_what_is_possible() -> None:
     assert budgets_at(plan, "prefill", 1).tolist() == [[1, 1]]
 
 
-def test_fixed_budgets_are_clipped_at_the_prompt() -> None:
+def test_fixed_prefill_budgets_are_clipped_at_the_prompt() -> None:
     plan = make_plan(scaling="fixed", length=None, decode=phase_dict([None, [9, 3], None]), floor=3)
     assert budgets_at(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]
     assert budgets_at(plan, "prefill", 9999).tolist() == [[10, 6], [4, 12]]
-    assert budgets_at(plan, "decode", 5).tolist() == [[5, 3]]
+    assert budgets_at(plan, "decode", 5).tolist() == [[9, 3]]  # the sequence goes on
 
 
 def test_bad_requests_are_usage_errors() -> None:

@@ -24,6 +24,7 @@ from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
 
 TOLERANCE = 2e-5
 Kept = dict[int, Tensor]  # model layer -> [B, Hkv, T] bool
@@ -71,7 +72,7 @@ def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[in
                 chosen[sequence, head, real[best]] = True
         kept[layer] = chosen
     policies = {layer: GivenScores(scores[row]) for row, layer in enumerate(planned)}
-    return Eviction(Program(policies, table), kept)
+    return Eviction(Program(PhaseProgram(policies, table)), kept)
 
 
 def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Plan:
@@ -130,10 +131,15 @@ AttentionInterface.register(REFERENCE, _masked_eager)
 AttentionMaskInterface.register(REFERENCE, eager_mask)
 
 
+def hide(kept: Kept) -> None:
+    """From now on the reference sees, of the columns that the masks cover, the `kept` ones."""
+    _evicted.update({layer: ~chosen for layer, chosen in kept.items()})
+
+
 @contextmanager
 def reference(model: Any, kept: Kept) -> Iterator[DynamicCache]:
     """A full cache in which all but the `kept` entries of the prompt are masked once the prompt has passed."""
-    _evicted.update({layer: ~chosen for layer, chosen in kept.items()})
+    hide(kept)
     try:
         with running(model, REFERENCE):
             yield DynamicCache(config=model.config)
@@ -177,11 +183,13 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE)
     assert float((actual - expected).abs().max()) <= tolerance * scale
 
 
-def kept_columns(chosen: Tensor) -> list[list[list[int]]]:
-    """The columns of a kept mask [B, Hkv, T], per sequence and head."""
-    return [[torch.nonzero(head).flatten().tolist() for head in row] for row in chosen]
+def kept_tokens(chosen: Tensor, mask: Tensor) -> list[list[list[int]]]:
+    """The tokens of a kept mask [B, Hkv, T], per sequence and head, as indices among those that are no padding."""
+    index = (mask.cumsum(-1) - 1).cpu()
+    rows = zip(index, chosen.cpu(), strict=True)
+    return [[tokens[head].tolist() for head in row] for tokens, row in rows]
 
 
-def held_columns(cache: PlanCache, layer: int, batch: int, heads: int) -> list[list[list[int]]]:
+def held_tokens(cache: PlanCache, layer: int, batch: int, heads: int) -> list[list[list[int]]]:
     """The same of a cache."""
     return [[cache.kept_positions(layer, row, head) for head in range(heads)] for row in range(batch)]

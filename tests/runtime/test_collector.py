@@ -10,8 +10,8 @@ from torch import Tensor
 from kvsearch.models.architecture import attention_modules, decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
-from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.collector import QueryCollector
+from kvsearch.runtime.attention import NAME, Logits
+from kvsearch.runtime.collector import Collector
 
 from ..families import DEVICES, build, prompts
 from .helpers import feed, running
@@ -90,8 +90,7 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
     full = [layer for layer, kind in enumerate(kinds(model)) if kind == "full_attention"]
     assert len(observations) == len(full)
     for observation, layer in zip(observations, full, strict=True):
-        statistics = observation.statistics
-        assert statistics is not None
+        statistics = observation.statistics[FROM]
         for row in range(3):
             chosen = queries[layer][row][:, (index[row] >= FROM) & mask[row].bool()].double()
             if row == 1:
@@ -122,17 +121,16 @@ def test_chunks_show_a_policy_what_one_pass_does(family: str, device: str) -> No
     for size in (1, 6, 13):
         pieces = list(zip(ids.split(size, 1), mask.split(size, 1), strict=True))
         chunked.append(observed(model, pieces)[0])
-    assert whole.statistics is not None
     assert whole.queries is not None
     assert whole.queries.shape[2] == 5
     for chunk in chunked:
-        assert chunk.statistics is not None
         real = mask[:, -5:].bool()[:, None, :, None].expand_as(whole.queries)
         torch.testing.assert_close(chunk.queries[real], whole.queries[real], atol=2e-5, rtol=2e-5)
         real = mask.bool()[:, None, :, None].expand_as(whole.keys)
         torch.testing.assert_close(chunk.keys[real], whole.keys[real], atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(chunk.statistics.mean, whole.statistics.mean, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(chunk.statistics.covariance, whole.statistics.covariance, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(chunk.statistics[FROM].mean, whole.statistics[FROM].mean, atol=2e-5, rtol=2e-5)
+        given, expected = chunk.statistics[FROM].covariance, whole.statistics[FROM].covariance
+        torch.testing.assert_close(given, expected, atol=2e-4, rtol=2e-4)
         assert torch.equal(chunk.valid, whole.valid)
         assert chunk.next_position is not None
         assert chunk.next_position.tolist() == [31, 40]
@@ -146,18 +144,23 @@ def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPa
     """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
     monkeypatch.setattr(collector, "CHUNK", 64)
     query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
-    gathered = QueryCollector(Needs(query_statistics_from=0), turned_by_nothing)
+    gathered = Collector([Needs(query_statistics_from=0)], turned_by_nothing)
     for part in query.split(300, 2):
-        gathered.add(part, torch.arange(part.shape[2])[None], torch.ones(1, part.shape[2], dtype=torch.bool))
-    statistics = gathered.statistics()
-    assert statistics is not None
+        real = torch.ones(1, part.shape[2], dtype=torch.bool)
+        gathered.add(part, part, torch.arange(part.shape[2])[None], real, Logits(1.0))
+    whole = torch.ones(1, 1000, dtype=torch.bool)
+    statistics = gathered.observation(query, query, whole, torch.arange(1000)[None], Logits(1.0)).statistics[0]
     exact = query[0].double() - query[0].double().mean(1, keepdim=True)
     covariance = exact.transpose(-1, -2) @ exact / 1000
     torch.testing.assert_close(statistics.covariance[0].double(), covariance, atol=1e-4, rtol=1e-4)
 
 
 def test_nothing_is_gathered_that_was_not_asked_for() -> None:
-    gathered = QueryCollector(Needs(), turned_by_nothing)
-    gathered.add(torch.zeros(1, 1, 3, 4), torch.arange(3)[None], torch.ones(1, 3, dtype=torch.bool))
-    assert gathered.rows is None
-    assert gathered.statistics() is None
+    gathered = Collector([Needs()], turned_by_nothing)
+    states, real = torch.zeros(1, 1, 3, 4), torch.ones(1, 3, dtype=torch.bool)
+    gathered.add(states, states, torch.arange(3)[None], real, Logits(1.0))
+    observation = gathered.observation(states, states, real, torch.arange(3)[None], Logits(1.0))
+    assert observation.queries is None
+    assert observation.column_sums is None
+    assert observation.projection is None
+    assert not observation.statistics

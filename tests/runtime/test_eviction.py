@@ -13,14 +13,15 @@ from kvsearch.plan import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
 
 from ..families import DEVICES, FAMILIES, build, prompts
 from .helpers import (
     Eviction,
     assert_close,
     feed,
-    held_columns,
-    kept_columns,
+    held_tokens,
+    kept_tokens,
     one_by_one,
     plan_for,
     planned_and_reference,
@@ -82,12 +83,13 @@ def test_each_head_holds_what_its_budget_says(family: str, device: str) -> None:
         feed(model, cache, [(ids, mask)])
         assert list(cache.planned) == list(describe(model).full_layers)
         for row, (layer, chosen) in enumerate(eviction.kept.items()):
-            assert held_columns(cache, layer, 3, 2) == kept_columns(chosen)
+            assert held_tokens(cache, layer, 3, 2) == kept_tokens(chosen, mask)
             assert torch.equal(cache.entries()[row], chosen.sum(-1))
         feed(model, cache, one_by_one(ids[:, :2]))
     for layer, chosen in eviction.kept.items():
-        grown = [[[*head, 33, 34] for head in row] for row in kept_columns(chosen)]
-        assert held_columns(cache, layer, 3, 2) == grown
+        rows = zip(kept_tokens(chosen, mask), mask.sum(-1).tolist(), strict=True)
+        grown = [[[*head, length, length + 1] for head in row] for row, length in rows]
+        assert held_tokens(cache, layer, 3, 2) == grown
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming", "snapkv", "keydiff", "expected_attention"])
@@ -99,11 +101,12 @@ def test_every_policy_fills_its_budget(family: str, policy: str, device: str) ->
     with running(model, NAME):
         cache = PlanCache(model, program)
         (logits,) = feed(model, cache, [(ids, mask)])
-    assert cache.entries().tolist() == [[[5, 5], [15, 15]]] * len(cache.planned)
+    expected = [[10, 10], [30, 30]] if policy == "full" else [[5, 5], [15, 15]]
+    assert cache.entries().tolist() == [expected] * len(cache.planned)
     assert logits.isfinite().all()
     for layer in cache.planned:
-        assert 29 in cache.kept_positions(layer, 1, 0) or policy in ("full", "keydiff", "expected_attention")
-        assert min(cache.kept_positions(layer, 0, 1)) >= 20
+        assert 29 in cache.kept_positions(layer, 1, 0) or policy in ("keydiff", "expected_attention")
+        assert max(cache.kept_positions(layer, 0, 1)) < 10
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming", "snapkv", "keydiff", "expected_attention"])
@@ -139,13 +142,13 @@ def test_budgets_follow_each_sequences_own_length(device: str) -> None:
         asked.append(length)
         return np.full((4, 2), length // 4)
 
-    program = Program(dict.fromkeys(range(4), create_policy("streaming")), table)
+    program = Program(PhaseProgram(dict.fromkeys(range(4), create_policy("streaming")), table))
     with running(model, NAME):
         cache = PlanCache(model, program)
         feed(model, cache, [(ids, mask)])
     assert cache.entries().tolist() == [[[4, 4], [10, 10]]] * 4
     assert sorted(asked) == [16, 40]  # once per length, not per layer
-    assert cache.kept_positions(0, 0, 0) == [24, 25, 26, 39]
+    assert cache.kept_positions(0, 0, 0) == [0, 1, 2, 15]
 
 
 def test_a_proportional_plan_scales_with_each_sequence(device: str) -> None:
@@ -177,7 +180,7 @@ def test_masks_of_four_dimensions(family: str, dtype: torch.dtype, device: str) 
         logits = model(ids, attention_mask=square, position_ids=positions, past_key_values=given).logits
     assert_close(logits[mask.bool()], expected[mask.bool()])
     for layer in given.planned:
-        assert held_columns(given, layer, 2, 2) == held_columns(flat, layer, 2, 2)
+        assert held_tokens(given, layer, 2, 2) == held_tokens(flat, layer, 2, 2)
 
 
 def test_left_padding_keeps_the_same_tokens(device: str) -> None:
@@ -195,7 +198,7 @@ def test_left_padding_keeps_the_same_tokens(device: str) -> None:
             model(padded, attention_mask=longer, past_key_values=shifted)
         for layer in range(4):
             for head in range(2):
-                expected = [position + 6 for position in plain.kept_positions(layer, 0, head)]
+                expected = plain.kept_positions(layer, 0, head)
                 assert positioned.kept_positions(layer, 0, head) == expected
                 if policy != "keydiff":  # its anchor is a mean over rotated keys: absolute positions matter
                     assert shifted.kept_positions(layer, 0, head) == expected

@@ -57,7 +57,7 @@ def test_evicted_prompts_generate_what_masking_does(family: str, way: str, devic
     sequences = rows if rows > 1 else DECODING[way].get("num_return_sequences", 1)
     # transformers repeats every prompt for its beams or samples before the first forward pass
     eviction = random_eviction(model, mask, seed=3)
-    for policy in eviction.program.policies.values():
+    for policy in eviction.program.policies:
         object.__setattr__(policy, "scores", policy.scores.repeat_interleave(sequences, 0))
     kept = {layer: chosen.repeat_interleave(sequences, 0) for layer, chosen in eviction.kept.items()}
     options = {**DECODING[way], "attention_mask": mask, "max_new_tokens": 8}
@@ -207,7 +207,7 @@ def test_another_question_about_the_same_context(family: str, device: str) -> No
             expected = feed(model, fresh, [(ids, mask), question])[1]
             actual = ask(model, reused, mask, question)
             assert_close(actual, expected)
-            reused.forget(question[0].shape[1])
+            reused.crop(-question[0].shape[1])
             assert reused.get_seq_length() == 30
 
 

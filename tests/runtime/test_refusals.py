@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -19,10 +22,11 @@ from transformers import (
 )
 
 from kvsearch.errors import IncompatibleError, KvsearchError, UsageError
-from kvsearch.policies import create_policy
+from kvsearch.policies import Needs, Observation, Policy, create_policy
 from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
 
 from ..families import build, prompts
 from .helpers import keep_everything, plan_for, running
@@ -43,10 +47,10 @@ def refusal(kind: type[KvsearchError], expected: str, act: Any) -> None:
 
 def test_a_plan_runs_on_its_model(model: Any) -> None:
     ids, mask = prompts(1, 30)
-    with attach(model, plan_for(model, [[6, 20], None, [9, 1], [30, 4]])) as planned:
+    with attach(model, plan_for(model, [[6, 20], None, [9, 4], [30, 5]])) as planned:
         planned.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
         assert planned.cache is not None
-        assert planned.cache.entries().squeeze(1).tolist() == [[8, 22], [11, 3], [32, 6]]
+        assert planned.cache.entries().squeeze(1).tolist() == [[8, 22], [11, 6], [32, 7]]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -126,18 +130,47 @@ def test_a_plan_of_another_model(model: Any) -> None:
     assert PlanCache(build("llama").to(torch.bfloat16), plan).planned.keys() == {0, 1, 2, 3}
 
 
-def test_a_decode_phase(model: Any) -> None:
-    plan = plan_for(model, [[5, 5]] * 4)
-    both = plan_for(model, [[5, 5]] * 4, decode=plan.prefill)
-    decode_only = plan_for(model, [[5, 5]] * 4, prefill=None, decode=plan.prefill)
-    for refused in (both, decode_only):
-        refusal(UsageError, "executes prefill-phase plans only", lambda refused=refused: attach(model, refused))
+@dataclass(frozen=True)
+class Sums(Policy):
+    """Wants column sums, and has no decode rule of its own that would keep them up."""
+
+    name: ClassVar[str] = "sums"
+    source: ClassVar[str] = "tests"
+
+    def needs(self) -> Needs:
+        return Needs(column_sums=True)
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.received()
+
+
+def test_a_policy_that_cannot_decode(model: Any) -> None:
+    phase = PhaseProgram({0: Sums()}, lambda n: np.full((1, 2), 5))
+    assert Program(phase).layers == (0,)
+    refusal(UsageError, "policy sums needs attention column sums and has no decode rule", lambda: Program(None, phase))
+
+
+def test_a_decode_budget_of_nothing(model: Any) -> None:
+    program = Program(None, PhaseProgram({0: create_policy("streaming")}, lambda n: np.zeros((1, 2), dtype=np.int64)))
+    with running(model, NAME):
+        cache = PlanCache(model, program)
+        refusal(UsageError, "keeps at least 1 entry", lambda: model(prompts(1, 10)[0], past_key_values=cache))
+
+
+def test_taking_back_what_a_decode_phase_displaced(model: Any) -> None:
+    program = Program(None, PhaseProgram({0: create_policy("streaming")}, lambda n: np.full((1, 2), 5)))
+    with running(model, NAME), torch.no_grad():
+        cache = PlanCache(model, program)
+        model(prompts(1, 10)[0], past_key_values=cache)
+        model(prompts(1, 2)[0], past_key_values=cache)
+    refusal(UsageError, "cannot take tokens back under a plan that evicts while decoding", lambda: cache.crop(-1))
+    assert not cache.layers[0].is_croppable
 
 
 def test_a_plan_with_an_unknown_policy(model: Any) -> None:
-    refusal(UsageError, "did you mean 'snapkv'", lambda: attach(model, plan_for(model, [[5, 5]] * 4, policy="snapvk")))
-    wrong = plan_for(model, [[5, 5]] * 4, params={"windw": 3})
-    refusal(UsageError, "did you mean 'window'", lambda: attach(model, wrong))
+    for changes, hint in (({"policy": "snapvk"}, "snapkv"), ({"params": {"windw": 3}}, "window")):
+        with pytest.raises(UsageError, match=f"did you mean '{hint}'"):
+            attach(model, plan_for(model, [[5, 5]] * 4, **changes))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
@@ -145,9 +178,9 @@ def test_layers_with_their_own_window(family: str) -> None:
     model = build(family)
     plan = plan_for(model, [[5, 5]] * 4)
     refusal(IncompatibleError, "budgets layers [0, 2], whose window belongs to the model", lambda: attach(model, plan))
-    program = Program({0: FullKV()}, keep_everything(model).table)
+    program = Program(PhaseProgram({0: FullKV()}, lambda n: np.full((1, 2), n)))
     refusal(IncompatibleError, "layer 0 is a DynamicSlidingWindowLayer", lambda: PlanCache(model, program))
-    assert attach(model, plan_for(model, [None, [5, 5], None, [5, 5]])).program.policies.keys() == {1, 3}
+    assert attach(model, plan_for(model, [None, [5, 5], None, [5, 5]])).program.layers == (1, 3)
 
 
 def test_models_whose_layers_all_have_a_window() -> None:
@@ -189,7 +222,8 @@ def test_configurations(changes: dict[str, Any], problem: str) -> None:
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
     refusal(IncompatibleError, problem, lambda: keep_everything(model))
-    refusal(IncompatibleError, "tested families: llama", lambda: PlanCache(model, Program({0: FullKV()}, lambda n: n)))
+    program = Program(PhaseProgram({0: FullKV()}, lambda n: np.full((1, 2), n)))
+    refusal(IncompatibleError, "tested families: llama", lambda: PlanCache(model, program))
 
 
 def test_qwen2_with_and_without_its_window() -> None:
@@ -197,4 +231,4 @@ def test_qwen2_with_and_without_its_window() -> None:
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, use_sliding_window=True, sliding_window=8, max_window_layers=2,
     )  # fmt: skip
-    assert keep_everything(Qwen2ForCausalLM(config)).policies.keys() == {0, 1}
+    assert keep_everything(Qwen2ForCausalLM(config)).layers == (0, 1)

@@ -114,7 +114,7 @@ def test_crop_takes_back_what_came_after_the_prompt(device: str) -> None:
         cache.crop(100)
         cache.crop(0)
         assert cache.get_seq_length() == 33
-        cache.forget(1)
+        cache.crop(-1)
         assert cache.get_seq_length() == 32
         assert torch.equal(cache.entries(), short.entries())
         lengths = mask.sum(-1) + 2
@@ -131,7 +131,7 @@ def test_forgotten_padding_does_not_hide_later_tokens(device: str) -> None:
     with running(model, NAME):
         cache, fresh = (PlanCache(model, program) for _ in range(2))
         feed(model, cache, [(ids, mask), (padded, pads), *one_by_one(answer[:, :1])])
-        cache.forget(7)
+        cache.crop(-7)
         feed(model, fresh, [(ids, mask)])
         lengths = mask.sum(-1)
         for position in range(6):
@@ -162,5 +162,5 @@ def test_sliding_layers_must_record_what_is_to_be_forgotten(device: str) -> None
         cache = PlanCache(model, keep_everything(model))
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
     with pytest.raises(UsageError, match=r"layer 0 holds its last 15 tokens only: call activate_past_recording\(\)"):
-        cache.forget(2)
+        cache.crop(-2)
     assert {layer.get_seq_length() for layer in cache.layers} == {23}

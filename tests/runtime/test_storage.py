@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime import storage
-from kvsearch.runtime.attention import ragged_attention
+from kvsearch.runtime.attention import Logits, ragged_attention
 from kvsearch.runtime.storage import RaggedStore, bucket
 
 from ..families import DEVICES
@@ -56,8 +56,8 @@ class Pair:
         self.keys, self.values = self.normal(batch, heads, length, 4), self.normal(batch, heads, length, 6)
         share = torch.rand(batch, heads, 1, generator=self.generator)
         self.held = (torch.rand(batch, heads, length, generator=self.generator) < share).to(device)
-        positions = torch.arange(length, device=device).expand(batch, -1)
-        self.store = RaggedStore.pack(self.keys, self.values, self.held, positions)
+        self.index = torch.arange(length, device=device).expand(batch, -1)
+        self.store = RaggedStore.pack(self.keys, self.values, self.held, self.index)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -75,10 +75,9 @@ class Pair:
         keys, values = self.normal(self.batch, self.heads, count, 4), self.normal(self.batch, self.heads, count, 6)
         real = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
         real[0, :pads] = False
-        positions = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.device)[None]
-        if pads:
-            positions = torch.where(real, positions, -1)
-        self.store.append(keys, values, positions, pads > 0)
+        self.store.append(keys, values, real if pads else None)
+        new = torch.where(real, self.index.amax(-1, keepdim=True) + real.cumsum(-1), -1)
+        self.index = torch.cat([self.index, new], 1)
         self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         self.held = torch.cat([self.held, real[:, None].expand(-1, self.heads, -1)], 2)
 
@@ -87,22 +86,26 @@ class Pair:
         self.keys, self.values, self.held = (
             t[:, :, : self.length - count] for t in (self.keys, self.values, self.held)
         )
+        self.index = self.index[:, : self.length]
 
     def select(self, rows: list[int]) -> None:
         self.store = self.store.select_rows(rows)
         self.keys, self.values, self.held = self.keys[rows], self.values[rows], self.held[rows]
+        self.index = self.index[rows]
 
     def check(self, rows: int, softcap: float | None = None) -> None:
         assert torch.equal(self.store.entries(), self.held.sum(-1).cpu())
         for sequence in range(self.batch):
             for head in range(self.heads):
-                expected = torch.nonzero(self.held[sequence, head]).flatten().tolist()
+                expected = self.index[sequence, self.held[sequence, head]].tolist()
                 assert self.store.kept_positions(sequence, head) == expected
         query = self.normal(self.batch, 3 * self.heads, rows, 4)
         causal = torch.ones(rows, self.length, dtype=torch.bool, device=self.device).tril(self.length - rows)
         shown = self.held[:, :, None] & causal
         expected = dense_attention(query, self.keys, self.values, shown, softcap)
-        torch.testing.assert_close(ragged_attention(self.store, query, 0.3, softcap), expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            ragged_attention(self.store, query, Logits(0.3, softcap)), expected, atol=2e-6, rtol=1e-5
+        )
         rows_seen = shown.any(-1)
         assert bool(expected[rows_seen.repeat_interleave(3, 1)].abs().sum(-1).gt(0).all())
 

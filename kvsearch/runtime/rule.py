@@ -1,0 +1,253 @@
+"""The decode rule of one layer: which entries leave after each step once a kv head holds more than its budget.
+
+The storage calls `begin` once per step and `decide` for each of its blocks; a teacher-forced replay does the same with
+all tokens side by side. What a policy remembers lives in the state of the segments, never on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.base import Needs, QueryStatistics
+from kvsearch.policies.decoding import State, Step, best, lowest, protected_slots, protection_at
+from kvsearch.policies.ranking import scores_at
+from kvsearch.runtime.attention import Logits
+from kvsearch.runtime.collector import Moments, Rotary, plain_queries
+
+STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
+UNBOUNDED = 2**62  # the budget of a head that is never evicted
+PRIORITY = "priority"  # state of the rule itself: the last scores
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+def decode_needs(policy: Policy) -> Needs:
+    """What the decode rule of `policy` must be given of the prompt.
+
+    Raises:
+        UsageError: the policy needs something that cannot be kept up while decoding.
+    """
+    needs = policy.needs()
+    if policy.online:
+        return needs
+    if needs.column_sums:
+        raise UsageError(f"policy {policy.name} needs attention column sums and has no decode rule: use it in prefill")
+    rows = max(needs.query_rows, STATISTICS_ROWS if needs.query_statistics_from is not None else 0)
+    return Needs(query_rows=rows, projection=needs.projection)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What some segments may hold, on the host and on the device, [S] each."""
+
+    host: Ints  # budgets
+    stay: Ints  # entries left after an eviction
+    budgets: Tensor
+    sinks: Tensor
+    recent: Tensor
+
+    def select(self, rows: Ints) -> Limits:
+        """The limits of some of the segments."""
+        index = torch.from_numpy(rows).to(self.budgets.device)
+        return Limits(self.host[rows], self.stay[rows], self.budgets[index], self.sinks[index], self.recent[index])
+
+
+class DecodeRule:
+    """The rule of `policy` at `budgets` [B, Hkv] (int64, UNBOUNDED where exempt), from the end of the prompt on."""
+
+    def __init__(self, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> None:
+        self.policy, self.rotary, self.layer = policy, rotary, observation.layer
+        self.budgets: Ints = budgets.flatten().cpu().numpy().astype(np.int64)
+        if self.budgets.min() < 1:
+            raise UsageError(f"policy {policy.name}: while decoding every head keeps at least 1 entry, not 0")
+        self.heads = observation.keys.shape[1]
+        self.needs = decode_needs(policy)
+        self.queries = None if policy.online else _last_rows(observation, self.needs.query_rows)
+        following = observation.next_position
+        self.next_position = observation.seen if following is None else following
+        self.interval = self._intervals()
+        # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never), and who is due
+        self.scored = np.full(len(self.interval), -1)
+        self.due = np.zeros(len(self.interval), dtype=bool)
+
+    def start(self, observation: Observation) -> State:
+        """The running state per entry and head at the end of the prompt, tensors [B, Hkv, T, ...] and [B, Hkv, ...]."""
+        if self.policy.online:
+            return self.policy.start(observation)
+        shape = observation.keys.shape[:3]
+        return State({PRIORITY: torch.full(shape, float("inf"), device=observation.keys.device)})
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def begin(self, query: Tensor, positions: Tensor, over: Bools, active: Tensor | None) -> None:
+        """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
+
+        `over` [B] says which sequences have a head over its budget. Those not `active` [B] bool (None: all are) had
+        padding in this step.
+        """
+        following = positions[:, -1].expand_as(self.next_position) + 1
+        if self.queries is not None and self.queries.shape[2]:
+            rows = torch.cat([self.queries[:, :, 1:], query.to(self.queries.dtype)], 2)
+            self.queries = rows if active is None else torch.where(active[:, None, None, None], rows, self.queries)
+        self.next_position = following if active is None else torch.where(active, following, self.next_position)
+        if self.policy.online:
+            return
+        real = True if active is None else active.cpu().numpy()
+        self.scored = self.scored + (real & (self.scored >= 0))
+        self.due = over & real & ((self.scored < 0) | (self.scored >= self.interval))
+        self.scored = np.where(self.due, 0, self.scored)
+
+    def limits(self, names: Ints, device: torch.device) -> Limits:
+        """Budgets and protection of the segments `names`."""
+        host = self.budgets[names]
+        budgets = torch.from_numpy(host)
+        sinks, recent = protection_at(self.policy.sink_count, self.policy.recent_at(budgets), budgets)
+        stay = np.maximum(host + 1 - self.policy.drop_at(budgets).numpy(), 1)
+        return Limits(host, stay, budgets.to(device), sinks.to(device), recent.to(device))
+
+    def decide(
+        self, step: Step, rows: Tensor, limits: Limits, used: Ints, real: Ints, logits: Logits
+    ) -> tuple[Tensor | None, Ints]:
+        """Slots that leave after this step, and what each segment holds then.
+
+        `rows` [S] are the segments' sequences, `used` what they hold now, `real` 1 where the step brought a token.
+        The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing leaves. Updates the
+        running state, and merges what leaves where the policy does.
+        """
+        priorities = self._priorities(step, rows, limits, logits)
+        over = (used > limits.host) & (real > 0)
+        if not over.any():
+            return None, used
+        positions = step.cached.positions
+        protected = protected_slots(positions, step.seen, limits.sinks, limits.recent)
+        stay = np.where(over, limits.stay, used)
+        if (used - stay).max() == 1:
+            leaving = lowest(priorities, step.cached.held & ~protected, positions)[:, None]
+            if not over.all():
+                leaving = leaving.masked_fill(torch.from_numpy(~over).to(leaving.device)[:, None], -1)
+        else:
+            keep = best(priorities, protected, positions, torch.from_numpy(stay).to(positions.device))
+            leaving = slots_of(step.cached.held & ~keep, positions)
+        if self.policy.merges:
+            self.policy.merge(step.cached, leaving)
+        return leaving, stay
+
+    # --- priorities -----------------------------------------------------------------------------------------------
+
+    def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
+        if self.policy.online:
+            return self.policy.step(step)
+        priority = step.cached.state.entries[PRIORITY]
+        priority.scatter_(1, step.newest[:, None], float("inf"))  # protected until it is scored
+        if self.due.all():
+            priority.copy_(self._score(step, rows, limits, logits))
+        elif self.due.any():
+            due = torch.from_numpy(self.due).to(rows.device)[rows]
+            priority.copy_(torch.where(due[:, None], self._score(step, rows, limits, logits), priority))
+        return priority
+
+    def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
+        """The policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
+        cached = step.cached
+        order = torch.argsort(cached.positions, dim=-1, stable=True)
+        index = cached.positions.gather(-1, order)
+        observation = Observation(
+            keys=_taken(cached.keys, order)[:, None],
+            values=_taken(cached.values, order)[:, None],
+            valid=index >= 0,
+            scaling=logits.scaling,
+            queries=self._queries(rows, cached.heads),
+            softcap=logits.softcap,
+            statistics=self._statistics(rows, cached.heads),
+            rotary=self.rotary,
+            next_position=self.next_position[rows],
+            projection=None if logits.projection is None else logits.projection.of_heads(cached.heads),
+            token_index=index,
+            token_count=step.seen,
+            layer=self.layer,
+        )
+        scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
+        scores = scores.masked_fill(protected_slots(index, step.seen, limits.sinks, limits.recent), float("inf"))
+        return torch.empty_like(scores).scatter_(-1, order, scores)
+
+    def _queries(self, row: Tensor, head: Tensor) -> Tensor | None:
+        """The last query rows of each segment, [S, G, w, D]."""
+        if self.queries is None or not self.queries.shape[2]:
+            return None
+        batch, _, rows, dim = self.queries.shape
+        return self.queries.view(batch, self.heads, -1, rows, dim)[row, head]
+
+    def _statistics(self, row: Tensor, head: Tensor) -> dict[int, QueryStatistics]:
+        start = self.policy.needs().query_statistics_from
+        if start is None:
+            return {}
+        if self.queries is None:
+            raise InternalError("query statistics without the rows behind them")
+        batch, query_heads, rows, dim = self.queries.shape
+        positions = self.next_position[:, None] - rows + torch.arange(rows, device=row.device)
+        plain = plain_queries(self.queries, positions.clamp(min=0), self.rotary)
+        found = Moments.of(plain, positions >= 0).statistics()
+        shape = (batch, self.heads, query_heads // self.heads)
+        mean, covariance = found.mean.view(*shape, dim), found.covariance.view(*shape, dim, dim)
+        return {start: QueryStatistics(mean[row, head], covariance[row, head])}
+
+    def _intervals(self) -> Ints:
+        """Steps between two scorings per sequence, [B]: half of what one leaves open in the tightest head, at most."""
+        budgets = torch.from_numpy(self.budgets)
+        sinks, recent = protection_at(self.policy.sink_count, self.policy.recent_at(budgets), budgets)
+        fixed = torch.maximum(sinks + recent, torch.minimum(self.policy.quota(budgets), budgets))
+        supply = ((budgets + 1 - fixed) // 2).clamp(min=1).numpy().reshape(-1, self.heads).min(-1)
+        interval: Ints = np.minimum(supply, self.policy.refresh_interval)
+        return interval
+
+    # --- rows of the batch ----------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Sequence[int]) -> DecodeRule:
+        """The rule for sequences `rows` of the batch, in that order."""
+        return self._with(lambda tensor: tensor[torch.as_tensor(rows, device=tensor.device)], rows)
+
+    def copy(self) -> DecodeRule:
+        """A rule that goes its own way from here."""
+        return self._with(lambda tensor: tensor, range(len(self.budgets) // self.heads))
+
+    def _with(self, change: Callable[[Tensor], Tensor], rows: Sequence[int]) -> DecodeRule:
+        made = object.__new__(DecodeRule)
+        made.__dict__.update(self.__dict__)
+        made.budgets = self.budgets.reshape(-1, self.heads)[list(rows)].flatten()
+        made.interval, made.scored, made.due = self.interval[list(rows)], self.scored[list(rows)], self.due[list(rows)]
+        made.queries = None if self.queries is None else change(self.queries)
+        made.next_position = change(self.next_position)
+        return made
+
+    def nbytes(self) -> int:
+        """Bytes of query rows held."""
+        return 0 if self.queries is None else self.queries.untyped_storage().nbytes()
+
+
+def slots_of(mask: Tensor, positions: Tensor) -> Tensor:
+    """The slots of a mask [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
+    key = positions.masked_fill(~mask, torch.iinfo(positions.dtype).max)
+    order = torch.argsort(key, dim=-1, stable=True)[:, : int(mask.sum(-1).max())]
+    return torch.where(mask.gather(-1, order), order, -1)
+
+
+def _last_rows(observation: Observation, rows: int) -> Tensor | None:
+    """The last `rows` query rows of the prompt, zeros in front where it was shorter, [B, Hq, rows, D]."""
+    if observation.queries is None:
+        return None
+    given = observation.queries[:, :, -rows:] if rows else observation.queries[:, :, :0]
+    return torch.nn.functional.pad(given, (0, 0, rows - given.shape[2], 0)).clone()
+
+
+def _taken(states: Tensor, order: Tensor) -> Tensor:
+    """Entries [S, C, D] in another order [S, C]."""
+    return states.gather(1, order[..., None].expand(-1, -1, states.shape[-1]))

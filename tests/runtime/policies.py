@@ -1,0 +1,36 @@
+"""Every built-in policy with settings that a prompt of a dozen tokens can exercise."""
+
+from __future__ import annotations
+
+from kvsearch.policies import create_policy
+
+SMALL = {
+    f"{name}{params or ''}": create_policy(name, params)
+    for name, params in [
+        ("full", {}),
+        ("streaming", {"sinks": 2}),
+        ("h2o", {}),
+        ("h2o", {"recent": 2}),
+        ("h2o", {"sinks": 2, "recent_share": 0.25}),
+        ("tova", {}),
+        ("tova", {"protect_last": True}),
+        ("snapkv", {"window": 4, "kernel": 3, "sinks": 1}),
+        ("snapkv", {"window": 2, "kernel": 3, "pooling": "avg", "group": "max", "refresh": 1}),
+        ("pyramidkv", {"window": 3}),
+        ("scissorhands", {"history": 5, "window": 2}),
+        ("scissorhands", {"history": 11, "window": 1, "drop": 0}),
+        ("cam", {"sinks": 1, "merge_next": 2}),
+        ("cam", {"base": "h2o", "expectation": True}),
+        ("d2o", {"sinks": 1}),
+        ("cake", {"window": 3, "kernel": 3}),
+        ("vatp", {"sinks": 1}),
+        ("vatp", {"base": "snapkv", "window": 3, "sinks": 1}),
+        ("lava", {"window": 3, "kernel": 3}),
+        ("keydiff", {}),
+        ("keydiff", {"sinks": 1, "window": 2}),
+        ("expected_attention", {"sinks": 1, "future": 4, "refresh": 2}),
+        ("criticalkv", {"window": 2, "kernel": 3}),
+        ("knorm", {}),
+        ("duo_attention", {"sinks": 1, "window": 3}),
+    ]
+}

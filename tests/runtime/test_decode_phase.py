@@ -1,0 +1,154 @@
+"""Plans with a decode phase on whole models: attention over what is held equals a full cache with a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvsearch.models.architecture import describe
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+
+from ..families import DEVICES, FAMILIES, build, prompts
+from .helpers import assert_close, feed, hide, one_by_one, plan_for, reference, running
+from .policies import SMALL
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+REVERSIBLE = [name for name, policy in SMALL.items() if not policy.merges]
+
+
+def phase(model: Any, policy: Policy, budgets: tuple[int, ...]) -> PhaseProgram:
+    """Budgets that differ between heads, and by one from layer to layer."""
+    layers = describe(model).full_layers
+    table = np.array(budgets)[None] + np.arange(len(layers))[:, None]
+    return PhaseProgram(dict.fromkeys(layers, policy), lambda length: table)
+
+
+def columns(cache: PlanCache, mask: Tensor, kv_heads: int, width: int) -> dict[int, Tensor]:
+    """What each head holds as masks [B, Hkv, width] over the columns of a left-padded batch."""
+    kept = {}
+    for layer in cache.planned:
+        shown = torch.zeros(len(mask), kv_heads, width, dtype=torch.bool)
+        for row, pads in enumerate((mask == 0).sum(-1).tolist()):
+            for head in range(kv_heads):
+                shown[row, head, [pads + index for index in cache.kept_positions(layer, row, head)]] = True
+        kept[layer] = shown
+    return kept
+
+
+@torch.no_grad()
+def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: Tensor) -> Tensor:
+    """Logits of the token `step` places after a prompt with this mask."""
+    seen = torch.cat([mask, mask.new_ones(len(mask), step + 1)], 1)
+    positions = (seen.cumsum(-1) - 1)[:, -1:]
+    logits: Tensor = model(token, attention_mask=seen, position_ids=positions, past_key_values=cache).logits
+    return logits
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+@pytest.mark.parametrize("name", REVERSIBLE)
+def test_decoding_equals_masking(name: str, prefilled: bool, device: str) -> None:
+    compare("llama", SMALL[name], prefilled, device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_equals_masking_in_every_family(family: str, device: str) -> None:
+    for name in ("h2o", "snapkv"):
+        compare(family, create_policy(name, {"window": 4} if name == "snapkv" else {}), True, device)
+
+
+def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 20, pads=7, device=device)
+    answer = one_by_one(prompts(2, 9, device=device, seed=1)[0])
+    decode = phase(model, policy, (9, 14))
+    program = Program(phase(model, policy, (8, 15)) if prefilled else None, decode)
+    heads = describe(model).kv_heads
+    with running(model, NAME):
+        cache = PlanCache(model, program)
+        planned, kept = feed(model, cache, [(ids, mask)]), [columns(cache, mask, heads, 20)]
+        for step, (token, _) in enumerate(answer):
+            planned.append(one_step(model, cache, mask, step, token))
+            kept.append(columns(cache, mask, heads, 21 + step))
+    with reference(model, {}) as full:
+        feed(model, full, [(ids, mask)])
+        for step, (token, _) in enumerate(answer):
+            hide(kept[step])
+            assert_close(planned[step + 1], one_step(model, full, mask, step, token))
+    if policy.name not in ("full", "duo_attention"):  # some heads of theirs grow
+        limits = torch.from_numpy(decode.table(20))[:, None].expand(-1, 2, -1)
+        assert bool((cache.entries() <= limits).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
+    model = build("llama", device).to(dtype)
+    ids, mask = prompts(1, 20, device=device)
+    pieces = [(ids, mask), prompts(1, 3, device=device, seed=2), *one_by_one(prompts(1, 4, device=device, seed=1)[0])]
+    roomy = phase(model, SMALL[name], (40, 50))
+    with running(model, NAME):
+        planned = feed(model, PlanCache(model, Program(roomy, roomy), exact=True), pieces)
+    for actual, expected in zip(planned, feed(model, DynamicCache(config=model.config), pieces), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
+def test_generating_under_a_plan_with_each_combination_of_phases(phases: str, device: str) -> None:
+    model = build("llama", device)
+    plan = plan_for(model, [[6, 9]] * 4)
+    prefill, decode = (plan.prefill if phases in (name, "both") else None for name in ("prefill", "decode"))
+    made = plan_for(model, [[6, 9]] * 4, prefill=prefill, decode=decode)
+    ids, mask = prompts(2, 20, pads=3, device=device)
+    with attach(model, made) as planned:
+        planned.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        assert planned.cache is not None
+        held, most = planned.cache.entries(), planned.cache.most_entries()
+    lengths = torch.tensor([[17], [20]])
+    if phases == "prefill":
+        assert held[0].tolist() == most[0].tolist() == [[13, 16]] * 2
+    elif phases == "decode":
+        assert held[0].tolist() == [[6, 9]] * 2
+        assert torch.equal(most[0], (lengths + 1).expand(-1, 2))
+    else:
+        assert held[0].tolist() == [[6, 9]] * 2
+        assert most[0].tolist() == [[7, 10]] * 2
+
+
+def test_beams_under_a_roomy_plan_are_those_of_the_model(device: str) -> None:
+    model = build("qwen3", device)
+    roomy = phase(model, create_policy("h2o"), (60, 70))
+    ids, mask = prompts(2, 12, pads=3, device=device)
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids, **options)
+    with attach(model, Program(None, roomy)) as planned:
+        assert torch.equal(planned.generate(ids, **options), expected)
+
+
+def test_many_questions_of_one_context_do_not_see_each_other(device: str) -> None:
+    model = build("gemma2", device)
+    tight = phase(model, create_policy("tova"), (6, 8))
+    ids, mask = prompts(2, 20, pads=4, device=device)
+    questions = [prompts(2, 5, pads=2, device=device, seed=seed) for seed in (1, 2)]
+    with running(model, NAME):
+        cache, answers = PlanCache(model, Program(tight, tight)), []
+        feed(model, cache, [(ids, mask)])
+        cache.activate_past_recording()
+        mark = cache.mark()
+        for question, real in (*questions, questions[0]):
+            seen = torch.cat([mask, real], 1)
+            positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -5:]
+            with torch.no_grad():
+                output = model(question, attention_mask=seen, position_ids=positions, past_key_values=cache)
+            answers.append(output.logits)
+            cache.rewind(mark)
+        assert cache.get_seq_length() == 20
+    assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1])

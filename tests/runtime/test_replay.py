@@ -1,0 +1,43 @@
+"""The teacher-forced replay equals decoding token by token: outputs to 1e-5, kept entries exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.registry import BUILT_IN
+from kvsearch.runtime.replay import replay
+
+from ..policies.contract import properties, rope
+from .layers import Layer, Scene, held, scenes
+
+
+@pytest.mark.parametrize("phases", ["decode", "both"])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_replay_equals_token_by_token(name: str, phases: str) -> None:
+    policy = create_policy(name)
+
+    @properties
+    @given(scenes())
+    def equal(scene: Scene) -> None:
+        check(scene, policy if phases == "both" else None, policy)
+
+    equal()
+
+
+def check(scene: Scene, prefill: Policy | None, decode: Policy) -> None:
+    layer = Layer(scene)
+    before = [tensor.clone() for tensor in (layer.query, layer.key, layer.value)]
+    outputs, holder = layer.decode(prefill, decode)
+    used = [policy for policy in (prefill, decode) if policy is not None]
+    found = replay(
+        layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode), layer.tokens(), layer.logits,
+        rope,
+    )  # fmt: skip
+    assert found.kept == held(holder)
+    assert torch.equal(found.most, holder.most_entries())
+    torch.testing.assert_close(found.outputs, outputs, atol=1e-5, rtol=1e-5)
+    for tensor, same in zip((layer.query, layer.key, layer.value), before, strict=True):
+        assert torch.equal(tensor, same)
