@@ -12,6 +12,7 @@ from kvsearch.cli.evaluate import evaluate
 from kvsearch.cli.export import export
 from kvsearch.cli.generate import generate
 from kvsearch.cli.headroom import headroom
+from kvsearch.cli.policies import policies
 from kvsearch.cli.show import show
 
 app = typer.Typer(
@@ -22,8 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (calibrate, export, evaluate, generate, show, headroom, doctor):
-    app.command(no_args_is_help=verb is not doctor)(verb)
+for verb in (calibrate, export, evaluate, generate, show, headroom, policies, doctor):
+    app.command(no_args_is_help=verb not in (policies, doctor))(verb)
 
 
 def _version(wanted: bool) -> None:

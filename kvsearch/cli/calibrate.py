@@ -75,7 +75,9 @@ def calibrate(
 
     from kvsearch.calibrate.lukv import calibrate_lukv
     from kvsearch.plan.profile import save_profile
+    from kvsearch.policies.checks import warn_unfit
 
+    warn_unfit(loaded.model, [policy_object])
     common.say(f"calibrating {model} for {chosen.policy} on {texts.questions} questions from {texts.name}")
     with common.progress("questions") as progress:
         profile = calibrate_lukv(loaded, texts, policy_object, options, progress)

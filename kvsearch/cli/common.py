@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.errors import EnvironmentFault, KvsearchError
+from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvsearch.models.loading import LoadedModel
+    from kvsearch.plan import Plan
 
 Progress = Callable[[int, int], None]
 BUG, INTERRUPTED = 1, 130
@@ -81,6 +83,27 @@ class Common:
         """Tell the user something that is not a result."""
         self.talk.print(text, markup=False, soft_wrap=True)
         logging.getLogger("kvsearch").info(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something doubtful, on one line."""
+        self.talk.print(f"kvsearch: warning: {text}", markup=False, soft_wrap=True)
+        logging.getLogger("kvsearch").warning(text)
+
+    @contextmanager
+    def warnings_shown(self) -> Iterator[None]:
+        """Show our warnings as `warn` does; those of other packages are shown as ever."""
+        with warnings.catch_warnings():
+            show_others = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+                if issubclass(category, KvsearchWarning):
+                    self.warn(str(message))
+                else:
+                    show_others(message, category, *place, **more)
+
+            warnings.showwarning = show
+            warnings.simplefilter("always", KvsearchWarning)
+            yield
 
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
@@ -140,7 +163,8 @@ def guarded(action: Callable[[], None], common: Common) -> int:
     """Run `action`; returns the exit code and prints one line about what went wrong, if anything."""
     try:
         _log_to(common.log_file)
-        action()
+        with common.warnings_shown():
+            action()
     except KeyboardInterrupt:
         _complain("interrupted: nothing half-written was left behind")
         return INTERRUPTED
@@ -194,6 +218,16 @@ def _silence_libraries(verbose: int) -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def checked_plan(path: Path) -> Plan:
+    """Read a plan file; UsageError for all that is wrong with it or its policies, so that no model is loaded for it."""
+    from kvsearch.plan import load_plan
+    from kvsearch.policies.checks import check_plan
+
+    plan = load_plan(path)
+    check_plan(plan, str(path))
+    return plan
 
 
 def new_directory(path: Path, force: bool, config: str) -> Path:

@@ -50,7 +50,7 @@ def evaluate(
     with common.progress("batches") as progress:
         result = study(loaded, plans, names, chosen, samples, common.seed, batch, progress)
     if result.doubt is not None:
-        common.say(f"warning: {result.doubt}")
+        common.warn(result.doubt)
     if samples_file is not None:
         write_samples(result, samples_file)
     if common.as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.common import Common, checked_plan, command
 
 
 @command
@@ -30,9 +30,8 @@ def generate(
     Without --context and --prompt the bundled model answers a question about a text of its own.
     """
     from kvsearch.evaluate.answer import answer, example_for, expected_reply, read_text
-    from kvsearch.plan import load_plan
 
-    loaded_plan = load_plan(plan) if plan is not None else None
+    loaded_plan = checked_plan(plan) if plan is not None else None
     text, question = (read_text(item) if item is not None else None for item in (context, prompt))
     text, question, plain = example_for(model, text, question, common.seed)
     if common.dry_run:
@@ -48,5 +47,5 @@ def generate(
         common.say(f"expected to begin with: {expected_reply(common.seed)}")
     common.say(
         f"cache: {reply.entries} of {reply.full_entries} entries ({reply.bytes / 2**20:.2f} MiB, "
-        f"full {reply.full_bytes / 2**20:.2f} MiB) after the context"
+        f"full {reply.full_bytes / 2**20:.2f} MiB) after the context, at most {reply.most} while answering"
     )

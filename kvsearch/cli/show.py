@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsearch.cli.calibrate import PROFILE
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.common import Common, checked_plan, command
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan, Profile
@@ -30,14 +30,13 @@ def show(
     For a profile: local eviction ratios, whether they are stable across questions and texts, how far the policy's
     ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's.
     """
-    from kvsearch.plan import load_plan
     from kvsearch.plan.profile import load_profile
 
     file = path / PROFILE if path.is_dir() else path
     if file.suffix == ".json":
-        _show_plan(load_plan(file), common)
+        _show_plan(checked_plan(file), common)
     else:
-        _show_profile(load_profile(file), ratio, load_plan(plan) if plan is not None else None, common)
+        _show_profile(load_profile(file), ratio, checked_plan(plan) if plan is not None else None, common)
 
 
 def _show_plan(plan: Plan, common: Common) -> None:
@@ -58,7 +57,7 @@ def _show_plan(plan: Plan, common: Common) -> None:
             continue
         layers = part.planned_layers
         policies = sorted({f"{p.policy.name} {p.policy.params}" for p in part.layers if p is not None})
-        _facts({**facts, "policy": "; ".join(policies)}, common)
+        show_facts({**facts, "policy": "; ".join(policies)}, common)
         budgets = np.array([part.budgets[layer] for layer in layers])
         common.out.print(heatmap(f"{phase}: entries per layer and kv head", budgets, layers))
 
@@ -92,7 +91,7 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
             }
         )  # fmt: skip
         return
-    _facts(
+    show_facts(
         {
             "model": metadata.model.short(), "method": metadata.method, "questions": metadata.questions,
             "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
@@ -113,7 +112,8 @@ def _without_nan(stable: Any) -> dict[str, float | None]:
     return {name: None if value != value else value for name, value in stable.__dict__.items()}
 
 
-def _facts(facts: dict[str, Any], common: Common) -> None:
+def show_facts(facts: dict[str, Any], common: Common) -> None:
+    """Print names and values, one pair a line, values aligned."""
     width = max(map(len, facts))
     for name, value in facts.items():
         common.out.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)

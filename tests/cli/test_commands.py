@@ -28,7 +28,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "export", "evaluate", "generate", "show", "headroom", "doctor"])
+VERBS = ("calibrate", "export", "evaluate", "generate", "show", "headroom", "policies", "doctor")
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
     code, out, _ = run(verb, "--help")
     assert code == 0
