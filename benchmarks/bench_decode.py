@@ -69,7 +69,7 @@ def planned_cache(model: Any, prompt: list[tuple[torch.Tensor, torch.Tensor]], b
         keep = keep_mask(ranks, torch.tensor(budgets(index)).expand(batch, -1), valid)
         layer.lazy_initialization(keys, values)
         layer.seen = length
-        layer.store = RaggedStore.pack(keys, values, keep, torch.arange(length, device=keys.device).expand(batch, -1))
+        layer.holder = RaggedStore.pack(keys, values, keep, torch.arange(length, device=keys.device).expand(batch, -1))
     return cache
 
 
