@@ -12,6 +12,7 @@ from kvsearch.cli.evaluate import evaluate
 from kvsearch.cli.export import export
 from kvsearch.cli.generate import generate
 from kvsearch.cli.headroom import headroom
+from kvsearch.cli.plan import plan_app
 from kvsearch.cli.policies import policies
 from kvsearch.cli.show import show
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for verb in (calibrate, export, evaluate, generate, show, headroom, policies, doctor):
     app.command(no_args_is_help=verb not in (policies, doctor))(verb)
+app.add_typer(plan_app, name="plan")
 
 
 def _version(wanted: bool) -> None:

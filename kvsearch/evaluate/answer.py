@@ -22,7 +22,7 @@ from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply and what the cache held after the context."""
+    """A reply and what the cache held after the context; `full_bytes` is what transformers' own cache would hold."""
 
     text: str
     context_tokens: int
@@ -90,14 +90,14 @@ def answer(
         ids, question = ids[:, :-1], ids[:, -1:]
     if ids.shape[1] == 0:
         raise UsageError("there is nothing to compress: give a longer context or prompt")
+    shape = describe(loaded.model)
     with running(loaded.model):
         cache = PlanCache(loaded.model, program, exact=exact)
         replies = Replies(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
         entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
-        entry_bytes = sum(layer.nbytes() for layer in cache.planned.values()) / int(cache.entries().sum())
+        sliding = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
         tokens = replies.ask([question[0]], [max_new_tokens])[0]
         most = replies.most[0]
-    shape = describe(loaded.model)
     full = len(shape.full_layers) * shape.kv_heads * ids.shape[1]
-    full_bytes = held + round((full - entries) * entry_bytes)
+    full_bytes = full * 2 * shape.head_dim * loaded.model.dtype.itemsize + sliding
     return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, full_bytes, most)

@@ -91,13 +91,16 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def nbytes(self) -> int:
         """Bytes of cache storage allocated now, in all layers."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, EvictingLayer):
-                total += layer.nbytes()
-            elif layer.keys is not None:
-                total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
-        return total
+        return sum(self.layer_nbytes(index) for index in range(len(self.layers)))
+
+    def layer_nbytes(self, index: int) -> int:
+        """Bytes of cache storage allocated now, in one layer."""
+        layer = self.layers[index]
+        if isinstance(layer, EvictingLayer):
+            return layer.nbytes()
+        if layer.keys is None:
+            return 0
+        return int(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""

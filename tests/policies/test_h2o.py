@@ -179,6 +179,11 @@ def test_slots_in_any_order(seed: int) -> None:
     check_order_of_slots(H2O(), held, seed)
 
 
+def test_a_fixed_window_takes_no_first_stage() -> None:
+    assert H2O(recent=2).first_stage(received(SUMS)) is None
+    assert H2O().first_stage(received(SUMS)) is not None
+
+
 def test_what_it_reads() -> None:
     assert (H2O().online, H2O().row, H2O().merges) == (True, "group", False)
     assert H2O().needs().describe() == ["attention column sums"]

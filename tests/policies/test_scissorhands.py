@@ -105,18 +105,21 @@ def recount(rows: list[Row], position: int) -> tuple[int, int, float]:
 def test_counts_of_the_prompt_by_definition(case: Case, history: int) -> None:
     policy = Scissorhands(history=history)
     observation = observe(policy, case)
-    state = policy.start(observation)
+    state, scores = policy.start(observation), policy.score(observation)
     for row, pads in enumerate(case.pads):
+        entries = []  # of all heads: the order is that of the layer
         for head in range(case.heads):
             rows = dense_rows(observation, row, head, history)
             for position in range(case.length - pads):
-                low, _, mass = recount(rows, position)
+                low, seen, mass = recount(rows, position)
                 at = (row, head, pads + position)
                 assert int(state.entries[LOW][at]) == low
                 assert float(state.entries[MASS][at]) == pytest.approx(mass, rel=1e-4, abs=1e-5)
                 first = case.length - pads - len(rows)
                 marks = {(first + i) % history for i, of in enumerate(rows) if recount([of], position)[0]}
                 assert bits(state.entries[RING][at]) == marks
+                entries.append((low, seen, float(state.entries[MASS][at])))
+        assert scores[row, :, pads:].flatten().tolist() == places_by_definition(entries)
 
 
 def bits(ring: Tensor) -> set[int]:
@@ -222,6 +225,14 @@ def test_a_decode_step() -> None:
     assert entries[RING].tolist() == [[[0b110], [0], [0], [0], [0b100]]]
     torch.testing.assert_close(entries[MASS], torch.tensor([[0.9, 0.3, 0.0, 1.7, 0.4]]))
     assert policy.step(arriving()).tolist() == [[0.0, 2.0, 0.0, 3.0, 1.0]]
+
+
+def test_an_even_share_is_not_low_while_decoding() -> None:
+    step = arriving()
+    even = dataclasses.replace(step, attention=torch.full((1, 5), 0.25).masked_fill(~step.cached.held, 0.0))
+    Scissorhands(history=3).step(even)
+    assert even.cached.state.entries[LOW].tolist() == [[1, 0, 0, 0, 0]]
+    assert even.cached.state.entries[RING].tolist() == [[[0b010], [0], [0], [0], [0]]]
 
 
 def test_a_row_that_falls_out_of_the_history_no_longer_counts() -> None:
