@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: setup
 	$(BIN)/ruff check .
@@ -27,6 +27,8 @@ bench: setup
 	$(BIN)/python benchmarks/bench_decode.py --batch 1
 	$(BIN)/python benchmarks/bench_decode.py --batch 4
 	$(BIN)/python benchmarks/bench_solver.py
+	$(BIN)/python benchmarks/bench_policies.py
+	$(BIN)/python benchmarks/bench_policies.py --bundled
 
 # About an hour on two cores.
 train: setup

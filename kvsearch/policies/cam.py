@@ -105,7 +105,7 @@ class CaM(Wrapper):
         reach = (stays.sum(-1, keepdim=True) - first).clamp(max=len(offset))
         inside = offset < reach[..., None]
         share = self._share(cached, position, source, order.gather(1, place.flatten(1)).view_as(place), inside)
-        active = (gone & (share > 0))[..., None] & inside
+        active = gone[..., None] & inside
         weight = (share / reach.clamp(min=1))[..., None].expand(place.shape)
         if leaving.shape[1] == 1:  # touches those m values only
             targets, into = order.gather(1, place[:, 0]), offset.expand(len(order), -1)

@@ -14,7 +14,7 @@ from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O
 from kvsearch.policies.merging import fold, in_parts, staying, taken
-from kvsearch.policies.scoring import SCRATCH_BYTES
+from kvsearch.policies.scoring import chunk_bytes
 
 TAU = "tau"
 
@@ -67,7 +67,7 @@ class D2O(H2O):
         similarity, nearest = most_similar(cached.keys, sources, order, real)
         event = gone.any(-1) & real.any(-1)
         tau = self._update(cached.state.heads[TAU], similarity.masked_fill(~gone, 0.0), gone.sum(-1), event)
-        merged = gone & event[:, None] & (similarity >= tau[:, None])
+        merged = gone & (similarity >= tau[:, None])
         mean = self.merging == "code"
         weight = similarity if mean else similarity.exp()
         own = 1.0 if mean else math.e
@@ -90,11 +90,14 @@ def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -
     `keys` is [S, C, D], `sources` [S, E] and `targets` [S, R] are slots, `real` [S, R] bool says which targets count.
     """
     units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
-    step = max(1, SCRATCH_BYTES // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
+    step = max(1, chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
+    hidden = None if sources.shape[1] > 1 and bool(real.all()) else ~real[:, None]  # one per step must not wait
     values, indices = [], []
     for first in range(0, sources.shape[1], step):
         cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units
-        value, index = cosine.masked_fill_(~real[:, None], -math.inf).max(-1)
+        if hidden is not None:
+            cosine.masked_fill_(hidden, -math.inf)
+        value, index = cosine.max(-1)
         values.append(value)
         indices.append(index)
     return torch.cat(values, 1), torch.cat(indices, 1)

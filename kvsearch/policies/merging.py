@@ -50,7 +50,7 @@ def fold(
     """Make states[targets[r]] its `own[r]`-fold plus the sum over into[k] = r of weights[k] * states[sources[k]].
 
     In place on `states` [S, C, D], fp32 inside. `targets` [S, R] are different slots, none a source, and `own` is
-    [S, R] fp32; the others are [S, K]. Only what is `active` counts, and targets that nothing goes into do not change.
+    [S, R] fp32, 1 where nothing goes into; the others are [S, K]. Only what is `active` counts.
     """
     before = taken(states, targets)
     added = torch.zeros_like(before)
@@ -59,6 +59,5 @@ def fold(
         some = slice(first, first + step)
         part = taken(states, sources[:, some]).mul_(weights[:, some, None]).masked_fill_(~active[:, some, None], 0.0)
         added.scatter_add_(1, into[:, some, None].expand_as(part), part)
-    touched = torch.zeros_like(targets).scatter_add_(1, into, active.long()) > 0
-    after = torch.where(touched[..., None], added.addcmul_(before, own[..., None]), before)
-    states.scatter_(1, targets[..., None].expand_as(after), after.to(states.dtype))
+    after = added.addcmul_(before, own[..., None]).to(states.dtype)
+    states.scatter_(1, targets[..., None].expand_as(after), after)

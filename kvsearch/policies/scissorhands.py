@@ -74,7 +74,9 @@ class Scissorhands(Policy):
         Yields (kv heads, index of every row's token [B, rows], whether entries are low [B, heads, rows, T] bool, their
         attention, mean over the group).
         """
-        index = observation.index[:, None]
+        index = observation.index
+        ordered, padding = index.contiguous(), (index < 0).sum(-1, keepdim=True)
+        columns, real = torch.arange(index.shape[1], device=index.device), (index >= 0)[:, None, None]
         rows = min(self.history, observation.last_queries.shape[2])
         first = observation.seen[:, None] - rows
         done, before = 0, slice(0)
@@ -82,9 +84,12 @@ class Scissorhands(Policy):
             done, before = (done if part == before else 0), part
             at = first + torch.arange(done, done + probability.shape[-2], device=index.device)
             done += probability.shape[-2]
-            visible = (index >= 0) & (index <= at[:, :, None])
+            # padding, index -1, comes first; a row sees what is no later than itself
+            ends = torch.searchsorted(ordered, at, right=True)
+            even = 1 / (ends - padding)[:, None, :, None]
             row = probability.mean(2)
-            yield part, at, visible[:, None] & (row < 1 / visible.sum(-1)[:, None, :, None]), row
+            is_low = (row < even) & (columns < ends[:, None, :, None])
+            yield part, at, is_low & real, row
 
     # --- decoding -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsearch.policies.base import Observation
 
 SCRATCH_BYTES = 48 * 2**20
-CACHE_BYTES = 4 * 2**20  # scratch of a chunk that a CPU's cache can hold
+CACHE_BYTES = 8 * 2**20  # scratch of a chunk that a CPU's cache can hold
 
 
 def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
@@ -30,8 +30,9 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
     visible = ((column >= 0) & (column <= at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
     real_row = visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
     row_bytes = 8 * batch * group * length
-    row_step = min(rows, max(1, SCRATCH_BYTES // row_bytes))
-    head_step = max(1, SCRATCH_BYTES // (row_bytes * rows))
+    most = chunk_bytes(keys.device)
+    row_step = min(rows, max(1, most // row_bytes))
+    head_step = max(1, most // (row_bytes * rows))
     for first in range(0, heads, head_step):
         part = slice(first, first + head_step)
         head_keys = keys[:, part, None].float().transpose(-1, -2)
@@ -90,7 +91,7 @@ def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, so
     transposed = keys.flatten(0, 1).transpose(-1, -2)
     padding = None if bool(valid.all()) else ~valid.repeat_interleave(heads, 0)
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
-    for part, first, last in _chunks(batch * heads, rows, width * length, keys.device.type):
+    for part, first, last in _chunks(batch * heads, rows, width * length, keys.device):
         count, end = last - first, length - rows + last  # `end` is what the chunk's last row sees
         logits = packed[part, :, first:last].float().flatten(1, 2) @ transposed[part, :, :end].float()
         logits = logits.mul_(scaling).view(-1, width, count, end)
@@ -107,10 +108,15 @@ def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, so
     return total.view(batch, heads, length)
 
 
-def _chunks(segments: int, rows: int, row_size: int, device: str) -> Iterator[tuple[slice, int, int]]:
-    """Heads and query rows to take at a time: what stays in a CPU's cache, or all heads at once on other devices."""
-    together, most = (1, CACHE_BYTES) if device == "cpu" else (segments, SCRATCH_BYTES)
-    step = max(1, most // (8 * together * row_size))
+def chunk_bytes(device: torch.device) -> int:
+    """Scratch memory that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
+    return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
+
+
+def _chunks(segments: int, rows: int, row_size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
+    """Heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
+    together = 1 if device.type == "cpu" else segments
+    step = max(1, chunk_bytes(device) // (8 * together * row_size))
     for head in range(0, segments, together):
         for first in range(0, rows, step):
             yield slice(head, head + together), first, min(rows, first + step)

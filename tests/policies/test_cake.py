@@ -91,7 +91,7 @@ def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, sc
     """One row at a time, several at once, and all."""
     observation = observe(CAKE(window=7), CASE)
     mean, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 7)], 1))
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     chunks = {rows.shape[-2] for _, rows in window_rows(observation, 7)}
     assert chunks == {1: {1}, 5000: {5, 2}}.get(scratch, {7})
     found = row_moments(observation, 7)
@@ -107,7 +107,7 @@ def test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch: pytest.M
     observation = dataclasses.replace(attending([[0.05] * 20] * 16), queries=logits)
     _, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 16)], 1))
     assert 0 < float(variance[0, 0, 0, 0]) < 1e-9
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     found = row_moments(observation, 16)
     torch.testing.assert_close(found[1][..., 0], variance[..., 0], rtol=1e-2, atol=0)
 
@@ -118,7 +118,7 @@ def test_rows_of_padding_do_not_count(monkeypatch: pytest.MonkeyPatch, scratch: 
     row = [0.0, 0.0, 0.2, 0.3, 0.5]
     observation = dataclasses.replace(attending([row] * 5), valid=torch.tensor([[False, False, True, True, True]]))
     real = torch.tensor([[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.2, 0.3, 0.5]])  # each sees what precedes it
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     mean, variance = row_moments(observation, 5)
     torch.testing.assert_close(mean[0, 0, 0, 2:], real.mean(0))
     torch.testing.assert_close(variance[0, 0, 0, 2:], real.var(0))
@@ -130,7 +130,7 @@ def test_scratch_memory_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> 
     policy = CAKE(window=16)
     observation = observe(policy, Case(heads=8, group=4, length=512, pads=(0,), seed=1))
     everything = 8 * 4 * 16 * 512
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 8 * everything // 4)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 8 * everything // 4)
     with Largest() as largest:
         policy.score(observation)
     assert largest.elements == everything // 4

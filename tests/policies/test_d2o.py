@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.errors import UsageError
-from kvsearch.policies import create_policy, d2o, merging
+from kvsearch.policies import create_policy, merging, scoring
 from kvsearch.policies.d2o import D2O, TAU
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O, MASS
@@ -128,12 +128,27 @@ def test_several_entries_with_one_target(merging: str) -> None:
     torch.testing.assert_close(after.keys[0, 1], torch.tensor(key))
 
 
-def test_equal_similarities_are_not_below_their_mean() -> None:
-    """Every one of many equal cosines merges, though a float mean of them may be above."""
-    keys = [[0.6, 0.8], [0.0, 0.0], *[[1.0, 0.0]] * 501]
-    after = merged(D2O(), holding(keys, [0.0, 5.0, *[1.0] * 501]), [list(range(3, 504))])
-    assert float(after.values[0, 1, 0]) == pytest.approx(1 - math.e / (501 * math.exp(0.6) + math.e), rel=1e-5)
-    assert after.values[0, 2, 0] == 5.0
+@pytest.mark.parametrize("ema", [0.3, 0.5, 0.7, 0.9])
+def test_equal_similarities_are_not_below_their_mean(ema: float) -> None:
+    """What is exactly as similar as all before it merges, again and again: the mean is not rounded upwards."""
+    angles = torch.linspace(0.1, 1.5, 300)
+    for count in (1, 2, 3):
+        keys = torch.zeros(300, 2 + count, 2)
+        keys[:, 0] = torch.stack([angles.cos(), angles.sin()], -1)
+        keys[:, 2:, 0] = 1.0
+        cached = Cached(
+            keys,
+            torch.ones(300, 2 + count, 1),
+            torch.arange(2 + count).repeat(300, 1),
+            State({MASS: torch.zeros(300, 2 + count)}, {TAU: torch.full((300,), math.nan)}),
+            layer=0,
+            heads=torch.zeros(300, dtype=torch.int64),
+        )
+        for _ in range(3):
+            cached.values[:, 0] = 0.0
+            D2O(ema=ema, keys_frozen=True).merge(cached, torch.arange(2, 2 + count).repeat(300, 1))
+            weight = count * angles.cos().exp()
+            torch.testing.assert_close(cached.values[:, 0, 0], weight / (weight + math.e))
 
 
 def test_of_equal_targets_the_first_position_takes_it() -> None:
@@ -264,7 +279,7 @@ def test_one_by_one_is_all_at_once_where_they_go_apart() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     cached, lists = many(seed, 0.5)
-    monkeypatch.setattr(d2o, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 1)
     monkeypatch.setattr(merging, "SCRATCH_BYTES", 1)
     check(D2O(), cached, lists, merged(D2O(), cached, lists))
 
@@ -278,8 +293,8 @@ def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     leaving = torch.arange(3000).repeat(2, 1)
     expected = cloned(cached)
     D2O().merge(expected, leaving)
-    for module in (d2o, merging):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", 400_000)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 400_000)
+    monkeypatch.setattr(merging, "SCRATCH_BYTES", 400_000)
     with Largest() as largest:
         D2O().merge(cached, leaving)
     assert largest.elements <= 100_000
@@ -314,7 +329,7 @@ def test_decoding(case: Case, budget: int, policy: D2O) -> None:
 
 
 def test_the_state_starts_without_a_threshold() -> None:
-    observation = observe(D2O(), Case(heads=2, group=1, length=5, pads=(0, 2, 1), seed=1))
+    observation = observe(D2O(), Case(heads=2, group=1, length=5, pads=(0, 2, 1), seed=1), torch.bfloat16)
     state = D2O().start(observation)
     assert torch.equal(state.entries[MASS], observation.received())
     assert state.heads[TAU].shape == (3, 2)

@@ -132,7 +132,7 @@ def test_chunks_of_rows_and_heads_change_nothing(monkeypatch: pytest.MonkeyPatch
     policy = Scissorhands(history=7, window=2)
     case = Case(heads=3, group=2, length=40, pads=(0, 35), seed=1)
     expected, scores = policy.start(observe(policy, case)), policy.score(observe(policy, case))
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     assert torch.equal(policy.score(observe(policy, case)), scores)
     state = policy.start(observe(policy, case))
     assert torch.equal(state.entries[LOW], expected.entries[LOW])

@@ -23,7 +23,7 @@ def test_scratch_memory_changes_nothing_but_the_steps(
 ) -> None:
     policy = SnapKV(window=5, kernel=3)
     expected = policy.score(observe(policy, CASE))
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     observation = observe(policy, CASE)
     torch.testing.assert_close(policy.score(observation), expected, rtol=1e-6, atol=0)
     steps = [(part.indices(6)[:2], probability.shape[-2]) for part, probability in window_rows(observation, 5)]
@@ -48,7 +48,7 @@ def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = SnapKV(window=16)
     observation = observe(policy, Case(heads=8, group=4, length=512, pads=(0,), seed=1))
     everything = 8 * 4 * 16 * 512
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 8 * everything // 4)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 8 * everything // 4)
     with Largest() as largest:
         policy.score(observation)
     assert largest.elements == everything // 4
