@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.merging import fold, in_parts, staying
+from kvsearch.policies.merging import by_position, fold, in_parts, staying
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.scoring import SCRATCH_BYTES
 from kvsearch.policies.streaming import StreamingLLM
@@ -89,10 +89,11 @@ class CaM(Wrapper):
         """Add the values that leave to the next ones that stay, or not, as drawn."""
         slots, dim = cached.values.shape[1:]
         for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
-            order, stays = staying(part, entries)
+            stays = staying(part, entries)
+            order = by_position(part, stays)
             step = max(1, SCRATCH_BYTES // (64 * len(entries) * min(self.merge_next, slots)))
             for first in range(0, entries.shape[1], step):
-                self._spread(part, entries[:, first : first + step], order, stays)
+                self._spread(part, entries[:, first : first + step], order, stays.gather(1, order))
 
     def _spread(self, cached: Cached, leaving: Tensor, order: Tensor, stays: Tensor) -> None:
         """Add the values in slots `leaving` [S, E] to the next of what stays: `order` [S, C], where `stays`."""

@@ -13,10 +13,11 @@ from torch import Tensor
 from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.merging import fold, in_parts, staying, taken
+from kvsearch.policies.merging import by_position, fold, in_parts, staying, taken
 from kvsearch.policies.scoring import chunk_bytes
 
 TAU = "tau"
+EPSILON = 1e-12  # the least norm that a key is divided by
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ class D2O(H2O):
             self._merge(part, entries)
 
     def _merge(self, cached: Cached, leaving: Tensor) -> None:
-        gone, sources = leaving >= 0, leaving.clamp(min=0)
-        order, real = staying(cached, leaving)
-        if leaving.shape[1] > 1:  # a large event, where waiting for the device to tell how many stay is worth it
-            most = max(1, int(real.sum(-1).max()))
-            order, real = order[:, :most], real[:, :most]
-        similarity, nearest = most_similar(cached.keys, sources, order, real)
+        gone, sources, real = leaving >= 0, leaving.clamp(min=0), staying(cached, leaving)
+        if leaving.shape[1] == 1:  # one per step: nothing is sorted or copied, and nothing waits for the device
+            similarity, targets = nearest_slot(cached, sources, real)
+            into = torch.zeros_like(targets)
+        else:
+            targets = by_position(cached, real)[:, : max(1, int(real.sum(-1).max()))]
+            similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
         event = gone.any(-1) & real.any(-1)
         tau = self._update(cached.state.heads[TAU], similarity.masked_fill(~gone, 0.0), gone.sum(-1), event)
         merged = gone & (similarity >= tau[:, None])
@@ -72,16 +74,30 @@ class D2O(H2O):
         weight = similarity if mean else similarity.exp()
         own = 1.0 if mean else math.e
         counted = torch.ones_like(weight) if mean else weight
-        total = torch.full_like(real, own, dtype=torch.float32)
-        total.scatter_add_(1, nearest, counted.masked_fill(~merged, 0.0))
+        total = torch.full_like(targets, own, dtype=torch.float32)
+        total.scatter_add_(1, into, counted.masked_fill(~merged, 0.0))
         for states in (cached.values,) if self.keys_frozen else (cached.keys, cached.values):
-            fold(states, order, own / total, nearest, sources, weight / total.gather(1, nearest), merged)
+            fold(states, targets, own / total, into, sources, weight / total.gather(1, into), merged)
 
     def _update(self, tau: Tensor, similarity: Tensor, count: Tensor, event: Tensor) -> Tensor:
         """Take tau [S] on, in place, where something leaves; in double, so that equal similarities are their mean."""
         mean = similarity.double().sum(-1) / count.clamp(min=1)
         later = torch.where(tau.isnan(), mean, (1 - self.ema) * tau.double() + self.ema * mean)
         return tau.copy_(torch.where(event, later.float(), tau))
+
+
+def nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest cosine of the key in slot `source` [S, 1] to those of the slots that are `real` [S, C], and its slot.
+
+    Both [S, 1]; of equal ones the first position.
+    """
+    keys = cached.keys.float()
+    unit = F.normalize(taken(cached.keys, source), dim=-1, eps=EPSILON)
+    cosine = (keys @ unit.transpose(-1, -2))[..., 0] / keys.norm(dim=-1).clamp(min=EPSILON)
+    cosine = cosine.masked_fill(~real, -math.inf)
+    value = cosine.amax(-1, keepdim=True)
+    last = torch.iinfo(torch.int64).max
+    return value, cached.positions.masked_fill(cosine < value, last).masked_fill(~real, last).argmin(-1, keepdim=True)
 
 
 def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +107,7 @@ def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -
     """
     units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
     step = max(1, chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
-    hidden = None if sources.shape[1] > 1 and bool(real.all()) else ~real[:, None]  # one per step must not wait
+    hidden = None if bool(real.all()) else ~real[:, None]
     values, indices = [], []
     for first in range(0, sources.shape[1], step):
         cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units

@@ -30,13 +30,15 @@ def _segments(cached: Cached, some: slice) -> Cached:
     )
 
 
-def staying(cached: Cached, leaving: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots by ascending position of what stays, the others behind, [S, C], and which of them stay, [S, C] bool."""
-    away = torch.zeros_like(cached.positions, dtype=torch.bool)
-    away = torch.nn.functional.pad(away, (1, 0)).scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the extra column
-    stays = cached.held & ~away
-    order = cached.positions.masked_fill(~stays, torch.iinfo(torch.int64).max).argsort(-1)
-    return order, stays.gather(1, order)
+def staying(cached: Cached, leaving: Tensor) -> Tensor:
+    """Slots whose entries stay when those in `leaving` [S, E] go, [S, C] bool."""
+    away = cached.held.new_zeros(len(leaving), cached.positions.shape[1] + 1)
+    return cached.held & ~away.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
+
+
+def by_position(cached: Cached, chosen: Tensor) -> Tensor:
+    """Slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
+    return cached.positions.masked_fill(~chosen, torch.iinfo(torch.int64).max).argsort(-1)
 
 
 def taken(states: Tensor, slots: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def start_of(policy: Policy, observation: Observation) -> State:
 
 
 def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
-    """The protected entries, as indices among the real tokens, that a budget must cover (GE2)."""
+    """The protected entries, as indices among the real tokens, that a budget must cover."""
     sinks, window = policy.sink_count, policy.window_count
     if budget < sinks + window:
         if window:
@@ -297,7 +297,7 @@ class PolicyContract:
     @properties
     @given(cases())
     def test_kept_sets(self, case: Case) -> None:
-        """I1 to I4: real, ascending and unique, as many as there is room for, protected ones first, nested."""
+        """Real, ascending and unique, as many as there is room for, protected ones first, nested."""
         observation = observe(self.policy, case)
         ranks = rank_under(self.policy, observation)
         smaller = torch.zeros_like(ranks, dtype=torch.bool)
@@ -333,7 +333,7 @@ class PolicyContract:
     @properties
     @given(cases(), st.randoms(use_true_random=False))
     def test_permuting_sequences_permutes_ranks(self, case: Case, random: object) -> None:
-        """I6, first half."""
+        """Nothing depends on the order of a batch."""
         observation = observe(self.policy, case)
         order = list(range(case.batch))
         random.shuffle(order)  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ class PolicyContract:
     @properties
     @given(cases(), st.integers(1, 5))
     def test_left_padding_changes_nothing(self, case: Case, pads: int) -> None:
-        """I6, second half: scores up to rounding, and ranks exactly where scores are the same."""
+        """Scores up to rounding, and ranks exactly where scores are the same."""
         observation = observe(self.policy, case)
         padded = with_more_pads(observation, pads)
         scores, longer = self.policy.score(observation), self.policy.score(padded)[:, :, pads:]
