@@ -17,7 +17,12 @@ Ints = NDArray[np.int64]
 Signals = NDArray[np.floating[Any]]
 
 BUILT_IN = {
+    "adakv": "kvsearch.budgets.adaptive:AdaKV",
+    "cake": "kvsearch.budgets.preference:CAKE",
+    "lava": "kvsearch.budgets.entropy:LAVa",
     "marginal": "kvsearch.budgets.marginal:MarginalAllocator",
+    "proportional": "kvsearch.budgets.proportional:Proportional",
+    "pyramid": "kvsearch.budgets.pyramid:Pyramid",
     "uniform": "kvsearch.budgets.uniform:Uniform",
 }
 

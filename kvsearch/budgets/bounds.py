@@ -1,0 +1,78 @@
+"""What allocators by share have in common: they check the bounds, lift the floors and share out what is above them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import water_fill
+
+
+def check_bounds(total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
+    """Return int64 [L, Hkv] bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
+    low, high = np.asarray(floors, dtype=np.int64), np.asarray(caps, dtype=np.int64)
+    if low.ndim != 2 or low.shape != high.shape:
+        raise UsageError(f"floors and caps must be [layers, kv heads], got {list(low.shape)} and {list(high.shape)}")
+    wrong = np.argwhere((low < 0) | (low > high))
+    if wrong.size:
+        at = tuple(wrong[0].tolist())
+        raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
+    if not low.sum() <= total <= high.sum():
+        raise UsageError(
+            f"total {total} cannot be met by {low.size} budgets: at least {low.sum()}, at most {high.sum()}"
+        )
+    return low, high
+
+
+def lift_floors(least: int, total: int, floors: Ints, caps: Ints) -> Ints:
+    """Raise floors to `least` entries where the caps permit; if `total` does not reach that far, as evenly as it can.
+
+    Returns int64 [L, Hkv] between `floors` and `caps`, with a sum of at most `total`.
+    """
+    lifted = np.clip(least, floors, caps)
+    return lifted if lifted.sum() <= total else water_fill(np.ones(lifted.shape), total, floors, lifted)
+
+
+def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Ints:
+    """Grant the floors and share the rest in proportion: floors + clamp(lam * weights, 0, caps - floors), rounded.
+
+    `weights` >= 0 broadcast to [L, Hkv]; a layer of equal heads gets equal budgets, but for the odd entries, which go
+    to its first heads. Zero weights get nothing until all others are full; all zero means equal shares.
+    """
+    room = caps - floors
+    return floors + water_fill(np.broadcast_to(np.asarray(weights), room.shape), total - int(floors.sum()), 0, room)
+
+
+def check_signals(signals: Signals, noun: str, least: float = -np.inf) -> Floats:
+    """Return signals as float64; UsageError names the first value that is not finite or below `least`."""
+    values = np.asarray(signals, dtype=np.float64)
+    wrong = np.argwhere(~(np.isfinite(values) & (values >= least)))
+    if wrong.size:
+        at = tuple(wrong[0].tolist())
+        rule = "finite" if np.isneginf(least) else f"finite and >= {least:g}"
+        raise UsageError(f"{noun} must be {rule}, got {values[at]} at {list(at)}")
+    return values
+
+
+def layer_signals(signals: Signals, noun: str, layers: int, least: float = -np.inf) -> Floats:
+    """`check_signals` of one value per layer, [L]; UsageError if there are more or fewer."""
+    values = check_signals(signals, noun, least)
+    if values.shape != (layers,):
+        raise UsageError(f"{noun} must be one number for each of {layers} layers, got shape {list(values.shape)}")
+    return values
+
+
+def head_scores(
+    signals: Signals, total: int, floors: Ints, caps: Ints, least: float = -np.inf
+) -> tuple[Floats, Ints, Ints]:
+    """Check scores [L, Hkv, M] and bounds, with the caps cut to what is ranked: M candidates beyond the floors."""
+    low, high = check_bounds(total, floors, caps)
+    scores = check_signals(signals, "scores", least)
+    if scores.ndim != 3 or scores.shape[:2] != low.shape:
+        raise UsageError(
+            f"scores must be [layers, kv heads, candidates] for {low.shape[0]} layers of {low.shape[1]} kv heads, "
+            f"got shape {list(scores.shape)}"
+        )
+    return scores, *check_bounds(total, low, np.minimum(high, low + scores.shape[2]))

@@ -1,0 +1,87 @@
+"""CAKE: layer budgets by how dispersed a layer's attention is and how much it shifts."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_bounds, check_signals, layer_signals, share_above
+from kvsearch.errors import UsageError
+
+# (tau1, tau2) by model, as its name is matched, and by budget in entries per head: CAKE's model2tau.json.
+EXPONENTS: dict[str, dict[int, tuple[float, float]]] = {
+    r"llama-?3\.1-8b": {1024: (1.6, 0.4), 128: (1.6, 0.6)},
+    r"llama-?2-7b": {1024: (1.9, 1.8), 128: (0.9, 2.3)},
+    r"llama-?2-13b": {1024: (0.5, 0.4), 128: (1.8, 2.0)},
+    r"mistral\b.*\bv?0\.3": {1024: (0.8, 0.5), 128: (1.0, 0.8)},
+    r"qwen-?2\.5-7b": {1024: (1.5, 0.6), 128: (0.4, 0.6)},
+}
+
+
+def exponents(model_type: str, budget: int) -> tuple[float, float]:
+    """Look up (tau1, tau2) as tuned in the official code; (1, 1) for every other model or budget.
+
+    Args:
+        model_type: a model's name with its version and size, e.g. "llama3.1-8b" or "mistralai/Mistral-7B-v0.3".
+        budget: entries per kv head, window included; only 128 and 1024 were tuned.
+    """
+    name = model_type.lower().replace("_", "-")
+    tuned = next((by_budget for pattern, by_budget in EXPONENTS.items() if re.search(pattern, name)), {})
+    return tuned.get(budget, (1.0, 1.0))
+
+
+def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2: float = 1.0) -> Floats:
+    """How much cache a layer wants: entropy ** (1 / tau1) * variance ** (1 / tau2) (CAKE).
+
+    Args:
+        entropy: -sum a * log(a) of the window rows' attention to the candidates, over heads, rows and keys, [L].
+        variance: sum over heads and keys of the unbiased variance of that attention over the rows, [L].
+        tau1: temperature of the dispersion, > 0.
+        tau2: temperature of the shift, > 0.
+
+    Returns:
+        float64 [L]; a factor that is common to all layers cancels in their budgets.
+
+    Raises:
+        UsageError: entropy or variance is negative, not finite or of another shape; tau is not above 0; a preference is
+            too large for a float.
+    """
+    spread = check_signals(np.asarray(entropy), "entropy", 0.0)
+    shift = check_signals(np.asarray(variance), "variance", 0.0)
+    if spread.shape != shift.shape:
+        raise UsageError(f"entropy and variance differ in shape: {list(spread.shape)} and {list(shift.shape)}")
+    for option, tau in (("tau1", tau1), ("tau2", tau2)):
+        if not 0 < tau < math.inf:
+            raise UsageError(f"{option} must be finite and above 0, got {tau}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted: Floats = np.asarray(spread ** (1 / tau1) * shift ** (1 / tau2), dtype=np.float64)
+    return check_signals(wanted, "preferences", 0.0)
+
+
+@dataclass(frozen=True)
+class CAKE:
+    """CAKE (Qin et al. 2025, arXiv 2503.12491): a pool of all free entries, shared in proportion to the preferences.
+
+    The signals are preferences [L] >= 0; the pool is what lies above the floors, which stand for the window, and the
+    heads of a layer get equal budgets. All zero means equal layers. Where a cap binds, the other layers get the rest in
+    proportion; the official code spreads it equally and then cuts what overflows. Its cascade during prefill has the
+    same shares as this allocation once the last layer is reached.
+    """
+
+    name: ClassVar[str] = "cake"
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        """Allocate `total` entries by preferences [L]: int64 [L, Hkv].
+
+        Raises:
+            UsageError: preferences are negative, not finite or not [L]; `total` is outside [sum of floors, sum of
+                caps].
+        """
+        low, high = check_bounds(total, floors, caps)
+        return share_above(layer_signals(signals, "preferences", len(low), 0.0)[:, None], total, low, high)
