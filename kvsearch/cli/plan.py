@@ -23,7 +23,7 @@ def uniform(
     ] = None,
     phases: Annotated[str, typer.Option(help="When to evict: prefill, decode or both.")] = "prefill",
     ratio: Annotated[
-        float | None, typer.Option(help="Share of the prompt to evict, 0 to 1.", show_default=False)
+        float | None, typer.Option(help="Share of the prompt to evict, between 0 and 1.", show_default=False)
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Entries to keep per kv head.", min=1, show_default=False)] = None,
     length: Annotated[

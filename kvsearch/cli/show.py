@@ -48,8 +48,8 @@ def _show_plan(plan: Plan, common: Common) -> None:
     from kvsearch.cli.heatmap import heatmap
 
     facts: dict[str, Any] = {
-        "model": plan.model.short(), "method": plan.provenance.method, "total": f"{plan.total} entries",
-        "scaling": plan.scaling, "length": plan.length, "floor": plan.floor,
+        "model": plan.model.short(), "method": plan.provenance.method, "scaling": plan.scaling,
+        "length": plan.length, "floor": plan.floor,
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         part = getattr(plan, phase)
@@ -57,7 +57,9 @@ def _show_plan(plan: Plan, common: Common) -> None:
             continue
         layers = part.planned_layers
         policies = sorted({f"{p.policy.name} {p.policy.params}" for p in part.layers if p is not None})
-        show_facts({**facts, "policy": "; ".join(policies)}, common)
+        alone = [index for index, layer in enumerate(part.layers) if layer is None]
+        own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
+        show_facts({**facts, **own, **({"layers left alone": alone} if alone else {})}, common)
         budgets = np.array([part.budgets[layer] for layer in layers])
         common.out.print(heatmap(f"{phase}: entries per layer and kv head", budgets, layers))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from kvsearch.calibrate.provenance import provenance
 from kvsearch.errors import UsageError
@@ -38,6 +39,10 @@ def check_request(policy: Policy, target: Target) -> None:
         raise UsageError(
             f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
             f"({policy.sink_count} sinks, {policy.window_count} recent): keep more, or lower them with --set"
+        )
+    if bool(policy.exempt(torch.tensor([int(given)]), torch.tensor([1]))):
+        raise UsageError(
+            f"{policy.name} never evicts heads with even budgets of {given:g} entries: see its description"
         )
     if target.length is not None and given >= target.length:
         raise UsageError(f"{given:g} entries per kv head is all of a {target.length}-token prompt: lower the budget")

@@ -11,6 +11,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.fields import COMPLETE
 
 _LONGEST_VALUE = 60
+_MOST_SHOWN = 20
 _PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": "is missing: add it"}
 _ABOUT_CONTENT: Final = frozenset({COMPLETE, "value_error", "assertion_error"})
 
@@ -26,9 +27,11 @@ def problems_of(error: ValidationError) -> list[str]:
 
 
 def list_problems(problems: list[str], name: str) -> str:
-    """Put `problems` under a first line that names the file and counts them."""
+    """Put `problems` under a first line that names the file and counts them; of many, the first few."""
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    return "\n  ".join([f"{name} is not valid, {count}:", *problems])
+    more = len(problems) - _MOST_SHOWN
+    shown = problems if more <= 0 else [*problems[:_MOST_SHOWN], f"... and {more} more"]
+    return "\n  ".join([f"{name} is not valid, {count}:", *shown])
 
 
 def parse_json(data: bytes, name: str) -> object:

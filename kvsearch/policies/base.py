@@ -30,7 +30,8 @@ class Needs:
 
     def describe(self) -> list[str]:
         """The needs in words, for people."""
-        words = [f"last {self.query_rows} query rows"] if self.query_rows else []
+        last = "last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows"
+        words = [last] if self.query_rows else []
         if self.query_statistics_from is not None:
             words.append(f"query mean and covariance from position {self.query_statistics_from} on")
         words += ["attention column sums"] * self.column_sums + ["projected value norms"] * self.projection

@@ -19,10 +19,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DuoAttention(StreamingLLM):
-    """A head whose budget covers the prompt is a retrieval head: it keeps every entry, and grows while decoding.
+    """A head whose budget is above `sinks` + `window` and covers the prompt is a retrieval head: it keeps everything.
 
-    Every other head keeps the first `sinks` entries and the most recent ones; a streaming head's budget is
-    `sinks` + `window`, and with more it keeps more recent ones. `head_budgets` makes the budgets from gates.
+    It grows while decoding. Every other head keeps the first `sinks` entries and the most recent ones; a streaming
+    head's budget is `sinks` + `window`, with more it keeps more recent ones. `head_budgets` makes budgets from gates.
     """
 
     name: ClassVar[str] = "duo_attention"
@@ -40,8 +40,8 @@ class DuoAttention(StreamingLLM):
         return self.window
 
     def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
-        """Heads whose budget covers the prompt."""
-        return budget >= length
+        """Heads with more than a streaming head's budget, if that covers the prompt."""
+        return (budget >= length) & (budget > self.sinks + self.window)
 
 
 def streaming_heads(gates: Gates, share: float, seed: int = 0) -> NDArray[np.bool_]:

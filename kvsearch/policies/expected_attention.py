@@ -74,16 +74,14 @@ class ExpectedAttention(Policy):
         """Mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
         if observation.rotary is None:
             raise InternalError("ExpectedAttention was not given the model's rotary embedding")
-        matrices = []
         following = observation.seen if observation.next_position is None else observation.next_position
-        for first in following.tolist():
-            positions = torch.arange(first, first + self.future, device=observation.keys.device)
-            cos, sin = (table.float().mean(0) for table in observation.rotary(positions))
-            rotary_dim, half = cos.shape[0], cos.shape[0] // 2
-            matrix = torch.eye(dim, device=cos.device)
-            matrix[:rotary_dim, :rotary_dim] = torch.diag(cos)
-            row = torch.arange(half, device=cos.device)
-            matrix[row, row + half] -= sin[:half]
-            matrix[row + half, row] += sin[half:]
-            matrices.append(matrix)
-        return torch.stack(matrices)
+        positions = following[:, None] + torch.arange(self.future, device=following.device)
+        tables = observation.rotary(positions.flatten())
+        cos, sin = (table.float().view(*positions.shape, -1).mean(1) for table in tables)  # [B, rotary dims]
+        width, half = cos.shape[1], cos.shape[1] // 2
+        matrix = torch.eye(dim, device=cos.device).repeat(len(cos), 1, 1)
+        matrix[:, :width, :width] = torch.diag_embed(cos)
+        row = torch.arange(half, device=cos.device)
+        matrix[:, row, row + half] -= sin[:, :half]
+        matrix[:, row + half, row] += sin[:, half:]
+        return matrix

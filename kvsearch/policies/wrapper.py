@@ -14,7 +14,7 @@ from kvsearch.policies.decoding import State, Step
 
 @dataclass(frozen=True)
 class Wrapper(Policy):
-    """A policy around an `inner` one, which decides on everything that is not overridden."""
+    """A policy around an `inner` one, which decides on everything but merging that is not overridden."""
 
     def __post_init__(self) -> None:
         try:
@@ -49,6 +49,14 @@ class Wrapper(Policy):
     def quota(self, budget: Tensor) -> Tensor:
         """The inner policy's."""
         return self.inner.quota(budget)
+
+    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
+        """The inner policy's."""
+        return self.inner.exempt(budget, length)
+
+    def drop_at(self, budget: Tensor) -> Tensor:
+        """The inner policy's."""
+        return self.inner.drop_at(budget)
 
     @property
     def online(self) -> bool:

@@ -78,9 +78,9 @@ class PlanCache(Cache):  # type: ignore[misc]
         return torch.stack(held)
 
     def most_entries(self) -> torch.Tensor:
-        """The most entries held at any time since the prompt passed, as `entries`; tokens taken back count.
+        """The most entries held at any time since the prompt passed or the last `rewind`, as `entries`.
 
-        The dense prompt itself, of which one layer at a time is alive, is not counted.
+        Tokens that `crop` took back count. The dense prompt, of which one layer at a time is alive, does not.
         """
         return torch.stack([layer.most_entries() for layer in self.planned.values()])
 

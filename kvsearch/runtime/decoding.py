@@ -94,7 +94,7 @@ class Decoding:
             cached = block.in_use()
             before = None if mine is None else cached.state.changed(torch.clone, torch.clone)
             step = Step(cached, block.slot, block.seen, row)
-            gone, block.used = self.rule.decide(step, block.rows, block.limits, block.used, real, logits)
+            gone, block.used = self.rule.decide(step, block.rows, block.limits, block.used, real, mine, logits)
             if mine is not None and before is not None:
                 cached.state.restore(before, ~mine)
             leaving.append(gone)
@@ -102,7 +102,7 @@ class Decoding:
             self._repack(leaving)
             return
         for block, gone in zip(self.store.blocks, leaving, strict=True):
-            block.free(None if gone is None else gone[:, 0])
+            block.free(None if gone is None else gone[:, 0], None if active is None else active[block.rows])
 
     def _repack(self, leaving: Sequence[Tensor | None]) -> None:
         """New blocks for what stays once `leaving` has left."""

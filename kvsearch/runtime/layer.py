@@ -33,6 +33,7 @@ class Mark(NamedTuple):
     """A state of one layer that `rewind` goes back to."""
 
     seen: int
+    prompted: bool  # the prompt was complete
     decoding: Decoding | None
 
 
@@ -132,8 +133,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
         if count and self.decode is not None:
             raise UsageError(
-                "cannot take tokens back under a plan that evicts while decoding: what they displaced is gone "
-                "(use cache.mark() before them and cache.rewind() after)"
+                "cannot take tokens back under a plan that evicts while decoding: what they displaced is gone (prompt "
+                "lookup and assisted decoding need a plan without a decode phase; elsewhere cache.mark() and rewind())"
             )
         if count > held:
             raise UsageError(
@@ -160,12 +161,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def mark(self) -> Mark:
         """What is held now, for `rewind`."""
         if not isinstance(self.holder, Decoding):
-            return Mark(self.seen, None)
+            return Mark(self.seen, self.holder is not None, None)
         saved, self.holder = self.holder, self.holder.copy()
-        return Mark(self.seen, saved)
+        return Mark(self.seen, True, saved)
 
     def rewind(self, mark: Mark) -> None:
         """Back to `mark`, as often as wanted."""
+        if self.holder is not None and not mark.prompted:
+            raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - mark.seen)
             self.holder.longest = self.holder.tokens

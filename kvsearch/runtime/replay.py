@@ -128,7 +128,8 @@ class _Course:
             row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, int(self.seen.max()))[0]
         newest = torch.full_like(self.rows, self.length + token)
         step = Step(self.cached, newest, self.seen, row)
-        leaving, self.used = rule.decide(step, self.rows, limits, self.used, np.ones_like(self.used), self.logits)
+        real = np.ones_like(self.used)
+        leaving, self.used = rule.decide(step, self.rows, limits, self.used, real, None, self.logits)
         if leaving is not None:
             gone = torch.zeros_like(self.cached.positions)
             gone.scatter_add_(1, leaving.clamp(min=0), (leaving >= 0).long())

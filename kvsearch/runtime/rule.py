@@ -115,11 +115,19 @@ class DecodeRule:
         return Limits(host, stay, budgets.to(device), sinks.to(device), recent.to(device))
 
     def decide(
-        self, step: Step, rows: Tensor, limits: Limits, used: Ints, real: Ints, logits: Logits
+        self,
+        step: Step,
+        rows: Tensor,
+        limits: Limits,
+        used: Ints,
+        real: Ints,
+        active: Tensor | None,
+        logits: Logits,
     ) -> tuple[Tensor | None, Ints]:
         """Slots that leave after this step, and what each segment holds then.
 
-        `rows` [S] are the segments' sequences, `used` what they hold now, `real` 1 where the step brought a token.
+        `rows` [S] are the segments' sequences, `used` what they hold now, `real` 1 where the step brought a token;
+        `active` [S] bool says so on the device (None: everywhere).
         The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing leaves. Updates the
         running state, and merges what leaves where the policy does.
         """
@@ -132,8 +140,9 @@ class DecodeRule:
         stay = np.where(over, limits.stay, used)
         if (used - stay).max() == 1:
             leaving = lowest(priorities, step.cached.held & ~protected, positions)[:, None]
-            if not over.all():
-                leaving = leaving.masked_fill(torch.from_numpy(~over).to(leaving.device)[:, None], -1)
+            if not over.all():  # the same on the device, which is not waited for
+                stays = step.cached.held.sum(-1) <= limits.budgets
+                leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
             keep = best(priorities, protected, positions, torch.from_numpy(stay).to(positions.device))
             leaving = slots_of(step.cached.held & ~keep, positions)
@@ -167,7 +176,7 @@ class DecodeRule:
             scaling=logits.scaling,
             queries=self._queries(rows, cached.heads),
             softcap=logits.softcap,
-            statistics=self._statistics(rows, cached.heads),
+            statistics=self._statistics(rows, cached.heads, step.seen),
             rotary=self.rotary,
             next_position=self.next_position[rows],
             projection=None if logits.projection is None else logits.projection.of_heads(cached.heads),
@@ -186,16 +195,18 @@ class DecodeRule:
         batch, _, rows, dim = self.queries.shape
         return self.queries.view(batch, self.heads, -1, rows, dim)[row, head]
 
-    def _statistics(self, row: Tensor, head: Tensor) -> dict[int, QueryStatistics]:
+    def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:
+        """Statistics of the query rows for segments with these sequences, kv heads and tokens so far, [S] each."""
         start = self.policy.needs().query_statistics_from
         if start is None:
             return {}
         if self.queries is None:
             raise InternalError("query statistics without the rows behind them")
         batch, query_heads, rows, dim = self.queries.shape
-        positions = self.next_position[:, None] - rows + torch.arange(rows, device=row.device)
-        plain = plain_queries(self.queries, positions.clamp(min=0), self.rotary)
-        found = Moments.of(plain, positions >= 0).statistics()
+        back = torch.arange(rows, device=row.device) - rows
+        plain = plain_queries(self.queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
+        found = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
         mean, covariance = found.mean.view(*shape, dim), found.covariance.view(*shape, dim, dim)
         return {start: QueryStatistics(mean[row, head], covariance[row, head])}

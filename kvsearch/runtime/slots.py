@@ -62,18 +62,24 @@ class SlotBlock:
             state=State({k: v[:, :width] for k, v in cached.state.entries.items()}, cached.state.heads),
         )
 
-    def free(self, leaving: Tensor | None) -> None:
-        """Make room for the next token: the slot `leaving` [S] where one left (-1: none), else the next unused one."""
-        spare = torch.from_numpy(np.minimum(self.used, self.cached.positions.shape[1] - 1)).to(self.slot.device)
-        if leaving is None:
-            self.slot = spare
-            return
+    def free(self, leaving: Tensor | None, active: Tensor | None) -> None:
+        """Make room for the next token: the slot `leaving` [S] where one left (-1: none), else the next unused one.
+
+        Segments that are not `active` [S] bool took no token and keep the slot they have.
+        """
+        last = self.cached.positions.shape[1] - 1
+        slot = self.cached.held.sum(-1).clamp(max=last)
+        if leaving is not None:
+            slot = torch.where(leaving >= 0, leaving, slot)
+            self._empty(leaving)
+        self.slot = slot if active is None else torch.where(active, slot, self.slot)
+
+    def _empty(self, leaving: Tensor) -> None:
         gone = leaving >= 0
         where = (torch.arange(len(leaving), device=leaving.device), leaving.clamp(min=0))
         for tensor, empty in ((self.cached.positions, -1), *((t, 0) for t in self.cached.state.entries.values())):
             now = tensor[where]
             tensor[where] = now.masked_fill(gone.view(-1, *[1] * (now.dim() - 1)), empty)
-        self.slot = torch.where(gone, leaving, spare)
 
 
 class SlotStore:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import Policy, create_policy
@@ -15,7 +16,7 @@ from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 
-from ..policies.contract import properties, rope
+from ..policies.contract import DIM, properties, rope
 from .layers import Layer, Scene, held, scenes
 from .policies import SMALL
 
@@ -139,6 +140,56 @@ def test_padding_among_the_tokens_changes_nothing(name: str) -> None:
                 assert held(apart)[0] == held(holder)[row]
 
     same()
+
+
+@every_policy
+def test_sequences_may_pause_at_any_time(name: str) -> None:
+    """Padding in any step of any row, also after an eviction has left a hole: each row ends as it would alone."""
+    policy = SMALL[name]
+
+    @properties
+    @given(scenes(max_tokens=6), st.lists(st.integers(0, 3), min_size=4, max_size=20))
+    def same(scene: Scene, pattern: list[int]) -> None:
+        layer = Layer(scene)
+        batch = len(scene.pads)
+        expected = feed(layer, begin(layer, policy, policy), 0, scene.tokens)
+        holder, done = begin(layer, policy, policy), [0] * batch
+        for bits in pattern:
+            active = [bool(bits >> row & 1) and done[row] < scene.tokens for row in range(batch)]
+            if not any(active):
+                continue
+            now = [min(token, scene.tokens - 1) for token in done]
+            query, key, value = (
+                torch.stack([states[row, :, now[row]] for row in range(batch)])[:, :, None] for states in layer.tokens()
+            )
+            positions = layer.valid.sum(-1, keepdim=True) + torch.tensor(done)[:, None]
+            output = holder.attend(query, key, value, torch.tensor(active)[:, None], positions, layer.logits)
+            for row in range(batch):
+                if active[row]:
+                    torch.testing.assert_close(output[row, :, 0], expected[row, :, done[row]], atol=1e-5, rtol=1e-5)
+                    done[row] += 1
+        for row in range(batch):
+            alone = unpadded(layer, row)
+            apart = begin(alone, policy, policy)
+            if done[row]:
+                feed(alone, apart, 0, done[row])
+            assert held(apart)[0] == held(holder)[row]
+            assert torch.equal(holder.entries()[row], apart.entries()[0])
+
+    same()
+
+
+def test_statistics_while_decoding_are_those_of_the_prompt() -> None:
+    """ExpectedAttention leaves the sinks' queries out, in the prompt and over the rows that decoding remembers."""
+    policy = create_policy("expected_attention", {"sinks": 3, "future": 4})
+    layer = Layer(Scene(2, 2, 9, (0, 4), 1, (4, 4), 0))
+    given_prompt = layer.observation(policy).statistics[3]
+    rule = begin(layer, None, policy).rule
+    lengths = layer.valid.sum(-1)
+    rows, heads = torch.arange(2).repeat_interleave(2), torch.arange(2).repeat(2)
+    found = rule._statistics(rows, heads, lengths[rows])[3]
+    torch.testing.assert_close(found.mean.reshape(2, 4, DIM), given_prompt.mean)
+    torch.testing.assert_close(found.covariance.reshape(2, 4, DIM, DIM), given_prompt.covariance)
 
 
 @every_policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
 
 from ..families import DEVICES, FAMILIES, build, prompts
 from .helpers import feed, random_eviction, running
+from .policies import SMALL
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
 
@@ -67,6 +70,31 @@ def test_decode_steps_do_not_synchronise(
             model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
         monkeypatch.undo()
     assert cache.get_seq_length() == 68
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SMALL)
+def test_steps_that_evict_do_not_synchronise(
+    name: str, device: str, no_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = SMALL[name]
+    if policy.drop_at(torch.tensor([9])).item() > 1:
+        pytest.skip("many entries leave at once now and then, and are packed anew")
+    if policy.needs().projection:
+        pytest.skip("scoring anew goes through the heads' own projections")
+    model = build("llama", device)
+    ids, mask = prompts(2, 20, pads=5, device=device)
+    phase = PhaseProgram(dict.fromkeys(range(4), policy), lambda length: np.array([[9, 12]] * 4))
+    with running(model, NAME), torch.no_grad():
+        cache = PlanCache(model, Program(phase, phase))
+        feed(model, cache, [(ids, mask)])
+        model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
+        with no_sync():
+            monkeypatch.setattr(torch, "from_numpy", refuse("from_numpy"))
+            for _ in range(12):
+                model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
+        monkeypatch.undo()
+    assert cache.get_seq_length() == 33
 
 
 def test_the_detector_detects(no_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
