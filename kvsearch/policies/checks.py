@@ -68,6 +68,8 @@ def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None)
     protected = policy.sink_count + policy.window_count
     entries = torch.tensor(budget)
     exempt = policy.exempt(entries, torch.full_like(entries, length or int(entries.max()) + 1))
+    if length is not None:
+        exempt |= entries >= length  # of the prompt the budgets are for
     low = [head for head, few in enumerate(((entries < protected) & ~exempt).tolist()) if few]
     if not low:
         return None

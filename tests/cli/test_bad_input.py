@@ -284,7 +284,14 @@ def test_a_bug_is_called_a_bug(run: Run, calibrated: Path, monkeypatch: pytest.M
 
 def test_ctrl_c_in_the_middle_of_a_calibration(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvsearch", "calibrate", "bundled", "-o", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a test run in the background ignores the signal, and its children would, too
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     first = process.stderr.readline()  # said just before the first question
     assert "calibrating" in first
