@@ -47,7 +47,7 @@ def plan_from_profile(profile: Profile, target: Target) -> Plan:
     length = target.length or metadata.length
     heads = metadata.shape[0] * metadata.shape[1]
     floor = max(metadata.floor, 1)
-    total = _total(target, length, heads)
+    total = total_entries(target, length, heads)
     if total < floor * heads:
         raise UsageError(
             f"{total / heads:g} entries per kv head is below the {floor} that are always kept "
@@ -91,7 +91,8 @@ def phase_of(budgets: NDArray[np.int64], layers: tuple[int, ...], model_layers: 
     )
 
 
-def _total(target: Target, length: int, heads: int) -> int:
+def total_entries(target: Target, length: int, heads: int) -> int:
+    """Entries of `heads` kv heads together at `target`, for prompts of `length` tokens."""
     if target.budget is not None:
         return target.budget * heads
     return int(round_half_up((1 - float(target.ratio or 0)) * length * heads))

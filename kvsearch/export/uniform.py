@@ -10,10 +10,10 @@ import torch
 
 from kvsearch.calibrate.provenance import provenance
 from kvsearch.errors import UsageError
-from kvsearch.export.build import Target, phase_of
+from kvsearch.export.build import Target, phase_of, total_entries
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Phase, Plan, PolicySpec
-from kvsearch.plan.rounding import largest_remainder, round_half_up
+from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Policy
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def uniform_plan(loaded: LoadedModel, policy: Policy, target: Target, phases: Se
     check_request(policy, target)
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
-    total = int(round_half_up(_mean(target) * heads[0] * heads[1]))
+    total = total_entries(target, target.length or 0, heads[0] * heads[1])
     budgets = largest_remainder(np.full(heads, total / (heads[0] * heads[1])), total, _floor(policy))
     spec = PolicySpec(name=policy.name, params=policy.parameters())
     phase = phase_of(budgets, shape.full_layers, shape.layers, spec)

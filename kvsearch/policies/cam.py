@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row
-from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.decoding import Cached, State, Step, by_position
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.merging import by_position, fold, in_parts, staying
+from kvsearch.policies.merging import fold, in_parts
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.scoring import SCRATCH_BYTES
 from kvsearch.policies.streaming import StreamingLLM
@@ -73,9 +73,10 @@ class CaM(Wrapper):
         return self.merge_prompt
 
     def start(self, observation: Observation) -> State:
-        """The base's state and the attention that every entry received in the prompt."""
+        """The base's state, and the attention that every entry received in the prompt where that has none."""
         state = self.inner.start(observation)
-        state.entries[MASS] = observation.received().clone()
+        if self.base == "streaming":
+            state.entries[MASS] = observation.received().clone()
         return state
 
     def step(self, step: Step) -> Tensor:
@@ -89,8 +90,8 @@ class CaM(Wrapper):
         """Add the values that leave to the next ones that stay, or not, as drawn."""
         slots, dim = cached.values.shape[1:]
         for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
-            stays = staying(part, entries)
-            order = by_position(part, stays)
+            stays = part.staying(entries)
+            order = by_position(part.positions, stays)
             step = max(1, SCRATCH_BYTES // (64 * len(entries) * min(self.merge_next, slots)))
             for first in range(0, entries.shape[1], step):
                 self._spread(part, entries[:, first : first + step], order, stays.gather(1, order))

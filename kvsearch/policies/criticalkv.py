@@ -10,17 +10,17 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import GUARD
 from kvsearch.policies.base import Needs, Norm, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.wrapper import Wrapper
 
 BASES = ("snapkv", "expected_attention")
 
 
 @dataclass(frozen=True)
-class CriticalKV(Policy):
+class CriticalKV(Wrapper):
     """Two stages over the score S of a base policy.
 
     The first floor(ratio * budget) entries are taken by S, protected ones included, the others by
@@ -51,13 +51,10 @@ class CriticalKV(Policy):
         self._require(0 <= self.ratio <= 1, f"ratio must be between 0 and 1, got {self.ratio}")
         self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
         self._require(self.norm in ("l1", "l2"), f"norm is l1 or l2, got {self.norm!r}")
-        try:
-            self.first  # noqa: B018
-        except UsageError as error:
-            raise UsageError(f"policy {self.name}: its base {str(error).removeprefix('policy ')}") from None
+        super().__post_init__()
 
     @property
-    def first(self) -> Policy:
+    def inner(self) -> Policy:
         """The base policy."""
         shared = {"window": self.window, "sinks": self.sinks} | ({"refresh": self.refresh} if self.refresh else {})
         if self.base == "snapkv":
@@ -65,16 +62,12 @@ class CriticalKV(Policy):
         return ExpectedAttention(future=self.future, covariance=self.covariance, value_norm=False, **shared)
 
     def needs(self) -> Needs:
-        return dataclasses.replace(self.first.needs(), projection=True)
-
-    @property
-    def refresh_interval(self) -> int:
-        return self.first.refresh_interval
+        return dataclasses.replace(self.inner.needs(), projection=True)
 
     def first_stage(self, observation: Observation) -> Tensor:
         """The base score, [B, Hkv, T] fp32."""
-        first = self.first
-        return observation.shared(("score", first), lambda: first.score(observation))
+        base = self.inner
+        return observation.shared(("score", base), lambda: base.score(observation))
 
     def quota(self, budget: Tensor) -> Tensor:
         """floor(ratio * budget)."""

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.decoding import Cached, State, by_position
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.merging import by_position, fold, in_parts, staying, taken
+from kvsearch.policies.merging import fold, in_parts, taken
 from kvsearch.policies.scoring import chunk_bytes
 
 TAU = "tau"
@@ -60,12 +60,12 @@ class D2O(H2O):
             self._merge(part, entries)
 
     def _merge(self, cached: Cached, leaving: Tensor) -> None:
-        gone, sources, real = leaving >= 0, leaving.clamp(min=0), staying(cached, leaving)
+        gone, sources, real = leaving >= 0, leaving.clamp(min=0), cached.staying(leaving)
         if leaving.shape[1] == 1:  # one per step: nothing is sorted or copied, and nothing waits for the device
             similarity, targets = nearest_slot(cached, sources, real)
             into = torch.zeros_like(targets)
         else:
-            targets = by_position(cached, real)[:, : max(1, int(real.sum(-1).max()))]
+            targets = by_position(cached.positions, real)[:, : max(1, int(real.sum(-1).max()))]
             similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
         event = gone.any(-1) & real.any(-1)
         tau = self._update(cached.state.heads[TAU], similarity.masked_fill(~gone, 0.0), gone.sum(-1), event)

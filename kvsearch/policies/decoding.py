@@ -6,7 +6,7 @@ A segment is one kv head of one sequence. Its entries sit in slots in any order;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,22 @@ class Cached:
         """Slots that hold an entry, [S, C] bool."""
         return self.positions >= 0
 
+    def segments(self, rows: slice | Tensor) -> Cached:
+        """Some of the segments: views for a slice, copies for indices."""
+        return replace(
+            self,
+            keys=self.keys[rows],
+            values=self.values[rows],
+            positions=self.positions[rows],
+            state=self.state.changed(lambda tensor: tensor[rows], lambda tensor: tensor[rows]),
+            heads=self.heads[rows],
+        )
+
+    def staying(self, leaving: Tensor) -> Tensor:
+        """Slots whose entries stay when those in `leaving` [S, E] (-1: none) go, [S, C] bool."""
+        away = self.held.new_zeros(len(leaving), self.positions.shape[1] + 1)
+        return self.held & ~away.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
+
 
 @dataclass
 class Step:
@@ -74,6 +90,23 @@ class Step:
     def at_newest(self, values: Tensor) -> Tensor:
         """The entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
         return values[torch.arange(len(self.newest), device=values.device), self.newest]
+
+
+def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
+    """Slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
+    key = positions.masked_fill(~chosen, torch.iinfo(positions.dtype).max)
+    return torch.argsort(key, dim=-1, stable=True)
+
+
+def slots_of(chosen: Tensor, positions: Tensor) -> Tensor:
+    """The `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
+    order = by_position(positions, chosen)[:, : int(chosen.sum(-1).max())]
+    return torch.where(chosen.gather(-1, order), order, -1)
+
+
+def entries_at(states: Tensor, slots: Tensor) -> Tensor:
+    """States [S, C, D] at slots [S, K], [S, K, D]."""
+    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def protection_at(sinks: int, recent: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:

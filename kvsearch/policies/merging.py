@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvsearch.policies.decoding import Cached
+from kvsearch.policies.decoding import Cached, entries_at
 from kvsearch.policies.scoring import SCRATCH_BYTES
 
 
@@ -16,34 +15,13 @@ def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cache
     """Some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
     step = max(1, SCRATCH_BYTES // size)
     for first in range(0, len(leaving), step):
-        yield _segments(cached, slice(first, first + step)), leaving[first : first + step]
-
-
-def _segments(cached: Cached, some: slice) -> Cached:
-    return replace(
-        cached,
-        keys=cached.keys[some],
-        values=cached.values[some],
-        positions=cached.positions[some],
-        state=cached.state.changed(lambda tensor: tensor[some], lambda tensor: tensor[some]),
-        heads=cached.heads[some],
-    )
-
-
-def staying(cached: Cached, leaving: Tensor) -> Tensor:
-    """Slots whose entries stay when those in `leaving` [S, E] go, [S, C] bool."""
-    away = cached.held.new_zeros(len(leaving), cached.positions.shape[1] + 1)
-    return cached.held & ~away.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
-
-
-def by_position(cached: Cached, chosen: Tensor) -> Tensor:
-    """Slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
-    return cached.positions.masked_fill(~chosen, torch.iinfo(torch.int64).max).argsort(-1)
+        some = slice(first, first + step)
+        yield cached.segments(some), leaving[some]
 
 
 def taken(states: Tensor, slots: Tensor) -> Tensor:
     """States [S, C, D] at slots [S, K], [S, K, D] fp32."""
-    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1])).float()
+    return entries_at(states, slots).float()
 
 
 def fold(

@@ -66,6 +66,10 @@ class Wrapper(Policy):
     def row(self) -> Row | None:
         return self.inner.row
 
+    @property
+    def refresh_interval(self) -> int:
+        return self.inner.refresh_interval
+
     def recent_at(self, budget: Tensor) -> Tensor:
         """The inner policy's."""
         return self.inner.recent_at(budget)

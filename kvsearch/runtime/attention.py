@@ -39,6 +39,11 @@ class Logits:
     softcap: float | None = None
     projection: OutputProjection | None = None
 
+    def of(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
+        scores = (query @ keys.transpose(-1, -2)).float() * self.scaling
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
 
 class TaggingLayer(Protocol):
     """A cache layer that takes over attention for the keys it tagged."""
@@ -152,9 +157,7 @@ def slot_attention(
         mask = None if empty is None else ~empty[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
-    scores = (query @ keys.transpose(-1, -2)).float() * logits.scaling
-    if logits.softcap is not None:
-        scores = logits.softcap * torch.tanh(scores / logits.softcap)
+    scores = logits.of(query, keys)
     if empty is not None:
         scores = scores.masked_fill(empty[:, None], float("-inf"))
     weights = scores.softmax(-1)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import Logits, slot_attention
-from kvsearch.runtime.rule import DecodeRule, Ints, slots_of
-from kvsearch.runtime.slots import SlotStore, Source, pack, source_of
+from kvsearch.runtime.rule import Bools, DecodeRule, Ints
+from kvsearch.runtime.slots import SlotBlock, SlotStore, Source, pack, source_of
 
 
 class Decoding:
@@ -38,36 +37,45 @@ class Decoding:
         `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
         `valid` [B, q] bool says which are no padding (None: all).
         """
+        arrived = None if valid is None else valid.cpu().numpy()
         outputs = []
         for token in range(query.shape[2]):
             one = slice(token, token + 1)
-            active = None if valid is None or bool(valid[:, token].all()) else valid[:, token]
-            self._store(key[:, :, token], value[:, :, token], active)
-            self.rule.begin(query[:, :, one], positions[:, one], self._over(), active)
-            outputs.append(self._attend(query[:, :, token], active, logits))
+            real = active = None
+            if valid is not None and arrived is not None and not arrived[:, token].all():
+                real, active = arrived[:, token], valid[:, token]
+            self._store(key[:, :, token], value[:, :, token], real, active)
+            self.rule.begin(query[:, :, one], positions[:, one], self._over(), real, active)
+            outputs.append(self._attend(query[:, :, token], real, active, logits))
         return torch.stack(outputs, 2)
 
-    def _store(self, key: Tensor, value: Tensor, active: Tensor | None) -> None:
-        if not all(block.has_room() for block in self.store.blocks):
-            self._repack([None] * len(self.store.blocks))
-        parts = zip(
-            self.store.blocks, self.store.split(key.flatten(0, 1)), self.store.split(value.flatten(0, 1)), strict=True
-        )
-        arrived = None if active is None else active.cpu().numpy()
+    def _store(self, key: Tensor, value: Tensor, real: Bools | None, active: Tensor | None) -> None:
+        store = self.store
+        if not all(block.has_room() for block in store.blocks):
+            self._repack([None] * len(store.blocks))
+            store = self.store
+        parts = zip(store.blocks, store.split(key.flatten(0, 1)), store.split(value.flatten(0, 1)), strict=True)
         for block, keys, values in parts:
-            real = np.ones_like(block.used) if arrived is None else arrived[block.names // self.store.heads].astype(int)
-            block.put(keys, values, None if active is None else active[block.rows], real)
+            block.put(keys, values, *self._of_block(block, real, active))
         self.columns += 1
-        self.peak = np.maximum(self.peak, self.store.used())
+        self.peak = np.maximum(self.peak, store.used())
 
-    def _over(self) -> NDArray[np.bool_]:
+    def _of_block(
+        self, block: SlotBlock, real: Bools | None, active: Tensor | None
+    ) -> tuple[Bools | None, Tensor | None]:
+        """What is known of sequences [B], for the segments of a block [S]."""
+        if real is None or active is None:
+            return None, None
+        return real[block.names // self.store.heads], active[block.rows]
+
+    def _over(self) -> Bools:
         """Sequences with a head over its budget, [B]."""
         over = np.zeros(self.store.batch, dtype=bool)
         for block in self.store.blocks:
             over[block.names[block.used > block.limits.host] // self.store.heads] = True
         return over
 
-    def _attend(self, query: Tensor, active: Tensor | None, logits: Logits) -> Tensor:
+    def _attend(self, query: Tensor, real: Bools | None, active: Tensor | None, logits: Logits) -> Tensor:
         """One token's attention [B, Hq, D] -> [B, Hq, Dv], and what follows from it."""
         store, policy = self.store, self.rule.policy
         queries = store.split(query.reshape(store.batch * store.heads, -1, query.shape[-1]))
@@ -83,18 +91,17 @@ class Decoding:
             parts = zip(store.blocks, rows, strict=True)
             known = [(block.rows, block.in_use().positions, row) for block, row in parts if row is not None]
             rows = list(layer_rows(known, store.batch, self.columns))
-        self._evict(rows, active, logits)
+        self._evict(rows, real, active, logits)
         return store.join(outputs).view(store.batch, -1, outputs[0].shape[-1])
 
-    def _evict(self, rows: Sequence[Tensor | None], active: Tensor | None, logits: Logits) -> None:
+    def _evict(self, rows: Sequence[Tensor | None], real: Bools | None, active: Tensor | None, logits: Logits) -> None:
         leaving = []
         for block, row in zip(self.store.blocks, rows, strict=True):
-            mine = None if active is None else active[block.rows]
-            real = np.ones_like(block.used) if mine is None else mine.cpu().numpy().astype(int)
+            came, mine = self._of_block(block, real, active)
             cached = block.in_use()
             before = None if mine is None else cached.state.changed(torch.clone, torch.clone)
             step = Step(cached, block.slot, block.seen, row)
-            gone, block.used = self.rule.decide(step, block.rows, block.limits, block.used, real, mine, logits)
+            gone, block.used = self.rule.decide(step, block.rows, block.limits, block.used, came, mine, logits)
             if mine is not None and before is not None:
                 cached.state.restore(before, ~mine)
             leaving.append(gone)
@@ -109,10 +116,7 @@ class Decoding:
         sources = []
         for block, gone in zip(self.store.blocks, leaving, strict=True):
             cached = block.in_use()
-            held = cached.held
-            if gone is not None:
-                away = torch.zeros_like(held, dtype=torch.int8).scatter_add_(1, gone.clamp(min=0), (gone >= 0).char())
-                held = held & (away == 0)
+            held = cached.held if gone is None else cached.staying(gone)
             sources.append(Source(block.names, cached, slots_of(held, cached.positions), block.used, block.seen))
         self.store = pack(sources, self.rule, self.store.batch, self.store.heads)
 

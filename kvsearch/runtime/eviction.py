@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy, keep_under
-from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.decoding import State, slots_of
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.rule import UNBOUNDED, DecodeRule, slots_of
+from kvsearch.runtime.rule import UNBOUNDED, DecodeRule
+from kvsearch.runtime.slots import segments_of
 from kvsearch.runtime.storage import RaggedStore
 
 Budgets = Callable[[list[int]], Tensor]
@@ -74,26 +75,15 @@ def merged(policy: Policy, observation: Observation, keep: Tensor) -> tuple[Obse
 
     Works on copies: the tensors of the observation stay as they are.
     """
-    shape, heads = keep.shape[:2], keep.shape[1]
-    index = observation.index.repeat_interleave(heads, 0)
-    cached = Cached(
-        observation.keys.flatten(0, 1).clone(),
-        observation.values.flatten(0, 1).clone(),
-        index,
-        policy.start(observation).changed(_flat_copy, _flat_copy),
-        observation.layer,
-        torch.arange(heads, device=keep.device).repeat(shape[0]),
-    )
-    leaving = (index >= 0) & ~keep.flatten(0, 1)
+    given = segments_of(observation, policy.start(observation))
+    state = given.state.changed(torch.clone, torch.clone)
+    cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state)
+    leaving = cached.held & ~keep.flatten(0, 1)
     if bool(leaving.any()):
-        policy.merge(cached, slots_of(leaving, index))
+        policy.merge(cached, slots_of(leaving, cached.positions))
 
     def whole(tensor: Tensor) -> Tensor:
-        return tensor.view(*shape, *tensor.shape[1:])
+        return tensor.view(*keep.shape[:2], *tensor.shape[1:])
 
     changed = replace(observation, keys=whole(cached.keys), values=whole(cached.values))
     return changed, cached.state.changed(whole, whole)
-
-
-def _flat_copy(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, 1).clone()

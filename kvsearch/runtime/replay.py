@@ -7,19 +7,20 @@ from another; only the choice of what leaves goes token by token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.decoding import State, Step
 from kvsearch.runtime.attention import Logits
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
-from kvsearch.runtime.rule import DecodeRule, Ints
+from kvsearch.runtime.rule import DecodeRule, Ints, Limits
+from kvsearch.runtime.slots import segments_of
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,20 @@ class _Course:
         self.batch, self.heads, self.length = left.keep.shape
         self.count = key.shape[2]
         self.rows = torch.arange(self.batch, device=key.device).repeat_interleave(self.heads)
-        held = seen.index.repeat_interleave(self.heads, 0).masked_fill(~left.keep.flatten(0, 1), -1)
+        everyone = np.arange(len(self.rows))
+        self.limits = None if left.rule is None else left.rule.limits(everyone, key.device)
+        prompt = segments_of(seen, left.state)
+        held = prompt.positions.masked_fill(~left.keep.flatten(0, 1), -1)
 
         def longer(tensor: Tensor) -> Tensor:
             return torch.cat([tensor, tensor.new_zeros(len(tensor), self.count, *tensor.shape[2:])], 1)
 
-        self.cached = Cached(
-            torch.cat([seen.keys, key], 2).flatten(0, 1),
-            torch.cat([seen.values, value], 2).flatten(0, 1),
-            torch.cat([held, held.new_full((len(held), self.count), -1)], 1),
-            left.state.changed(lambda t: longer(t.flatten(0, 1)), lambda t: t.flatten(0, 1).clone()),
-            seen.layer,
-            torch.arange(self.heads, device=key.device).repeat(self.batch),
+        self.cached = replace(
+            prompt,
+            keys=torch.cat([prompt.keys, key.flatten(0, 1)], 1),
+            values=torch.cat([prompt.values, value.flatten(0, 1)], 1),
+            positions=torch.cat([held, held.new_full((len(held), self.count), -1)], 1),
+            state=prompt.state.changed(longer, torch.clone),
         )
         # what an empty slot has for state is zero
         _clear(self.cached.state, self.cached.positions < 0)
@@ -87,7 +90,7 @@ class _Course:
             self._arrive(token)
             held = self.cached.held
             shown.append(held)
-            if self.rule is None:
+            if self.rule is None or self.limits is None:
                 continue
             row = None
             if changing or self.rule.policy.row is not None:
@@ -96,7 +99,7 @@ class _Course:
                 row = weights.mean(1)
                 if changing:
                     outputs.append(weights.to(self.cached.values.dtype) @ self.cached.values)
-            self._evict(self.rule, token, row)
+            self._evict(self.rule, self.limits, token, row)
         if scores is not None:
             mask = torch.stack(shown, 1)[:, None]
             weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(self.cached.values.dtype)
@@ -109,9 +112,7 @@ class _Course:
         """Attention logits of some tokens over all columns, [S, G, k, T + K] fp32."""
         query = self.query[:, :, tokens]
         packed = query.reshape(len(self.rows), -1, query.shape[-1])
-        scores = (packed @ self.cached.keys.transpose(-1, -2)).float() * self.logits.scaling
-        if self.logits.softcap is not None:
-            scores = self.logits.softcap * torch.tanh(scores / self.logits.softcap)
+        scores = self.logits.of(packed, self.cached.keys)
         return scores.view(len(self.rows), -1, query.shape[2], scores.shape[-1])
 
     def _arrive(self, token: int) -> None:
@@ -120,21 +121,18 @@ class _Course:
         self.used = self.used + 1
         self.most = np.maximum(self.most, self.used)
 
-    def _evict(self, rule: DecodeRule, token: int, row: Tensor | None) -> None:
-        limits = rule.limits(np.arange(len(self.rows)), self.rows.device)
+    def _evict(self, rule: DecodeRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
-        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over, None)
+        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over)
+        newest = self.length + token
         if row is not None and rule.policy.row == "layer":
-            row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, int(self.seen.max()))[0]
-        newest = torch.full_like(self.rows, self.length + token)
-        step = Step(self.cached, newest, self.seen, row)
-        real = np.ones_like(self.used)
-        leaving, self.used = rule.decide(step, self.rows, limits, self.used, real, None, self.logits)
+            row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, newest + 1)[0]
+        step = Step(self.cached, torch.full_like(self.rows, newest), self.seen, row)
+        leaving, self.used = rule.decide(step, self.rows, limits, self.used, None, None, self.logits)
         if leaving is not None:
-            gone = torch.zeros_like(self.cached.positions)
-            gone.scatter_add_(1, leaving.clamp(min=0), (leaving >= 0).long())
-            self.cached.positions.masked_fill_(gone > 0, -1)
-            _clear(self.cached.state, gone > 0)
+            gone = self.cached.held & ~self.cached.staying(leaving)
+            self.cached.positions.masked_fill_(gone, -1)
+            _clear(self.cached.state, gone)
 
     def _kept(self) -> list[list[list[int]]]:
         held = [sorted(row[row >= 0].tolist()) for row in self.cached.positions]

@@ -6,7 +6,8 @@ all tokens side by side. What a policy remembers lives in the state of the segme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,16 @@ from torch import Tensor
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics
-from kvsearch.policies.decoding import State, Step, best, lowest, protected_slots, protection_at
+from kvsearch.policies.decoding import (
+    State,
+    Step,
+    best,
+    entries_at,
+    lowest,
+    protected_slots,
+    protection_at,
+    slots_of,
+)
 from kvsearch.policies.ranking import scores_at
 from kvsearch.runtime.attention import Logits
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
@@ -88,11 +98,13 @@ class DecodeRule:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def begin(self, query: Tensor, positions: Tensor, over: Bools, active: Tensor | None) -> None:
+    def begin(
+        self, query: Tensor, positions: Tensor, over: Bools, real: Bools | None = None, active: Tensor | None = None
+    ) -> None:
         """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
 
-        `over` [B] says which sequences have a head over its budget. Those not `active` [B] bool (None: all are) had
-        padding in this step.
+        `over` [B] says which sequences have a head over its budget. Those not `real`, or `active` on the device, [B]
+        bool each (None: all are), had padding in this step.
         """
         following = positions[:, -1].expand_as(self.next_position) + 1
         if self.queries is not None and self.queries.shape[2]:
@@ -101,9 +113,9 @@ class DecodeRule:
         self.next_position = following if active is None else torch.where(active, following, self.next_position)
         if self.policy.online:
             return
-        real = True if active is None else active.cpu().numpy()
-        self.scored = self.scored + (real & (self.scored >= 0))
-        self.due = over & real & ((self.scored < 0) | (self.scored >= self.interval))
+        arrived = np.ones_like(over) if real is None else real
+        self.scored = self.scored + (arrived & (self.scored >= 0))
+        self.due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
         self.scored = np.where(self.due, 0, self.scored)
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
@@ -120,19 +132,19 @@ class DecodeRule:
         rows: Tensor,
         limits: Limits,
         used: Ints,
-        real: Ints,
+        real: Bools | None,
         active: Tensor | None,
         logits: Logits,
     ) -> tuple[Tensor | None, Ints]:
         """Slots that leave after this step, and what each segment holds then.
 
-        `rows` [S] are the segments' sequences, `used` what they hold now, `real` 1 where the step brought a token;
-        `active` [S] bool says so on the device (None: everywhere).
+        `rows` [S] are the segments' sequences, `used` what they hold now. The step brought a token where `real`, or
+        `active` on the device, says so, [S] bool each (None: everywhere).
         The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing leaves. Updates the
         running state, and merges what leaves where the policy does.
         """
         priorities = self._priorities(step, rows, limits, logits)
-        over = (used > limits.host) & (real > 0)
+        over = used > limits.host if real is None else (used > limits.host) & real
         if not over.any():
             return None, used
         positions = step.cached.positions
@@ -170,8 +182,8 @@ class DecodeRule:
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         index = cached.positions.gather(-1, order)
         observation = Observation(
-            keys=_taken(cached.keys, order)[:, None],
-            values=_taken(cached.values, order)[:, None],
+            keys=entries_at(cached.keys, order)[:, None],
+            values=entries_at(cached.values, order)[:, None],
             valid=index >= 0,
             scaling=logits.scaling,
             queries=self._queries(rows, cached.heads),
@@ -223,32 +235,19 @@ class DecodeRule:
     # --- rows of the batch ----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int]) -> DecodeRule:
-        """The rule for sequences `rows` of the batch, in that order."""
-        return self._with(lambda tensor: tensor[torch.as_tensor(rows, device=tensor.device)], rows)
-
-    def copy(self) -> DecodeRule:
-        """A rule that goes its own way from here."""
-        return self._with(lambda tensor: tensor, range(len(self.budgets) // self.heads))
-
-    def _with(self, change: Callable[[Tensor], Tensor], rows: Sequence[int]) -> DecodeRule:
-        made = object.__new__(DecodeRule)
-        made.__dict__.update(self.__dict__)
-        made.budgets = self.budgets.reshape(-1, self.heads)[list(rows)].flatten()
-        made.interval, made.scored, made.due = self.interval[list(rows)], self.scored[list(rows)], self.due[list(rows)]
-        made.queries = None if self.queries is None else change(self.queries)
-        made.next_position = change(self.next_position)
+        """The rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
+        chosen = list(rows)
+        index = torch.tensor(chosen, device=self.next_position.device)
+        made = copy(self)
+        made.budgets = self.budgets.reshape(-1, self.heads)[chosen].flatten()
+        made.interval, made.scored, made.due = self.interval[chosen], self.scored[chosen], self.due[chosen]
+        made.queries = None if self.queries is None else self.queries[index]
+        made.next_position = self.next_position[index]
         return made
 
     def nbytes(self) -> int:
         """Bytes of query rows held."""
         return 0 if self.queries is None else self.queries.untyped_storage().nbytes()
-
-
-def slots_of(mask: Tensor, positions: Tensor) -> Tensor:
-    """The slots of a mask [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
-    key = positions.masked_fill(~mask, torch.iinfo(positions.dtype).max)
-    order = torch.argsort(key, dim=-1, stable=True)[:, : int(mask.sum(-1).max())]
-    return torch.where(mask.gather(-1, order), order, -1)
 
 
 def _last_rows(observation: Observation, rows: int) -> Tensor | None:
@@ -257,8 +256,3 @@ def _last_rows(observation: Observation, rows: int) -> Tensor | None:
         return None
     given = observation.queries[:, :, -rows:] if rows else observation.queries[:, :, :0]
     return torch.nn.functional.pad(given, (0, 0, rows - given.shape[2], 0)).clone()
-
-
-def _taken(states: Tensor, order: Tensor) -> Tensor:
-    """Entries [S, C, D] in another order [S, C]."""
-    return states.gather(1, order[..., None].expand(-1, -1, states.shape[-1]))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import Cached, State
-from kvsearch.runtime.rule import DecodeRule, Ints, Limits, slots_of
-from kvsearch.runtime.storage import GROWTH, MIN_SPARE, bucket
+from kvsearch.policies.decoding import Cached, State, slots_of
+from kvsearch.runtime.rule import Bools, DecodeRule, Ints, Limits
+from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket
 
 
 @dataclass
@@ -37,14 +37,14 @@ class SlotBlock:
         """Whether every segment can take another token."""
         return int(self.used.max()) < self.cached.positions.shape[1]
 
-    def put(self, keys: Tensor, values: Tensor, active: Tensor | None, real: Ints) -> None:
-        """Store one token per segment, keys [S, D] and values [S, Dv]; none where not `active` [S] bool (`real`)."""
+    def put(self, keys: Tensor, values: Tensor, real: Bools | None, active: Tensor | None) -> None:
+        """Store one token per segment, keys [S, D] and values [S, Dv]; none where not `real` and `active`, [S] bool."""
         self.width = max(self.width, int(self.used.max()) + 1)
         where, cached = (torch.arange(len(keys), device=keys.device), self.slot), self.cached
         cached.keys[where], cached.values[where] = keys, values
         cached.positions[where] = self.seen if active is None else self.seen.masked_fill(~active, -1)
         self.seen = self.seen + 1 if active is None else self.seen + active
-        self.used = self.used + real
+        self.used = self.used + (1 if real is None else real)
 
     @property
     def full(self) -> bool:
@@ -82,26 +82,12 @@ class SlotBlock:
             tensor[where] = now.masked_fill(gone.view(-1, *[1] * (now.dim() - 1)), empty)
 
 
-class SlotStore:
+class SlotStore(Segmented):
     """The entries one layer holds for a batch while its decode rule is in force."""
 
     def __init__(self, blocks: list[SlotBlock], batch: int, heads: int) -> None:
         self.blocks, self.batch, self.heads = blocks, batch, heads
-        order = np.concatenate([block.names for block in blocks])
-        device = blocks[0].slot.device
-        self._sizes = [len(block.names) for block in blocks]
-        self._order = torch.from_numpy(order).to(device)
-        self._back = torch.from_numpy(np.argsort(order)).to(device)
-
-    def split(self, states: Tensor) -> list[Tensor]:
-        """States of all segments, [B * Hkv, ...], as one part per block."""
-        if len(self.blocks) == 1:
-            return [states]
-        return list(torch.split_with_sizes(states.index_select(0, self._order), self._sizes))
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
-        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
+        super().__init__([torch.from_numpy(block.names).to(block.slot.device) for block in blocks])
 
     def used(self) -> Ints:
         """Entries held per segment, [B * Hkv]."""
@@ -138,10 +124,6 @@ class SlotStore:
                 blocks.append(_selected(block, chosen[:, 0], chosen[:, 1], self.heads))
         return SlotStore(blocks, len(rows), self.heads)
 
-    def copy(self) -> SlotStore:
-        """A store of its own with the same content."""
-        return self.select_rows(range(self.batch))
-
     def nbytes(self) -> int:
         """Bytes of storage really allocated: keys, values, positions and running state, free slots included."""
         held = [(block.cached.keys, block.cached.values, block.cached.positions) for block in self.blocks]
@@ -160,22 +142,27 @@ class Source:
     seen: Tensor  # [S]
 
 
-def source_of(observation: Observation, keep: Tensor, state: State) -> Source:
-    """The entries `keep` [B, Hkv, T] bool of a prompt, with state tensors [B, Hkv, T, ...] and [B, Hkv, ...]."""
-    batch, heads, length = keep.shape
-    flat = keep.flatten(0, 1)
-    index = observation.index.repeat_interleave(heads, 0)
-    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat))
-    cached = Cached(
+def segments_of(observation: Observation, state: State) -> Cached:
+    """A prompt as segments, one per sequence and kv head; state tensors are [B, Hkv, T, ...] and [B, Hkv, ...]."""
+    batch, heads = observation.keys.shape[:2]
+    return Cached(
         observation.keys.flatten(0, 1),
         observation.values.flatten(0, 1),
-        index,
+        observation.index.repeat_interleave(heads, 0),
         state.changed(lambda t: t.flatten(0, 1), lambda t: t.flatten(0, 1)),
         observation.layer,
-        torch.arange(heads, device=keep.device).repeat(batch),
+        torch.arange(heads, device=observation.keys.device).repeat(batch),
     )
+
+
+def source_of(observation: Observation, keep: Tensor, state: State) -> Source:
+    """The entries `keep` [B, Hkv, T] bool of a prompt, with its state as `segments_of` takes it."""
+    batch, heads, length = keep.shape
+    flat = keep.flatten(0, 1)
+    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat))
     used = flat.sum(-1).cpu().numpy()
-    return Source(np.arange(batch * heads), cached, order, used, observation.seen.repeat_interleave(heads))
+    seen = observation.seen.repeat_interleave(heads)
+    return Source(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
 
 
 def pack(sources: Sequence[Source], rule: DecodeRule, batch: int, heads: int) -> SlotStore:
@@ -260,20 +247,12 @@ def _joined(parts: list[Cached], back: Ints) -> Cached:
 
 def _selected(block: SlotBlock, names: Ints, rows: Ints, heads: int) -> SlotBlock:
     index = torch.from_numpy(rows).to(block.slot.device)
-    cached, limits = block.cached, block.limits
     return replace(
         block,
         names=names,
         rows=torch.from_numpy(names // heads).to(index.device),
-        cached=replace(
-            cached,
-            keys=cached.keys[index],
-            values=cached.values[index],
-            positions=cached.positions[index],
-            state=cached.state.changed(lambda t: t[index], lambda t: t[index]),
-            heads=cached.heads[index],
-        ),
-        limits=limits.select(rows),
+        cached=block.cached.segments(index),
+        limits=block.limits.select(rows),
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],

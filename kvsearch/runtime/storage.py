@@ -78,7 +78,26 @@ class Block:
         return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None)
 
 
-class RaggedStore:
+class Segmented:
+    """Segments (sequence * Hkv + kv head) spread over blocks; `names` [S] per block says which are where."""
+
+    def __init__(self, names: Sequence[Tensor]) -> None:
+        self._sizes = [len(part) for part in names]
+        self._order = torch.cat(list(names))
+        self._back = torch.argsort(self._order)
+
+    def split(self, states: Tensor) -> list[Tensor]:
+        """States of all segments, [B * Hkv, ...], as one part per block."""
+        if len(self._sizes) == 1:  # its segments are all segments, in order
+            return [states]
+        return list(torch.split_with_sizes(states.index_select(0, self._order), self._sizes))
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
+
+
+class RaggedStore(Segmented):
     """The entries one layer kept for a batch, as a few dense blocks."""
 
     def __init__(self, blocks: list[Block], heads: int, tokens: Tensor, even: bool) -> None:
@@ -86,10 +105,7 @@ class RaggedStore:
         self.tokens = self.longest = tokens  # [B] int32 tokens of each sequence now, and at most
         self.even = even  # all sequences have the same number of tokens
         self.appended = 0
-        self._sizes = [len(block.segments) for block in blocks]
-        # segments in the order of the blocks, and back
-        self._order = torch.cat([block.segments for block in blocks])
-        self._back = torch.argsort(self._order)
+        super().__init__([block.segments for block in blocks])
 
     @classmethod
     def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, index: Tensor) -> RaggedStore:
@@ -116,16 +132,6 @@ class RaggedStore:
                 where = torch.where(filled, where, -1)
             blocks.append(Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded))
         return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
-
-    def split(self, states: Tensor) -> list[Tensor]:
-        """States of all segments, [B * Hkv, ...], as one part per block."""
-        if len(self.blocks) == 1:  # its segments are all segments, in order
-            return [states]
-        return list(torch.split_with_sizes(states.index_select(0, self._order), self._sizes))
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
-        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
         """Add q tokens to every segment.
