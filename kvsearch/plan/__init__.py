@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.files import atomic_write, describe_validation_error, load_plan, save_plan
-from kvsearch.plan.schema import LayerPlan, ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.plan.schema import (
+    AllocationSpec,
+    LayerPlan,
+    ModelFingerprint,
+    Phase,
+    PhasePlan,
+    Plan,
+    PolicySpec,
+    Provenance,
+)
 
 if TYPE_CHECKING:
     from kvsearch.plan.arithmetic import BudgetChange, budgets_at, diff
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRID",
+    "AllocationSpec",
     "BudgetChange",
     "LayerPlan",
     "ModelFingerprint",

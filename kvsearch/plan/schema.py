@@ -11,10 +11,21 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.fields import Count, Entries, Floor, Provenance, Record, ScalarField, Text, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
 
-__all__ = ["LayerPlan", "ModelFingerprint", "Phase", "PhasePlan", "Plan", "PolicySpec", "Provenance"]
+__all__ = [
+    "STATIC",
+    "AllocationSpec",
+    "LayerPlan",
+    "ModelFingerprint",
+    "Phase",
+    "PhasePlan",
+    "Plan",
+    "PolicySpec",
+    "Provenance",
+]
 
 PLAN_FORMAT = "kvsearch.plan"
 PLAN_VERSION = 1
+STATIC = "static"
 
 Phase = Literal["prefill", "decode"]
 Budgets = tuple[tuple[int, ...] | None, ...]
@@ -25,6 +36,13 @@ class PolicySpec(Record):
     """An eviction policy by its registered name, with the hyper-parameters that differ from its defaults."""
 
     name: Text
+    params: dict[Text, ScalarField] = Field(default_factory=dict)
+
+
+class AllocationSpec(Record):
+    """How the totals of a plan become budgets of a prompt: "static" as written, or by a registered dynamic rule."""
+
+    name: Text = STATIC
     params: dict[Text, ScalarField] = Field(default_factory=dict)
 
 
@@ -61,7 +79,8 @@ class Plan(Record):
 
     "proportional" budgets are for prompts of `length` tokens and scale with the prompt at hand; "fixed" ones hold at
     every length. `total` is the sum of the prefill budgets, or of the decode ones where there is no prefill phase;
-    `floor` is the fewest entries any head may get.
+    `floor` is the fewest entries any head may get. An `allocation` other than "static" shares what the budgets add up
+    to anew for every prompt: within each layer, or over all layers.
 
     Raises:
         ValidationError: on construction; see `load_plan` and `describe_validation_error` for readable messages.
@@ -73,6 +92,7 @@ class Plan(Record):
     model: ModelFingerprint
     length: Entries | None = None
     scaling: Literal["fixed", "proportional"]
+    allocation: AllocationSpec = AllocationSpec()
     floor: Floor
     prefill: PhasePlan | None = None
     decode: PhasePlan | None = Field(default=None, validate_default=True)
