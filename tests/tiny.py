@@ -15,7 +15,7 @@ from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
 from kvsearch.tasks.synthetic.vocabulary import WORDS
@@ -68,12 +68,15 @@ class Listed:
     name: str
     rows: tuple[Example, ...]
     prompt: str = " {question}"
+    category: str = "listed"
+    chat: bool = False
+    stops: tuple[str, ...] = ()
 
-    def examples(self, samples: int, seed: int) -> Sequence[Example]:
+    def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
         return self.rows[:samples]
 
-    def score(self, reply: str, answers: Sequence[str]) -> float:
-        return METRICS["exact"](reply, answers)
+    def score(self, reply: str, query: Query) -> float:
+        return METRICS["exact"](reply, query.answers)
 
 
 def listed(*shapes: tuple[int, int], name: str = "listed") -> Listed:

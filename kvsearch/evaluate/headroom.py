@@ -17,7 +17,7 @@ from kvsearch.budgets.marginal import MarginalSolver
 from kvsearch.calibrate.capture import Capture
 from kvsearch.errors import InternalError
 from kvsearch.evaluate.baselines import baselines, equal_uniform, full_cache
-from kvsearch.evaluate.runner import Sample, answer_all
+from kvsearch.evaluate.runner import Sample, answer_all, counter
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.rounding import round_half_up
@@ -55,7 +55,8 @@ def headroom(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """Full cache, oracle importance with oracle and with uniform budgets, and simple policies at the same entries."""
-    examples = [(task, example) for task in tasks for example in task.examples(samples, seed)]
+    count = counter(loaded.tokenizer)
+    examples = [(task, example) for task in tasks for example in task.examples(samples, seed, count)]
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, example) in enumerate(examples):

@@ -14,7 +14,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.prompts import PromptFormat
 
 
@@ -114,7 +114,7 @@ def run(
 ) -> list[Sample]:
     """Every program on the same `samples` examples of every task (question-agnostic protocol)."""
     results: list[Sample] = []
-    batches = [(task, part) for task in tasks for part in _batches(task.examples(samples, seed), batch)]
+    batches = [(task, part) for task in tasks for part in _batches(task.examples(samples, seed, counter(loaded.tokenizer)), batch)]
     with running(loaded.model):
         for done, (task, examples) in enumerate(batches):
             for position, (method, program) in enumerate(programs.items()):
@@ -143,9 +143,14 @@ def answer_all(
             if asked < len(example.queries):
                 text = prompt.decode(answered[row])
                 yield Sample(
-                    task.name, method, example.key, asked, text, task.score(text, query.answers),
+                    task.name, method, example.key, asked, text, task.score(text, query),
                     len(contexts[row]), entries[row], held, replies.most[row],
                 )  # fmt: skip
+
+
+def counter(tokenizer: Any) -> TokenCount:
+    """How many tokens a text has, without special ones."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:

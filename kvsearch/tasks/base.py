@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 
+TokenCount = Callable[[str], int]  # how many tokens a text has
+
+
 @dataclass(frozen=True)
 class Query:
-    """One question about a context, the answers that count as right, and how many tokens a reply may have."""
+    """One question about a context, the answers that count as right, and how many tokens a reply may have.
+
+    `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, for
+    metrics that need them.
+    """
 
     question: str
     answers: tuple[str, ...]
     max_new_tokens: int = 64
+    prefix: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context and the questions asked of it after it was compressed (question-agnostic protocol)."""
+    """A context and the questions asked of it, after it was compressed or as its end."""
 
     task: str
     key: str  # unique and stable, for paired statistics
@@ -27,7 +36,7 @@ class Example:
 
 
 class Task(Protocol):
-    """A named source of examples with a metric in [0, 1]."""
+    """A named source of examples with a metric in [0, 1]. `category` is the group that tables average it in."""
 
     @property
     def name(self) -> str: ...
@@ -37,10 +46,26 @@ class Task(Protocol):
         """How a question follows the context where the tokenizer has no chat template, with `{question}` in it."""
         ...
 
-    def examples(self, samples: int, seed: int) -> Sequence[Example]:
-        """The first `samples` examples of the split that `seed` names."""
+    @property
+    def category(self) -> str: ...
+
+    @property
+    def chat(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template, where there is one."""
         ...
 
-    def score(self, reply: str, answers: Sequence[str]) -> float:
-        """Quality of a reply, 0 to 1."""
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts at which a reply ends, besides the end-of-sequence token."""
+        ...
+
+    def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
+        """The first `samples` examples of the split that `seed` names, or all if there are fewer.
+
+        Tasks that fill contexts to a length do so in the tokens of `count`.
+        """
+        ...
+
+    def score(self, reply: str, query: Query) -> float:
+        """Quality of a reply to a query, 0 to 1."""
         ...

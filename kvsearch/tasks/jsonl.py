@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.prompts import PLAIN_PROMPT
@@ -44,6 +44,9 @@ class JsonlTask:
     rows: tuple[Example, ...]
     metric: str
     prompt: str = PLAIN_PROMPT
+    category: ClassVar[str] = "own"
+    chat: ClassVar[bool] = True
+    stops: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> JsonlTask:
@@ -73,14 +76,14 @@ class JsonlTask:
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
         return cls(Path(path).stem, _grouped(Path(path).stem, rows), metrics[0], prompts[0])
 
-    def examples(self, samples: int, seed: int) -> list[Example]:
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Up to `samples` contexts, drawn without replacement if the file has more."""
         if samples >= len(self.rows):
             return list(self.rows)
         return random.Random(seed).sample(list(self.rows), samples)
 
-    def score(self, reply: str, answers: Sequence[str]) -> float:
-        return METRICS[self.metric](reply, answers)
+    def score(self, reply: str, query: Query) -> float:
+        return METRICS[self.metric](reply, query.answers)
 
 
 def _grouped(task: str, rows: Sequence[JsonlRow]) -> tuple[Example, ...]:

@@ -40,13 +40,13 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert (first.key, first.task, first.context) == ("0", "mine", "A long text.")
     assert first.queries == (Query("Who?", ("Ann", "Anna")), Query("Why?", ("Ann", "Anna")))
     assert second.queries == (Query("When?", ("1999",), 5),)
-    assert task.score("it was anna", first.queries[0].answers) == 1.0
+    assert task.score("it was anna", first.queries[0]) == 1.0
 
 
 def test_the_metric_of_the_file(tmp_path: Path) -> None:
     task = JsonlTask.load(write(tmp_path, row(metric="exact")))
-    assert task.score("it was Anna", ["Anna"]) == 0.0
-    assert task.score("Anna it was", ["Anna"]) == 1.0
+    assert task.score("it was Anna", Query("who?", ("Anna",))) == 0.0
+    assert task.score("Anna it was", Query("who?", ("Anna",))) == 1.0
 
 
 def test_every_bad_line_is_told_with_its_number(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ train, calibration, select and report splits cannot share a document.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.errors import UsageError
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import exact_match
 from kvsearch.tasks.synthetic.language import (
     Document,
@@ -81,6 +81,9 @@ class SyntheticTask:
     length: int = 1024
     split: str = "report"
     prompt: ClassVar[str] = " {question}"
+    category: ClassVar[str] = "synthetic"
+    chat: ClassVar[bool] = False
+    stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.length < SHORTEST:
@@ -90,13 +93,16 @@ class SyntheticTask:
         if self.split not in SPLITS:
             raise UsageError(f"unknown split {self.split!r} (known: {', '.join(SPLITS)})")
 
-    def examples(self, samples: int, seed: int) -> list[Example]:
-        """`samples` contexts with up to four questions each; the same seed gives the same examples."""
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
+        """`samples` contexts with up to four questions each; the same seed gives the same examples.
+
+        One word is one token of the bundled model's tokenizer, whatever `count` says.
+        """
         rng = random.Random(f"{self.split}/{self.name}/{self.length}/{seed}")
         return [self._example(rng, f"{seed}-{index}") for index in range(samples)]
 
-    def score(self, reply: str, answers: Sequence[str]) -> float:
-        return exact_match(reply, answers)
+    def score(self, reply: str, query: Query) -> float:
+        return exact_match(reply, query.answers)
 
     def _example(self, rng: random.Random, key: str) -> Example:
         document = self.document(rng)
