@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from kvsearch.budgets.base import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_signals, head_scores
+from kvsearch.budgets.dynamic import Allocation, Order, Wish, even_layers, shared_budgets
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import GUARD, water_fill
 
@@ -19,7 +22,12 @@ Variant = Literal["exact", "official", "kvpress"]
 
 
 def head_budgets(
-    scores: ArrayLike, free: int, floor_share: float = 0.2, variant: Variant = "exact", most: ArrayLike | None = None
+    scores: ArrayLike,
+    free: int,
+    floor_share: float = 0.2,
+    variant: Variant = "exact",
+    most: ArrayLike | None = None,
+    normalize: bool = False,
 ) -> Ints:
     """Split the free budget of one layer over its heads (AdaKV, Feng et al. 2024, arXiv 2407.11550, Algorithm 1).
 
@@ -33,8 +41,8 @@ def head_budgets(
       sums to `free`. kvpress ranks its window, too: to get the same, give it scores above all others and count it
       in `free`.
 
-    Where scores tie for the last of the `free` places, the heads share these places equally, as far as their ties go:
-    all-equal scores, e.g. all zero, mean equal budgets.
+    Among equal scores the entry with the better place in its head comes first, then the lower head: all-equal scores,
+    e.g. all zero, mean equal budgets.
 
     Args:
         scores: [Hkv, M] of the layer's candidates, in a unit that is the same for all heads; may be negative.
@@ -42,6 +50,8 @@ def head_budgets(
         floor_share: alpha, in [0, 1].
         variant: one of the above.
         most: entries a head has room for, a number or [Hkv]; never more than M, which is the default.
+        normalize: multiply the scores (>= 0) of a head by the share of its mass that its floor(c) highest hold, so that
+            heads with scattered attention count for less; an option of the official code, off there by default.
 
     Returns:
         int64 [Hkv] in [0, most].
@@ -59,37 +69,88 @@ def head_budgets(
         raise UsageError(f"{free} free entries cannot be met by {heads} heads: at least 0, at most {room.sum()}")
     if not heads:
         return room
-    ranked = -np.sort(-values, axis=1)
-    safe = math.floor(floor_share * free / heads + GUARD)
-    if variant == "kvpress":
-        return _counts(ranked, np.minimum(safe, room), free, room)
-    counts = _counts(ranked, np.zeros_like(room), free, room)
+    ranked = torch.from_numpy(-np.sort(-values, axis=1))
+    order = head_order(normalized(ranked, free // heads) if normalize else ranked, values.size)
+    shares = split_heads(order, free, room, floor_share, variant)
     if variant == "official":
-        mixed: Ints = np.minimum(np.rint(counts * (1 - floor_share) + safe).astype(np.int64), room)
-        return mixed
-    return water_fill((1 - floor_share) * counts + floor_share * free / heads, free, 0, room)
+        return np.minimum(np.rint(shares), room).astype(np.int64)
+    return water_fill(shares, free, 0, room)
+
+
+def head_order(ranked: Tensor, most: int) -> Order:
+    """Kv heads of a layer's `most` highest scores, the highest first, on the host.
+
+    `ranked` [Hkv, M] is in descending order along its rows. Among equal scores the better place in its head comes
+    first, then the lower head, so the order does not depend on `most`.
+    """
+    heads = ranked.shape[0]
+    flat = ranked[:, :most].T.reshape(-1)
+    first = torch.argsort(flat, descending=True, stable=True)[:most] % heads
+    return first.to(torch.uint8 if heads < 256 else torch.int32).cpu().numpy()
+
+
+def normalized(ranked: Tensor, count: int) -> Tensor:
+    """Scores `ranked` [Hkv, M] (descending, >= 0) times the share of each head's mass in its `count` highest."""
+    mass = ranked.sum(-1, keepdim=True)
+    share = torch.where(mass > 0, ranked[:, :count].sum(-1, keepdim=True) / mass, 1.0)
+    return ranked * share
+
+
+def split_heads(order: Order, free: int, room: Ints, floor_share: float, variant: Variant = "exact") -> Floats:
+    """Shares of `free` entries, float64 [Hkv], of the heads in the `order` of a layer's scores; see `head_budgets`.
+
+    No head counts more entries than its `room` [Hkv]. Beyond the end of the order all heads count alike.
+    """
+    heads = len(room)
+    even = free / heads
+    safe = math.floor(floor_share * even + GUARD)
+    if variant == "kvpress":
+        return _counts(order, np.minimum(safe, room), free, room)
+    counts = _counts(order, np.zeros_like(room), free, room)
+    if variant == "official":
+        return counts * (1 - floor_share) + safe
+    shares: Floats = (1 - floor_share) * counts + floor_share * even
+    return shares
 
 
 @dataclass(frozen=True)
-class AdaKV:
-    """Even layers, and inside every layer `head_budgets` of its scores; what the floors hold is not counted.
+class AdaKV(Allocation):
+    """Every layer as planned, and inside it `head_budgets` of its scores; what the floors hold is not counted.
 
-    The signals are scores [L, Hkv, M] of the candidates, i.e. of all entries but the protected ones that the floors
-    stand for; caps above floor + M count as floor + M.
+    As an allocator its signals are scores [L, Hkv, M] of the candidates, i.e. of all entries but the protected ones
+    that the floors stand for; caps above floor + M count as floor + M, and layers are even.
 
     Args:
         floor_share: share of the even budget that every head is sure of, in [0, 1].
         variant: "exact" or "kvpress"; "official" does not sum to the total and is refused.
+        normalize: see `head_budgets`.
     """
 
     name: ClassVar[str] = "adakv"
     floor_share: float = 0.2
     variant: Variant = "exact"
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         check_options(self.floor_share, self.variant)
         if self.variant == "official":
             raise UsageError("the official rounding of adakv does not sum to the total; use exact or kvpress")
+
+    @property
+    def shares_layers(self) -> bool:
+        return False
+
+    @property
+    def shares_heads(self) -> bool:
+        return True
+
+    def order(self, ranked: Tensor, free: int) -> Order:
+        """See `Allocation.order`."""
+        return head_order(normalized(ranked, free // len(ranked)) if self.normalize else ranked, free)
+
+    def split(self, order: Order, free: int, rooms: Ints) -> Floats:
+        """See `Allocation.split`."""
+        return split_heads(order, free, rooms, self.floor_share, self.variant)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by scores [L, Hkv, M]: int64 [L, Hkv].
@@ -98,18 +159,12 @@ class AdaKV:
             UsageError: scores are not finite or of another shape; `total` is outside [sum of floors, sum of caps].
         """
         scores, low, high = head_scores(signals, total, floors, caps)
-        layers = water_fill(np.ones(len(low)), total, low.sum(axis=1), high.sum(axis=1))
-        return split_layers(scores, layers - low.sum(axis=1), low, high, self.floor_share, self.variant)
+        ranked = -np.sort(-scores, axis=2)
 
+        def wish(layer: int, free: int) -> Wish:
+            return Wish(1.0, self.order(torch.from_numpy(ranked[layer]), free))
 
-def split_layers(
-    scores: Floats, free: Ints, floors: Ints, caps: Ints, floor_share: float, variant: Variant = "exact"
-) -> Ints:
-    """Add `head_budgets` of every layer to its floors: int64 [L, Hkv]; `free` [L] is what a layer has beyond them."""
-    budgets = floors.copy()
-    for layer, entries in enumerate(free.tolist()):
-        budgets[layer] += head_budgets(scores[layer], entries, floor_share, variant, caps[layer] - floors[layer])
-    return budgets
+        return shared_budgets(self, even_layers(total, low, high), low, high, wish)
 
 
 def check_options(floor_share: float, variant: str = "exact") -> None:
@@ -129,17 +184,25 @@ def _room(most: ArrayLike | None, heads: int, length: int) -> Ints:
     return np.broadcast_to(room, (heads,)).astype(np.int64)
 
 
-def _counts(ranked: Floats, safe: Ints, count: int, room: Ints) -> Ints:
-    """How many of the `count` entries to keep each head has: first its `safe` best, then the highest of all the others.
+def _counts(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
+    """How many of `count` entries each head has, float64 [Hkv]: first its `safe` best, then the best of all the others.
 
-    `ranked` [Hkv, M] is sorted in descending order; no head keeps more than its `room`.
+    No head counts more than its `room`; beyond the end of the order all count alike.
     """
-    rank = np.arange(ranked.shape[1])
-    open_to = (rank >= safe[:, None]) & (rank < room[:, None])
-    missing = count - int(safe.sum())
-    if missing <= 0:
-        return safe
-    last = -np.partition(-ranked[open_to], missing - 1)[missing - 1]
-    above: Ints = safe + (open_to & (ranked > last)).sum(axis=1)
-    tied = (open_to & (ranked == last)).sum(axis=1)
-    return above + water_fill(np.ones(len(ranked)), count - int(above.sum()), 0, tied)
+    heads = len(room)
+    if not safe.any() and room.min() >= min(count, len(order)):
+        counts = np.bincount(order[:count], minlength=heads)
+    else:
+        place = _places(order, heads)
+        open_to = order[(place >= safe[order]) & (place < room[order])]
+        counts = safe + np.bincount(open_to[: max(count - int(safe.sum()), 0)], minlength=heads)
+    return counts.astype(np.float64) + max(count - int(counts.sum()), 0) / heads
+
+
+def _places(order: Order, heads: int) -> Ints:
+    """For each entry of the order, how many of its head come before it."""
+    places = np.zeros(len(order), dtype=np.int64)
+    for head in range(heads):
+        mine = order == head
+        places[mine] = np.arange(int(mine.sum()))
+    return places

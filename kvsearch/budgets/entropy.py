@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
-from kvsearch.budgets.adaptive import check_options, split_layers
-from kvsearch.budgets.base import Ints, Signals
-from kvsearch.budgets.bounds import check_signals, head_scores, share_above
+from kvsearch.budgets.adaptive import check_options, head_order, split_heads
+from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_signals, head_scores
+from kvsearch.budgets.dynamic import Allocation, Mode, Order, Wish, check_modes, even_layers, shared_budgets
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 
-Mode = Literal["dynamic", "equal"]
+if TYPE_CHECKING:
+    from kvsearch.policies.base import Observation, Policy
 
 
-def layer_entropy(scores: ArrayLike) -> float:
+def layer_entropy(scores: Tensor) -> Tensor:
     """Entropy of one layer's scores as a share of its maximum: -sum p * log(p) / log(Hkv * M), p = s / sum s.
 
     In [0, 1]: 0 when one entry holds everything, 1 when all are equal; also 1 without any score and 0 for less than two
-    candidates. The paper divides by Hkv * N; a divisor that is equal in all layers cancels in their shares.
+    candidates. The paper divides by Hkv * N; a divisor that is equal in all layers cancels in their shares. NaN if a
+    score is not finite.
 
     Args:
         scores: [Hkv, M] of the layer's candidates, >= 0, in any unit.
 
-    Raises:
-        UsageError: a score is negative or not finite.
+    Returns:
+        A scalar of the scores' dtype.
     """
-    values = check_signals(np.asarray(scores), "scores", 0.0).ravel()
-    if values.size < 2:
-        return 0.0
-    if not values.any():
-        return 1.0
-    shares = values / values.max()  # first, so that no sum overflows
-    shares = shares[shares > 0] / shares.sum()
-    shares = shares[shares > 0]
-    return float(min(max(-(shares * np.log(shares)).sum() / np.log(values.size), 0.0), 1.0))
+    if scores.numel() < 2:
+        return scores.new_zeros(())
+    shares = scores.flatten() / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)  # first: no sum overflows
+    total = shares.sum()
+    entropy = torch.special.entr(shares / total.clamp(min=torch.finfo(scores.dtype).tiny)).sum()
+    return torch.where(total == 0, torch.ones_like(total), (entropy / np.log(scores.numel())).clamp(0.0, 1.0))
 
 
 def layer_pools(entropies: ArrayLike, pool: int, caps: ArrayLike | None = None) -> Ints:
@@ -58,19 +61,21 @@ def layer_pools(entropies: ArrayLike, pool: int, caps: ArrayLike | None = None) 
 
 
 @dataclass(frozen=True)
-class LAVa:
+class LAVa(Allocation):
     """LAVa (Shen et al. 2025, arXiv 2509.09754, Algorithm 2): the free entries of all layers are one pool.
 
     Layer l gets the share e_l / sum_j e_j of the pool, e its `layer_entropy`, and splits it over its heads as AdaKV
-    does. The signals are scores [L, Hkv, M] of the candidates, without the window: the floors stand for that, and caps
-    above floor + M count as floor + M. A layer with a single spike has next to no entropy and gets little more than its
-    floors. The official code's truncated pools and stale head floors, 4.5 % over a budget of 128, are not reproduced.
+    does. A layer with a single spike has next to no entropy and gets little more than its floors. The official code's
+    truncated pools and stale head floors, 4.5 % over a budget of 128, are not reproduced.
+
+    As an allocator its signals are scores [L, Hkv, M] of the candidates, without the window: the floors stand for that,
+    and caps above floor + M count as floor + M. Planned layers are even layers then.
 
     Args:
         floor_share: share of a layer's even budget that every head is sure of, in [0, 1]; the paper has 0, its code
             0.2.
-        heads: "equal" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
-        layers: "equal" gives every layer the same, the paper's ablation of dynamic layer budgets.
+        heads: "planned" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
+        layers: "planned" leaves every layer what the plan has for it, the paper's ablation of dynamic layer budgets.
     """
 
     name: ClassVar[str] = "lava"
@@ -80,9 +85,35 @@ class LAVa:
 
     def __post_init__(self) -> None:
         check_options(self.floor_share)
-        for option, value in (("heads", self.heads), ("layers", self.layers)):
-            if value not in get_args(Mode):
-                raise UsageError(f"{option} must be {' or '.join(get_args(Mode))}, got {value!r}")
+        check_modes(self.name, self.layers, self.heads)
+
+    @property
+    def shares_layers(self) -> bool:
+        return self.layers == "dynamic"
+
+    @property
+    def shares_heads(self) -> bool:
+        return self.heads == "dynamic"
+
+    def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:
+        """Entropy of every sequence's scores; UsageError if some are negative."""
+        found = torch.stack([layer_entropy(sequence) for sequence in scores])
+        least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
+        weights, lowest = torch.stack([found, least]).tolist()
+        if min(lowest) < 0:
+            raise UsageError(
+                f"layer {observation.layer}: {policy.name} scores entries below 0, and allocation lava takes the "
+                "entropy of scores: use a policy that scores attention (lava, snapkv), or allocation adakv or cake"
+            )
+        return list(weights)
+
+    def order(self, ranked: Tensor, free: int) -> Order:
+        """See `Allocation.order`."""
+        return head_order(ranked, free)
+
+    def split(self, order: Order, free: int, rooms: Ints) -> Floats:
+        """See `Allocation.split`."""
+        return split_heads(order, free, rooms, self.floor_share)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by scores [L, Hkv, M]: int64 [L, Hkv].
@@ -92,14 +123,10 @@ class LAVa:
                 caps].
         """
         scores, low, high = head_scores(signals, total, floors, caps, 0.0)
-        held, room = low.sum(axis=1), (high - low).sum(axis=1)
-        entropies = np.array([layer_entropy(layer) for layer in scores])
-        if self.heads == "equal":
-            if self.layers == "equal":
-                return water_fill(np.ones(low.shape), total, low, high)
-            return share_above(entropies[:, None], total, low, high)
-        if self.layers == "equal":
-            free = water_fill(np.ones(len(low)), total, held, held + room) - held
-        else:
-            free = layer_pools(entropies, total - int(held.sum()), room)
-        return split_layers(scores, free, low, high, self.floor_share)
+        planned = even_layers(total, low, high)
+        ranked = torch.from_numpy(-np.sort(-scores, axis=2))
+
+        def wish(layer: int, free: int) -> Wish:
+            return Wish(float(layer_entropy(ranked[layer])), self.order(ranked[layer], free))
+
+        return shared_budgets(self, planned, low, high, wish)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.base import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, layer_signals, share_above
+from kvsearch.budgets.dynamic import Allocation
 from kvsearch.errors import UsageError
+from kvsearch.signals.dispersion import dispersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvsearch.policies.base import Needs, Observation, Policy
 
 # (tau1, tau2) by model, as its name is matched, and by budget in entries per head: CAKE's model2tau.json.
 EXPONENTS: dict[str, dict[int, tuple[float, float]]] = {
@@ -36,6 +44,9 @@ def exponents(model_type: str, budget: int) -> tuple[float, float]:
     return tuned.get(budget, (1.0, 1.0))
 
 
+DEFAULT_WINDOW = 32
+
+
 def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2: float = 1.0) -> Floats:
     """How much cache a layer wants: entropy ** (1 / tau1) * variance ** (1 / tau2) (CAKE).
 
@@ -56,25 +67,60 @@ def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2:
     shift = check_signals(np.asarray(variance), "variance", 0.0)
     if spread.shape != shift.shape:
         raise UsageError(f"entropy and variance differ in shape: {list(spread.shape)} and {list(shift.shape)}")
-    for option, tau in (("tau1", tau1), ("tau2", tau2)):
-        if not 0 < tau < math.inf:
-            raise UsageError(f"{option} must be finite and above 0, got {tau}")
+    _check_temperatures(tau1, tau2)
     with np.errstate(over="ignore", invalid="ignore"):
         wanted: Floats = np.asarray(spread ** (1 / tau1) * shift ** (1 / tau2), dtype=np.float64)
     return check_signals(wanted, "preferences", 0.0)
 
 
 @dataclass(frozen=True)
-class CAKE:
+class CAKE(Allocation):
     """CAKE (Qin et al. 2025, arXiv 2503.12491): a pool of all free entries, shared in proportion to the preferences.
 
-    The signals are preferences [L] >= 0; the pool is what lies above the floors, which stand for the window, and the
-    heads of a layer get equal budgets. All zero means equal layers. Where a cap binds, the other layers get the rest in
-    proportion; the official code spreads it equally and then cuts what overflows. Its cascade during prefill has the
-    same shares as this allocation once the last layer is reached.
+    The pool is what lies above the floors, which stand for the window, and the heads of a layer get equal budgets. All
+    zero preferences mean equal layers. Where a cap binds, the other layers get the rest in proportion; the official
+    code spreads it equally and then cuts what overflows.
+
+    As an allocator its signals are preferences [L] >= 0.
+
+    Args:
+        tau1: temperature of the dispersion, > 0; see `exponents` for what the authors tuned.
+        tau2: temperature of the shift, > 0.
+        window: query rows that are looked at; 0 means the window of the layer's policy, or 32 where it has none.
     """
 
     name: ClassVar[str] = "cake"
+    tau1: float = 1.0
+    tau2: float = 1.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        _check_temperatures(self.tau1, self.tau2)
+        if self.window < 0:
+            raise UsageError(f"window must be 0 or more, got {self.window}")
+
+    @property
+    def shares_layers(self) -> bool:
+        return True
+
+    @property
+    def shares_heads(self) -> bool:
+        return False
+
+    def needs(self, policy: Policy) -> Needs:
+        """The window's query rows."""
+        from kvsearch.policies.base import Needs
+
+        return Needs(query_rows=self._rows(policy))
+
+    def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
+        """Preference of every sequence."""
+        entropy, variance = dispersion(observation, self._rows(policy))
+        wanted: list[float] = preference(entropy.cpu(), variance.cpu(), self.tau1, self.tau2).tolist()
+        return wanted
+
+    def _rows(self, policy: Policy) -> int:
+        return self.window or policy.window_count or DEFAULT_WINDOW
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by preferences [L]: int64 [L, Hkv].
@@ -85,3 +131,9 @@ class CAKE:
         """
         low, high = check_bounds(total, floors, caps)
         return share_above(layer_signals(signals, "preferences", len(low), 0.0)[:, None], total, low, high)
+
+
+def _check_temperatures(tau1: float, tau2: float) -> None:
+    for option, tau in (("tau1", tau1), ("tau2", tau2)):
+        if not 0 < tau < math.inf:
+            raise UsageError(f"{option} must be finite and above 0, got {tau}")

@@ -58,11 +58,7 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
 
 
 def water_fill(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: ArrayLike | None = None) -> Ints:
-    """Share `total` in proportion to `weights` within bounds: x_i = clamp(lam * w_i, lower_i, upper_i), then round.
-
-    lam is solved for exactly on the active set, so a bound that binds loses no entry; the rounding is
-    `largest_remainder`. Zero weights keep their lower bound until all others are full, then fill uniformly, so all-zero
-    weights mean uniform.
+    """Share `total` in proportion to `weights` within bounds, as `water_level`, then round by `largest_remainder`.
 
     Args:
         weights: >= 0, any shape and scale.
@@ -75,6 +71,19 @@ def water_fill(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arra
 
     Raises:
         UsageError: a weight is negative or not finite; bounds cross; `total` is outside the bounds' sums.
+    """
+    ideal = water_level(weights, total, lower, upper)
+    return largest_remainder(ideal, total, lower, upper)
+
+
+def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: ArrayLike | None = None) -> Floats:
+    """Share `total` in proportion to `weights` within bounds, not rounded: x_i = clamp(lam * w_i, lower_i, upper_i).
+
+    lam is solved for exactly on the active set, so a bound that binds loses no entry. Zero weights keep their lower
+    bound until all others are full, then fill uniformly, so all-zero weights mean uniform.
+
+    Returns:
+        float64 array of `weights`' shape that sums to `total`; arguments and errors are those of `water_fill`.
     """
     scaled = _shares(weights, "weight")
     low, high = _bounds(scaled.shape, total, lower, upper)
@@ -91,7 +100,7 @@ def water_fill(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arra
     elif rest < 0:
         room = total - int(lo[~weighty].sum())
         ideal[weighty] = _fill(flat[weighty], room, lo[weighty], hi[weighty])
-    return largest_remainder(ideal.reshape(scaled.shape), total, low, high)
+    return ideal.reshape(scaled.shape)
 
 
 def _fill(weights: Floats, total: int, low: Ints, high: Ints) -> Floats:

@@ -70,8 +70,12 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of attention over the real rows of the window, each [B, Hkv, G, T] fp32.
 
     The moments of the chunks of rows are merged pairwise (Chan et al. 1983), so that a small variance next to a large
-    mean stays accurate.
+    mean stays accurate. Computed once per observation and window.
     """
+    return observation.shared(("row moments", window), lambda: _row_moments(observation, window))
+
+
+def _row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = observation.keys.shape
     mean, scatter = observation.keys.new_zeros(2, batch, heads, observation.group, length, dtype=torch.float32)
     rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)

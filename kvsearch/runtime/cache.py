@@ -15,6 +15,7 @@ from kvsearch.policies import Policy
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.layer import EvictingLayer, Mark
 from kvsearch.runtime.program import PhaseProgram, Program
+from kvsearch.runtime.sharing import Sharing
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -45,6 +46,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         layers, config, tables = stock_layers(model), text_config(model), rotary(model)
+        sharing = None if program.allocation is None else Sharing(program.allocation, program)
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
@@ -54,6 +56,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 _phase_rule(program.decode, index),
                 lambda: str(config._attn_implementation),
                 tables,
+                sharing=sharing,
                 prompt_length=prompt_length,
                 exact=exact,
             )

@@ -25,7 +25,9 @@ from kvsearch.runtime.attention import (
 from kvsearch.runtime.collector import Collector, OutputProjection, Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict
+from kvsearch.runtime.pool import Pool
 from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.storage import RaggedStore
 
 
@@ -42,7 +44,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
-    evicted in that phase. `implementation` tells which attention the model runs now.
+    evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
+    runs now.
     """
 
     is_sliding = False
@@ -56,24 +59,27 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         implementation: Callable[[], str],
         rotary: Rotary,
         *,
+        sharing: Sharing | None = None,
         prompt_length: int | None = None,
         exact: bool = False,
     ) -> None:
         super().__init__()
         self.index, self.prefill, self.decode = index, prefill, decode
         self.implementation, self.rotary = implementation, rotary
-        self.prompt_length, self.exact = prompt_length, exact
+        self.sharing, self.prompt_length, self.exact = sharing, prompt_length, exact
         self._clear()
 
     def _clear(self) -> None:
         self.seen = 0
         self.holder: RaggedStore | Decoding | None = None  # of the entries, once the prompt has passed
+        self.pool: Pool | None = None  # of the entries, until their budgets are known
         self._dense: tuple[Tensor, Tensor] | None = None
         self._collector = self._new_collector()
 
     def _new_collector(self) -> Collector:
         needs = [] if self.prefill is None else [self.prefill.policy.needs()]
-        return Collector(needs + ([] if self.decode is None else [decode_needs(self.decode.policy)]), self.rotary)
+        needs += [] if self.decode is None else [decode_needs(self.decode.policy)]
+        return Collector(needs + ([] if self.sharing is None else self.sharing.needs(self.index)), self.rotary)
 
     @property
     def is_croppable(self) -> bool:
@@ -200,6 +206,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Output:
         """Assisted decoding appends its first draft to the prompt: the draft must see what eviction leaves."""
+        if self.sharing is not None and self.sharing.waits:
+            raise UsageError(
+                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
+                "plan's layers share their entries: run the prompt first, or use a static plan"
+            )
         drafted = self.seen - length
         cut = query.shape[2] - drafted
         given = kwargs.pop("position_ids", None)
@@ -265,7 +276,10 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if not bool(valid[:, -1].all()):
             raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
         observation = self._collector.observation(key, value, valid, positions, logits, self.index)
-        self.holder = evict(observation, self.prefill, self.decode, self.rotary)
+        if self.sharing is None:
+            self.holder = evict(observation, self.prefill, self.decode, self.rotary)
+        else:
+            self.sharing.end(self, observation, self.rotary)
         self._dense, self._collector = None, self._new_collector()
         return output
 
@@ -283,4 +297,6 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes held for this layer."""
         if self.holder is not None:
             return self.holder.nbytes()
+        if self.pool is not None:
+            return self.pool.nbytes()
         return 0 if self._dense is None else sum(t.untyped_storage().nbytes() for t in self._dense)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.plan.arithmetic import budgets_at
@@ -32,6 +33,7 @@ class PhaseProgram:
 
     policies: dict[int, Policy]
     table: BudgetTable
+    floor: int = 1  # the fewest entries a head may get where budgets are shared
     _tables: dict[int, NDArray[np.int64]] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def entries(self, length: int) -> int:
@@ -60,10 +62,14 @@ class Program:
 
     prefill: PhaseProgram | None = None
     decode: PhaseProgram | None = None
+    allocation: Allocation | None = None  # how budgets are shared anew for every prompt; None: they are not
 
     def __post_init__(self) -> None:
         for policy in self.decode.policies.values() if self.decode else ():
             decode_needs(policy)
+        for phase in self.phases if self.allocation else ():
+            for layer, policy in sorted(phase.policies.items()):
+                self.allocation.check(policy, f"layer {layer}")  # type: ignore[union-attr]
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: Plan) -> Program:
@@ -79,17 +85,25 @@ class Program:
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
         check_plan(plan, "this plan")
         full = set(describe(model).full_layers)
-        program = cls(_phase(plan, "prefill", full), _phase(plan, "decode", full))
+        allocation = create_allocation(plan.allocation.name, plan.allocation.params)
+        program = cls(_phase(plan, "prefill", full), _phase(plan, "decode", full), allocation)
         warn_unfit(model, program.policies)
         return program
 
     @classmethod
-    def uniform(cls, model: nn.Module, policy: Policy, entries: Callable[[int], int]) -> Program:
+    def uniform(
+        cls,
+        model: nn.Module,
+        policy: Policy,
+        entries: Callable[[int], int],
+        allocation: Allocation | None = None,
+    ) -> Program:
         """One policy and prefill budget for all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
         size = (len(shape.full_layers), shape.kv_heads)
         policies = dict.fromkeys(shape.full_layers, policy)
-        return cls(PhaseProgram(policies, lambda length: np.full(size, entries(length), dtype=np.int64)))
+        phase = PhaseProgram(policies, lambda length: np.full(size, entries(length), dtype=np.int64))
+        return cls(phase, allocation=allocation)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -119,4 +133,4 @@ def _phase(plan: Plan, name: Phase, full: set[int]) -> PhaseProgram | None:
         for index, layer in enumerate(phase.layers)
         if layer is not None
     }
-    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length))
+    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length), max(plan.floor, 1))

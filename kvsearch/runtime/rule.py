@@ -89,6 +89,11 @@ class DecodeRule:
         self.scored = np.full(len(self.interval), -1)
         self.due = np.zeros(len(self.interval), dtype=bool)
 
+    def bound(self, budgets: Ints) -> None:
+        """Set the budgets [B, Hkv] that were not known when the prompt passed."""
+        self.budgets = budgets.flatten()
+        self.interval = self._intervals()
+
     def start(self, observation: Observation) -> State:
         """The running state per entry and head at the end of the prompt, tensors [B, Hkv, T, ...] and [B, Hkv, ...]."""
         if self.policy.online:

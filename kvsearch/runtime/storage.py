@@ -7,7 +7,7 @@ tokens comes with the first append and then grows by an eighth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -115,22 +115,10 @@ class RaggedStore(Segmented):
         [B, T] the index of each column's token in its sequence, -1 for padding. One host synchronisation.
         """
         batch, heads = keys.shape[:2]
-        flat_keep = keep.flatten(0, 1)
         tokens = index[:, -1].int() + 1
-        counts = torch.cat([flat_keep.sum(-1), tokens]).tolist()
+        counts = torch.cat([keep.flatten(0, 1).sum(-1), tokens]).tolist()
         lengths, lasting = counts[: batch * heads], counts[batch * heads :]
-        blocks = []
-        for members in bucket(lengths):
-            segments = torch.tensor(members, device=keys.device)
-            width = max(lengths[i] for i in members)
-            columns, filled = _right_aligned(flat_keep[segments], width)
-            # sequence and head apart: flattening a transposed layer would copy all of it
-            row, head = (segments // heads)[:, None], (segments % heads)[:, None]
-            where = index[row, columns].int()
-            padded = any(lengths[i] < width for i in members)
-            if padded:
-                where = torch.where(filled, where, -1)
-            blocks.append(Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded))
+        blocks = [block for block, _ in dense_blocks(keys, values, keep, index, lengths)]
         return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
@@ -223,6 +211,27 @@ class RaggedStore(Segmented):
         )
 
 
+def dense_blocks(
+    keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, lengths: Sequence[int]
+) -> Iterator[tuple[Block, Tensor]]:
+    """Copies of the kept entries of a dense layer, with the columns [S, width] they come from.
+
+    `lengths` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
+    """
+    heads, flat_keep = keys.shape[1], keep.flatten(0, 1)
+    for members in bucket(lengths):
+        segments = torch.tensor(members, device=keys.device)
+        width = int(max(lengths[i] for i in members))
+        columns, filled = right_aligned(flat_keep[segments], width)
+        # sequence and head apart: flattening a transposed layer would copy all of it
+        row, head = (segments // heads)[:, None], (segments % heads)[:, None]
+        where = index[row, columns].int()
+        padded = any(lengths[i] < width for i in members)
+        if padded:
+            where = torch.where(filled, where, -1)
+        yield Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded), columns
+
+
 def bucket(lengths: Sequence[int]) -> list[list[int]]:
     """Group segments so that padding every group to its longest costs at most `WASTE` of all entries.
 
@@ -244,7 +253,7 @@ def bucket(lengths: Sequence[int]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-def _right_aligned(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def right_aligned(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Indices of the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
     count = keep.sum(-1, keepdim=True)
     slot = torch.where(keep, keep.cumsum(-1) - 1 + width - count, width)

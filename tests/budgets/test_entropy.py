@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import ArrayLike
 
 from kvsearch.budgets.adaptive import AdaKV
 from kvsearch.budgets.base import Allocator, Floats, Ints, Signals
-from kvsearch.budgets.entropy import LAVa, layer_entropy, layer_pools
-from kvsearch.budgets.uniform import Uniform
+from kvsearch.budgets.entropy import LAVa, layer_pools
+from kvsearch.budgets.entropy import layer_entropy as entropy_of
 from kvsearch.errors import UsageError
 
 from .contract import HEADS, LAYERS, LENGTH, AllocatorContract
@@ -33,7 +35,7 @@ class TestDynamic(AllocatorContract):
 
 class TestEqualHeads(TestDynamic):
     def allocator(self) -> Allocator:
-        return LAVa(heads="equal")
+        return LAVa(heads="planned")
 
     def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
         return int(budgets[layer, head])
@@ -41,10 +43,14 @@ class TestEqualHeads(TestDynamic):
 
 class TestEqualLayers(AllocatorContract):
     def allocator(self) -> Allocator:
-        return LAVa(layers="equal")
+        return LAVa(layers="planned")
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
+
+
+def layer_entropy(scores: ArrayLike) -> float:
+    return float(entropy_of(torch.as_tensor(np.asarray(scores, dtype=np.float64))))
 
 
 SCORES = np.array([[0.4, 0.2, 0.1, 0.05], [0.3, 0.3, 0.9, 0.6]])
@@ -87,12 +93,12 @@ FLOORS = np.full((2, 2), 4)
 
 def test_pools_follow_the_entropy_above_the_floors() -> None:
     scores = np.stack([spread(4), 50 * spread(16)])  # entropies 1 : 2
-    for heads in ("dynamic", "equal"):
+    for heads in ("dynamic", "planned"):
         budgets = LAVa(heads=heads).allocate(scores, 30 + 16, FLOORS, FLOORS + 20)  # type: ignore[arg-type]
         assert budgets.sum(axis=1).tolist() == [18, 28]
-    assert LAVa(heads="equal").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
-    # The heads have 4 and 0 scores in the first layer, 10 and 6 in the second; both share the zeros behind them.
-    assert LAVa(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 4 + 3, 4 + 3], [4 + 10 + 2, 4 + 6 + 2]]
+    assert LAVa(heads="planned").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
+    # The heads have 4 and 0 scores in the first layer, 10 and 6 in the second; the zeros go where fewer are ahead.
+    assert LAVa(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 5, 4 + 5], [4 + 10, 4 + 10]]
 
 
 def test_a_spike_leaves_a_layer_its_floors() -> None:
@@ -106,12 +112,10 @@ def test_ablations() -> None:
     scores = rng.pareto(1.1, (3, 4, 30)) * np.array([1.0, 30, 900])[:, None, None]
     floors = np.full((3, 4), 2)
     caps = floors + 30
-    dynamic, even = LAVa(), LAVa(layers="equal")
+    dynamic, even = LAVa(), LAVa(layers="planned")
     for total in (100, 121, 240):
         assert (even.allocate(scores, total, floors, caps) == AdaKV().allocate(scores, total, floors, caps)).all()
-        neither = LAVa(heads="equal", layers="equal").allocate(scores, total, floors, caps)
-        assert (neither == Uniform().allocate(scores, total, floors, caps)).all()
-        by_layer = LAVa(heads="equal").allocate(scores, total, floors, caps)
+        by_layer = LAVa(heads="planned").allocate(scores, total, floors, caps)
         assert np.ptp(by_layer, axis=1).max() <= 1
         both = dynamic.allocate(scores, total, floors, caps)
         assert np.ptp(both, axis=1).max() > 1
@@ -135,8 +139,8 @@ def test_one_layer_with_one_head() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UsageError, match=r"scores must be finite and >= 0, got -1.0 at \[0, 1\]"):
-        layer_entropy([[1.0, -1.0]])
+    with pytest.raises(UsageError, match="lava with planned layers and heads shares nothing: use static"):
+        LAVa(heads="planned", layers="planned")
     with pytest.raises(UsageError, match=r"entropies must be finite and >= 0, got nan at \[1\]"):
         layer_pools([1.0, float("nan")], 3)
     with pytest.raises(UsageError, match=r"total 7 .* at most 6"):
@@ -148,7 +152,7 @@ def test_refusals() -> None:
             LAVa().allocate(scores, 40, FLOORS, FLOORS + 20)
     with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 2\]"):
         LAVa().allocate(np.ones((2, 2)), 40, FLOORS, FLOORS + 20)
-    with pytest.raises(UsageError, match="heads must be dynamic or equal, got 'even'"):
+    with pytest.raises(UsageError, match="heads must be dynamic or planned, got 'even'"):
         LAVa(heads="even")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="floor_share"):
         LAVa(floor_share=2)
@@ -158,4 +162,4 @@ def test_thousands_of_random_instances() -> None:
     def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
         return awkward(rng, (layers, heads, CANDIDATES))
 
-    sweep([LAVa(), LAVa(heads="equal"), LAVa(layers="equal"), LAVa(0.0), LAVa(heads="equal", layers="equal")], draw)
+    sweep([LAVa(), LAVa(heads="planned"), LAVa(layers="planned"), LAVa(0.0)], draw)

@@ -1,0 +1,258 @@
+"""Dynamic allocation: a prompt's budgets from the prompt itself, while its layers pass or at its end.
+
+A layer states a wish: how much it wants of what the layers share, and in which order its heads want entries. `Shares`
+turns the wishes of one prompt into budgets with an exact total. While layers are still missing it bounds what a layer
+may get: with every layer that comes in the others can only lose, so what is above the bound need not be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.budgets.base import Floats, Ints
+from kvsearch.budgets.bounds import check_bounds, lift_floors
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan.rounding import GUARD, largest_remainder, water_fill, water_level
+from kvsearch.plan.schema import STATIC
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvsearch.policies.base import Needs, Observation, Policy
+
+BUILT_IN = {
+    "adakv": "kvsearch.budgets.adaptive:AdaKV",
+    "cake": "kvsearch.budgets.preference:CAKE",
+    "lava": "kvsearch.budgets.entropy:LAVa",
+}
+Mode = Literal["dynamic", "planned"]
+Order = NDArray[np.integer[Any]]
+
+
+class Wish(NamedTuple):
+    """What a layer of a prompt asks for."""
+
+    weight: float  # its share of what the layers have in common, in any unit that is the same for all
+    order: Order  # the kv head of each of its free entries, the most wanted entry first; as far as heads are dynamic
+
+
+class Allocation(ABC):
+    """How what a plan's budgets add up to is shared anew for every prompt; subclasses are frozen dataclasses."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def shares_layers(self) -> bool:
+        """Whether layers share one pool; if not, each has what the plan has for it."""
+
+    @property
+    @abstractmethod
+    def shares_heads(self) -> bool:
+        """Whether the heads of a layer share what it has; if not, they get the same."""
+
+    def needs(self, policy: Policy) -> Needs:  # noqa: ARG002
+        """What `weight` must be given of the prompt besides what the layer's policy needs."""
+        from kvsearch.policies.base import Needs
+
+        return Needs()
+
+    def weight(
+        self,
+        policy: Policy,  # noqa: ARG002
+        observation: Observation,  # noqa: ARG002
+        scores: Sequence[Tensor],  # noqa: ARG002
+    ) -> list[float]:
+        """How much the layer wants per sequence; called where layers are shared.
+
+        `scores` are those of `policy`, per sequence [Hkv, candidates] fp32 in descending order.
+        """
+        raise InternalError(f"allocation {self.name} does not weigh layers")
+
+    def order(self, ranked: Tensor, free: int) -> Order:  # noqa: ARG002
+        """Kv heads of the `free` most wanted entries (at least), by scores `ranked` [Hkv, M] in descending order."""
+        raise InternalError(f"allocation {self.name} does not order entries")
+
+    def split(self, order: Order, free: int, rooms: Ints) -> Floats:  # noqa: ARG002
+        """Shares of `free` entries of a layer before rounding, float64 [Hkv]; they sum to `free`.
+
+        Must not fall in any head when `free` grows, if `rooms` [Hkv] are equal.
+        """
+        raise InternalError(f"allocation {self.name} does not split layers")
+
+    def check(self, policy: Policy, name: str) -> None:
+        """UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this."""
+        if self.shares_layers and policy.merges_prompt:
+            raise UsageError(
+                f"{name}: {policy.name} merges what it evicts, so its budgets must be final when a layer ends: use "
+                f"allocation adakv or static, not {self.name}"
+            )
+
+    def parameters(self) -> dict[str, int | float | bool | str]:
+        """Options by name, as a plan stores them."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+class Shares:
+    """The budgets of one prompt in one phase, in entries per kv head.
+
+    Args:
+        allocation: how to share.
+        planned: int64 [L, Hkv], what a static plan would give; its sum (where layers are not shared, that of every
+            layer) is the total that is shared.
+        floors: int64 [L, Hkv], what every head gets first; where the total does not reach it, as evenly as it can.
+        caps: int64 [L, Hkv], the most a head can get.
+
+    Raises:
+        UsageError: the total is above what the caps permit.
+    """
+
+    def __init__(self, allocation: Allocation, planned: Ints, floors: Ints, caps: Ints) -> None:
+        self.allocation = allocation
+        if allocation.shares_layers:
+            self.floors = _lifted(planned, floors, caps)
+        else:
+            parts = zip(planned, floors, caps, strict=True)
+            self.floors = np.array([_lifted(*(part[None] for part in layer))[0] for layer in parts], dtype=np.int64)
+        self.rooms = caps - self.floors
+        self.free = planned.sum(-1) - self.floors.sum(-1)
+        self.wishes: dict[int, Wish] = {}
+
+    def add(self, layer: int, wish: Wish) -> None:
+        """The wish of row `layer`."""
+        self.wishes[layer] = wish
+
+    def open_to(self, layer: int) -> int:
+        """The most free entries that row `layer` can get, whatever the wishes."""
+        free = self.free.sum() if self.allocation.shares_layers else self.free[layer]
+        return int(min(free, self.rooms[layer].sum()))
+
+    def most(self, layer: int) -> Ints:
+        """The most entries that the heads of row `layer` can still get, int64 [Hkv]: what it needs to hold on to.
+
+        Exceeds, summed over the layers so far, what they share by less than one entry per head.
+        """
+        if self.allocation.shares_heads:
+            free = math.ceil(self._layer_shares()[layer] - GUARD)
+            shares = self.allocation.split(self.wishes[layer].order, free, self.rooms[layer])
+        else:
+            shares = self._even_shares()[layer]
+        bound: Ints = self.floors[layer] + np.minimum(np.ceil(shares - GUARD).astype(np.int64), self.rooms[layer])
+        return bound
+
+    def budgets(self) -> Ints:
+        """The final budgets, int64 [L, Hkv], once all layers have stated their wish; they sum to the planned total."""
+        if len(self.wishes) != len(self.floors):
+            raise InternalError(f"budgets of {len(self.floors)} layers from the wishes of {len(self.wishes)}")
+        layers, pool = range(len(self.floors)), int(self.free.sum())
+        if not self.allocation.shares_layers:
+            return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
+        if not self.allocation.shares_heads:
+            shares = self._even_shares()
+            ideal = np.array([shares[layer] for layer in layers]).reshape(self.rooms.shape)
+            return self.floors + largest_remainder(ideal, pool, 0, self.rooms)
+        by_layer = self._layer_shares()
+        free = largest_remainder([by_layer[layer] for layer in layers], pool, 0, self.rooms.sum(-1)).tolist()
+        given = [self._split(layer, free[layer]) for layer in layers]
+        return self.floors + np.array(given, dtype=np.int64).reshape(self.floors.shape)
+
+    def layer_budgets(self, layer: int) -> Ints:
+        """The final budgets of one row, int64 [Hkv], where layers share nothing."""
+        budgets: Ints = self.floors[layer] + self._split(layer, int(self.free[layer]))
+        return budgets
+
+    def _layer_shares(self) -> dict[int, float]:
+        """Free entries of every layer so far before rounding, if no other layer came."""
+        rows = sorted(self.wishes)
+        rooms = self.rooms[rows].sum(-1)
+        shares = water_level([self.wishes[row].weight for row in rows], self._pool(rooms), 0, rooms)
+        return dict(zip(rows, shares.tolist(), strict=True))
+
+    def _even_shares(self) -> dict[int, Floats]:
+        """Free entries [Hkv] of the heads of every layer so far, all alike, before rounding."""
+        rows = sorted(self.wishes)
+        rooms = self.rooms[rows]
+        weights = np.repeat([[self.wishes[row].weight] for row in rows], rooms.shape[1], 1)
+        return dict(zip(rows, water_level(weights, self._pool(rooms), 0, rooms), strict=True))
+
+    def _pool(self, rooms: Ints) -> int:
+        return min(int(self.free.sum()), int(rooms.sum()))
+
+    def _split(self, layer: int, free: int) -> Ints:
+        shares = self.allocation.split(self.wishes[layer].order, free, self.rooms[layer])
+        return water_fill(shares, free, 0, self.rooms[layer])
+
+
+def shared_budgets(
+    allocation: Allocation, planned: Ints, floors: Ints, caps: Ints, wish: Callable[[int, int], Wish]
+) -> Ints:
+    """Budgets int64 [L, Hkv] of a prompt whose layers are all known; `wish(layer, free)` states theirs."""
+    shares = Shares(allocation, planned, floors, caps)
+    for layer in range(len(planned)):
+        shares.add(layer, wish(layer, shares.open_to(layer)))
+    return shares.budgets()
+
+
+def even_layers(total: int, floors: Ints, caps: Ints) -> Ints:
+    """The same for every layer, as far as the bounds permit, and for its heads: a plan int64 [L, Hkv] to share."""
+    layers = water_fill(np.ones(len(floors)), total, floors.sum(1), caps.sum(1)).tolist()
+    rows = [water_fill(np.ones(floors.shape[1]), layer, 0) for layer in layers]
+    return np.array(rows, dtype=np.int64).reshape(floors.shape)
+
+
+def create_allocation(name: str, params: Mapping[str, object] | None = None) -> Allocation | None:
+    """Build an allocation from its name and options; None is "static", where budgets hold as they are.
+
+    Raises:
+        UsageError: an unknown name or option, or a value out of range.
+    """
+    if name == STATIC:
+        if params:
+            raise UsageError(f"allocation static has no option {next(iter(params))!r}")
+        return None
+    if name not in BUILT_IN:
+        raise UsageError(f"unknown allocation {name!r}{suggest(name, allocation_names())}")
+    module, _, attribute = BUILT_IN[name].partition(":")
+    found: type[Allocation] = getattr(import_module(module), attribute)
+    fields = {field.name: field.default for field in dataclasses.fields(found)}  # type: ignore[arg-type]
+    values = dict(params or {})
+    for key, value in values.items():
+        if key not in fields:
+            raise UsageError(f"allocation {name} has no option {key!r}{suggest(key, list(fields))}")
+        wanted = type(fields[key])
+        if wanted is float and type(value) is int:
+            values[key] = float(value)
+        elif type(value) is not wanted:
+            raise UsageError(f"allocation {name}: {key} must be {wanted.__name__}, got {value!r}")
+    return found(**values)
+
+
+def allocation_names() -> list[str]:
+    """All names that `create_allocation` knows, sorted."""
+    return sorted([STATIC, *BUILT_IN])
+
+
+def check_modes(name: str, layers: str, heads: str) -> None:
+    """UsageError if a mode is unknown, or nothing is dynamic."""
+    for option, value in (("layers", layers), ("heads", heads)):
+        if value not in get_args(Mode):
+            raise UsageError(f"{option} must be {' or '.join(get_args(Mode))}, got {value!r}")
+    if layers == heads == "planned":
+        raise UsageError(f"allocation {name} with planned layers and heads shares nothing: use static")
+
+
+def _lifted(planned: Ints, floors: Ints, caps: Ints) -> Ints:
+    """The floors [L, Hkv], lowered evenly where what is planned does not reach them."""
+    total = int(planned.sum())
+    low = np.minimum(floors, caps)
+    base = lift_floors(int(low.max(initial=0)), total, np.zeros_like(low), low)
+    return check_bounds(total, base, caps)[0]

@@ -1,0 +1,172 @@
+"""What a layer of a prompt holds while later layers are still to come: entries with their ranks, to be trimmed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsearch.policies import Observation
+from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.slots import Source
+from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, right_aligned
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Part:
+    """Some segments: `block` with, per column, the rank of its entry in its segment and the decode phase's state."""
+
+    block: Block
+    ranks: Tensor  # [S, capacity] int32
+    state: dict[str, Tensor]  # [S, capacity, ...]
+    counts: Ints  # [S] entries
+
+    def trimmed(self, budgets: Ints) -> list[Part]:
+        """The entries ranked below `budgets` [S] int64, as one part or several of nearly equal counts."""
+        counts = np.minimum(self.counts, budgets)
+        if (counts == self.counts).all():
+            return [self]
+        device = self.ranks.device
+        keep = (self.block.positions >= 0) & (self.ranks < torch.from_numpy(budgets).to(device)[:, None])
+        return [self._taken(np.array(rows), counts, keep) for rows in bucket(counts.tolist())]
+
+    def _taken(self, rows: Ints, counts: Ints, keep: Tensor) -> Part:
+        width = int(counts[rows].max())
+        index = torch.from_numpy(rows).to(keep.device)
+        columns, filled = right_aligned(keep[index], width)
+        where = (index[:, None], columns)
+        old = self.block
+        padded = bool((counts[rows] < width).any())
+        positions = old.positions[where].masked_fill(~filled, -1) if padded else old.positions[where]
+        block = Block(old.segments[index], old.keys[where], old.values[where], positions, width, padded)
+        state = {name: tensor[where] for name, tensor in self.state.items()}
+        return Part(block, self.ranks[where], state, counts[rows])
+
+    def narrowed(self, rows: Ints, width: int) -> Part:
+        """Some rows in `width` columns, which must hold their entries."""
+        index = torch.from_numpy(rows).to(self.ranks.device)
+
+        def cut(tensor: Tensor, empty: int) -> Tensor:
+            chosen = tensor[index, -width:]
+            missing = width - chosen.shape[1]
+            front = chosen.new_full((len(rows), missing, *chosen.shape[2:]), empty)
+            return torch.cat([front, chosen], 1) if missing else chosen
+
+        old = self.block
+        padded = bool((self.counts[rows] < width).any())
+        block = Block(old.segments[index], cut(old.keys, 0), cut(old.values, 0), cut(old.positions, -1), width, padded)
+        state = {name: cut(tensor, 0) for name, tensor in self.state.items()}
+        return Part(block, cut(self.ranks, 0), state, self.counts[rows])
+
+
+@dataclass
+class Pool:
+    """The entries one layer holds for a batch until its budgets are known."""
+
+    parts: list[Part]
+    heads: int
+    tokens: Tensor  # [B] int32 tokens of each sequence
+    lengths: list[int]  # the same on the host
+    layer: int
+    per_head: dict[str, Tensor] = field(default_factory=dict)  # state per segment, [B * Hkv, ...]
+
+    @classmethod
+    def take(cls, observation: Observation, ranks: Tensor, budgets: Ints, state: State) -> Pool:
+        """Copy what is ranked below `budgets` [B, Hkv] out of a dense prompt.
+
+        `ranks` [B, Hkv, T] int, `state` as `DecodeRule.start` gives it.
+        """
+        lengths = observation.lengths.tolist()
+        keep = (ranks < torch.from_numpy(budgets).to(ranks.device)[..., None]) & observation.valid[:, None]
+        counts = np.minimum(budgets, np.array(lengths)[:, None]).flatten()
+        flat_ranks = ranks.flatten(0, 1)
+        flat_state = {name: tensor.flatten(0, 1) for name, tensor in state.entries.items()}
+        parts = []
+        for block, columns in dense_blocks(observation.keys, observation.values, keep, observation.index, counts):
+            where = (block.segments[:, None], columns)
+            held = {name: tensor[where] for name, tensor in flat_state.items()}
+            mine = counts[block.segments.cpu().numpy()]
+            parts.append(Part(block, flat_ranks[where].int(), held, mine))
+        per_head = {name: tensor.flatten(0, 1) for name, tensor in state.heads.items()}
+        return cls(parts, keep.shape[1], observation.seen.int(), lengths, observation.layer, per_head)
+
+    @property
+    def batch(self) -> int:
+        return len(self.tokens)
+
+    def trim(self, budgets: Ints) -> None:
+        """Forget what is not ranked below `budgets` [B, Hkv] int64."""
+        flat = budgets.flatten()
+        self.parts = [new for part in self.parts for new in part.trimmed(flat[part.block.segments.cpu().numpy()])]
+
+    def store(self) -> RaggedStore:
+        """What is held, as storage that tokens can be appended to."""
+        self._regroup()
+        return RaggedStore([part.block for part in self.parts], self.heads, self.tokens, len(set(self.lengths)) == 1)
+
+    def sources(self) -> list[Source]:
+        """What is held, as the storage of a decode phase takes it."""
+        return [self._source(part) for part in self.parts]
+
+    def _source(self, part: Part) -> Source:
+        block, names = part.block, part.block.segments
+        counts = torch.from_numpy(part.counts).to(names.device)[:, None]
+        place = torch.arange(int(part.counts.max()), device=names.device)
+        order = torch.where(place < counts, place + block.keys.shape[1] - counts, -1)
+        state = State(part.state, {name: tensor[names] for name, tensor in self.per_head.items()})
+        cached = Cached(block.keys, block.values, block.positions.long(), state, self.layer, names % self.heads)
+        return Source(names.cpu().numpy(), cached, order, part.counts, self.tokens.long()[names // self.heads])
+
+    def _regroup(self) -> None:
+        """Put segments of nearly equal counts together again, if that makes fewer blocks for attention to call."""
+        counts = np.concatenate([part.counts for part in self.parts])
+        groups = bucket(counts.tolist())
+        if len(groups) >= len(self.parts):
+            return
+        home = np.concatenate([np.full(len(part.counts), number) for number, part in enumerate(self.parts)])
+        row = np.concatenate([np.arange(len(part.counts)) for part in self.parts])
+        self.parts = [self._joined(np.array(group), home, row, int(counts[group].max())) for group in groups]
+
+    def _joined(self, group: Ints, home: Ints, row: Ints, width: int) -> Part:
+        pieces = [self.parts[p].narrowed(row[group[home[group] == p]], width) for p in np.unique(home[group])]
+        segments = torch.cat([piece.block.segments for piece in pieces])
+        order = torch.argsort(segments)
+
+        def both(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat(list(tensors))[order]
+
+        blocks = [piece.block for piece in pieces]
+        block = replace(
+            blocks[0],
+            segments=segments[order],
+            keys=both([b.keys for b in blocks]),
+            values=both([b.values for b in blocks]),
+            positions=both([b.positions for b in blocks]),
+            padded=any(b.padded for b in blocks),
+            _bias=None,
+        )
+        counts = np.concatenate([piece.counts for piece in pieces])[order.cpu().numpy()]
+        state = {name: both([piece.state[name] for piece in pieces]) for name in pieces[0].state}
+        return Part(block, both([piece.ranks for piece in pieces]), state, counts)
+
+    def nbytes(self) -> int:
+        """Bytes of storage allocated: entries, ranks and state."""
+        held = [
+            tensor
+            for part in self.parts
+            for tensor in (part.block.keys, part.block.values, part.block.positions, part.ranks, *part.state.values())
+        ]
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*held, *self.per_head.values()])
+
+    def entries(self) -> Tensor:
+        """Entries held per sequence and kv head, [B, Hkv] int64."""
+        held = np.zeros(self.batch * self.heads, dtype=np.int64)
+        for part in self.parts:
+            held[part.block.segments.cpu().numpy()] = part.counts
+        return torch.from_numpy(held.reshape(self.batch, self.heads))

@@ -1,0 +1,28 @@
+"""How scattered the attention of a layer's last queries is, and how much it shifts between them (CAKE)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.base import Observation
+from kvsearch.policies.cake import row_moments
+from kvsearch.policies.scoring import candidate_mask, window_rows
+
+TINY = 1e-10  # added inside the logarithm, as in the official code
+
+
+def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+    """Entropy and variance of the attention of the last `window` real query rows to what came before them, [B] each.
+
+    Entropy is -sum a * log(a + 1e-10), variance the unbiased variance of a over the rows, both summed over query heads
+    and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the window's own columns are left
+    out and the rest is not normalised again). Where there is no candidate both are 0.
+    """
+    inside = candidate_mask(observation, window)
+    entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
+    for _, probability in window_rows(observation, window):
+        terms = probability.add(TINY).log_().mul_(probability).masked_fill_(~inside[:, None, None, None], 0.0)
+        entropy -= terms.sum((1, 2, 3, 4))
+    variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
+    return entropy.clamp(min=0.0), variance

@@ -1,0 +1,346 @@
+"""Dynamic allocation at run time: trimming layer by layer ends where deciding at the end would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.budgets.adaptive import AdaKV
+from kvsearch.budgets.dynamic import Allocation, create_allocation
+from kvsearch.budgets.entropy import LAVa
+from kvsearch.budgets.preference import CAKE, preference
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.policies import Observation, Policy, create_policy, rank_under
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.sharing import Sharing
+from kvsearch.signals.dispersion import dispersion
+
+from ..families import DEVICES, FAMILIES, build, prompts
+from .helpers import assert_close, feed, one_by_one, plan_for, reference, running
+from .policies import SMALL
+from .test_decode_phase import columns
+
+SINGLE = ["lava{'window': 3, 'kernel': 3}", "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"]
+ALLOCATIONS = {
+    "adakv": AdaKV(),
+    "adakv, kvpress": AdaKV(0.4, "kvpress"),
+    "adakv, normalised": AdaKV(normalize=True),
+    "lava": LAVa(),
+    "lava, no floor": LAVa(0.0),
+    "lava, planned layers": LAVa(layers="planned"),
+    "lava, planned heads": LAVa(heads="planned"),
+    "cake": CAKE(),
+    "cake, tempered": CAKE(1.6, 0.4, window=6),
+}
+
+
+def uneven(family: str = "llama", device: str = "cpu", **changes: Any) -> Any:
+    """A model whose layers differ in how sharp their attention is."""
+    model = build(family, device, **changes)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            name = "qkv_proj" if family == "phi3" else "q_proj"
+            getattr(layer.self_attn, name).weight.mul_((3.0, 0.2, 1.0, 0.02)[index])
+    return model
+
+
+def shared(model: Any, policy: Policy, allocation: Allocation, budget: int, decode: int | None = None) -> Program:
+    """Budgets that fall from layer to layer and differ between heads, so that planned totals matter."""
+    layers = describe(model).full_layers
+    offset = np.arange(len(layers))[::-1, None] + np.array([[1, 0]])
+
+    def phase(entries: int) -> PhaseProgram:
+        return PhaseProgram(dict.fromkeys(layers, policy), lambda _: entries + offset)
+
+    return Program(phase(budget), None if decode is None else phase(decode), allocation)
+
+
+class Recorded:
+    """Observations of a forward pass by layer, and the most entries that were held beside a dense layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.observations: dict[int, Observation] = {}
+        self.held: list[Tensor] = []
+        layers: dict[int, Any] = {}
+        end = Sharing.end
+
+        def recording(sharing: Sharing, layer: Any, observation: Observation, rotary: Any) -> None:
+            self.observations[layer.index] = observation
+            layers[layer.index] = layer
+            end(sharing, layer, observation, rotary)
+            pools = [one.pool.entries() for one in layers.values() if one.pool is not None]
+            if pools:
+                self.held.append(torch.stack(pools).sum((0, 2)))
+
+        monkeypatch.setattr(Sharing, "end", recording)
+
+
+@torch.no_grad()
+def read(model: Any, program: Program, ids: Tensor, mask: Tensor) -> PlanCache:
+    cache = PlanCache(model, program)
+    with running(model, NAME):
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def go_on(model: Any, cache: PlanCache, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Logits of tokens [B, n] that follow the prompt of `mask` one by one."""
+    logits, seen = [], mask
+    with running(model, NAME):
+        for token in ids.split(1, 1):
+            seen = torch.cat([seen, seen.new_ones(len(seen), 1)], 1)
+            positions = (seen.cumsum(-1) - 1)[:, -1:]
+            output = model(token, attention_mask=seen, position_ids=positions, past_key_values=cache)
+            logits.append(output.logits)
+    return logits
+
+
+def decided_at_the_end(
+    program: Program, observations: dict[int, Observation], sequence: int, table: np.ndarray
+) -> tuple[np.ndarray, dict[int, list[list[int]]]]:
+    """Budgets [L, Hkv] of one sequence and the kept indices, all layers known, by the allocators on plain scores."""
+    assert program.prefill is not None
+    allocation, scores, signals, ranks = program.allocation, [], [], {}
+    assert isinstance(allocation, AdaKV | LAVa | CAKE)
+    length = int(next(iter(observations.values())).lengths[sequence])
+    for layer, observation in sorted(observations.items()):
+        policy = program.prefill.policies[layer]
+        here = observation.valid[sequence]
+        ranks[layer] = rank_under(policy, observation)[sequence][:, here]
+        candidates = ranks[layer][0] >= policy.protected(length)
+        scores.append(policy.score(observation)[sequence][:, here][:, candidates].double().numpy())
+        if isinstance(allocation, CAKE):
+            rows = allocation.window or policy.window_count
+            found = dispersion(observation, rows)
+            entropy, variance = (float(value[sequence]) for value in found)
+            signals.append(float(preference(entropy, variance, allocation.tau1, allocation.tau2)))
+    planned = np.minimum(table, length)
+    floors = np.full_like(planned, policy.protected(length))
+    caps = np.full_like(planned, length)
+    if isinstance(allocation, CAKE):
+        budgets = allocation.allocate(np.array(signals), int(planned.sum()), floors, caps)
+    elif allocation.shares_layers:
+        budgets = allocation.allocate(np.stack(scores), int(planned.sum()), floors, caps)
+    else:
+        rows = [
+            allocation.allocate(scores[i][None], int(planned[i].sum()), floors[i][None], caps[i][None])
+            for i in range(len(scores))
+        ]
+        budgets = np.concatenate(rows)
+    kept = {
+        layer: [torch.nonzero(ranks[layer][h] < budgets[row, h]).flatten().tolist() for h in range(planned.shape[1])]
+        for row, layer in enumerate(sorted(observations))
+    }
+    return budgets, kept
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("how", list(ALLOCATIONS))
+def test_trimming_layer_by_layer_ends_where_deciding_at_the_end_would(
+    how: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = uneven()
+    ids, mask = prompts(3, 40, pads=9)
+    program = shared(model, SMALL[name], ALLOCATIONS[how], 9)
+    recorded = Recorded(monkeypatch)
+    cache = read(model, program, ids, mask)
+    table = program.prefill.table(40)  # type: ignore[union-attr]
+    entries = cache.entries().numpy()
+    for sequence in range(3):
+        budgets, kept = decided_at_the_end(program, recorded.observations, sequence, table)
+        assert entries[:, sequence].tolist() == budgets.tolist()
+        assert entries[:, sequence].sum() == table.sum()
+        for layer, heads in kept.items():
+            assert [cache.kept_positions(layer, sequence, head) for head in range(len(heads))] == heads
+    if ALLOCATIONS[how].shares_layers:
+        assert (entries.sum(-1) != table.sum(-1)[:, None]).any(), "layers should get other totals than planned"
+    if ALLOCATIONS[how].shares_heads:
+        assert np.ptp(entries, axis=-1).max() > 1, "heads should differ by more than planned"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**20), st.sampled_from(list(ALLOCATIONS)), st.sampled_from(SINGLE), st.integers(1, 45),
+    st.integers(1, 60), st.integers(0, 12),
+)  # fmt: skip
+def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, length: int, pads: int) -> None:
+    model = uneven(num_hidden_layers=3)
+    ids, mask = prompts(2, length, pads=min(pads, length - 1), seed=seed)
+    program = shared(model, SMALL[name], ALLOCATIONS[how], budget)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recorded = Recorded(monkeypatch)
+        cache = read(model, program, ids, mask)
+    table = program.prefill.table(length)  # type: ignore[union-attr]
+    protected = SMALL[name].sink_count + SMALL[name].window_count
+    for sequence, tokens in enumerate(mask.sum(-1).tolist()):
+        total = np.minimum(table, tokens).sum()
+        entries = cache.entries()[:, sequence]
+        assert entries.sum() == total
+        assert all(held[sequence] <= total + 3 * 2 for held in recorded.held), "beside one dense layer: the pool"
+        if budget < min(protected, tokens):
+            assert entries.max() <= max(protected, budget + 3)
+            continue
+        budgets, kept = decided_at_the_end(program, recorded.observations, sequence, table)
+        assert entries.tolist() == budgets.tolist()
+        for layer, heads in kept.items():
+            assert [cache.kept_positions(layer, sequence, head) for head in range(len(heads))] == heads
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("how", ["adakv", "lava", "cake"])
+def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
+    model = uneven(family, device)
+    ids, mask = prompts(2, 30, pads=5, device=device)
+    program = shared(model, create_policy("lava", {"window": 3, "kernel": 3}), ALLOCATIONS[how], 8)
+    pieces = [(ids[:, :24], mask[:, :24]), *one_by_one(ids[:, 24:])]
+    cache = PlanCache(model, program)
+    with running(model, NAME):
+        output = feed(model, cache, pieces[:1])
+        kept = columns(cache, mask[:, :24], describe(model).kv_heads, 24)
+        assert all((~shown).any() for shown in kept.values())
+    output += go_on(model, cache, ids[:, 24:], mask[:, :24])
+    with reference(model, kept) as full:
+        for ours, theirs in zip(output[1:], feed(model, full, pieces)[1:], strict=True):
+            assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("how", list(ALLOCATIONS))
+@pytest.mark.parametrize("name", [*SINGLE, "h2o", "cake{'window': 3, 'kernel': 3}"])
+def test_decode_budgets_follow_the_prompt(how: str, name: str) -> None:
+    """With the same totals in both phases a head may hold while decoding what it was left with."""
+    model = build("llama")
+    ids, mask = prompts(2, 40, pads=9)
+    policy = SMALL[name]
+    program = shared(model, policy, ALLOCATIONS[how], 9, decode=9)
+    cache = read(model, program, ids, mask)
+    after = cache.entries()
+    alone = read(model, Program(program.prefill, None, program.allocation), ids, mask).entries()
+    assert after.tolist() == alone.tolist()
+    go_on(model, cache, ids[:, :12], mask)
+    assert (cache.most_entries() <= after + 1).all()
+    assert cache.entries().sum() <= after.sum()
+
+
+def test_a_decode_phase_alone_shares_too() -> None:
+    model = build("llama")
+    ids, mask = prompts(2, 40, pads=9)
+    policy = create_policy("lava", {"window": 3, "kernel": 3})
+    both = shared(model, policy, LAVa(), 9, decode=9)
+    cache = read(model, Program(None, both.decode, LAVa()), ids, mask)
+    assert cache.entries()[:, :, 0].tolist() == [[40, 31]] * 4 or (cache.entries().sum(-1) == 2 * mask.sum(-1)).all()
+    expected = read(model, both, ids, mask).entries()
+    go_on(model, cache, ids[:, :2], mask)
+    limits = torch.stack(
+        [
+            torch.from_numpy(layer.holder.rule.budgets).view(2, -1)
+            for layer in cache.planned.values()  # type: ignore[union-attr]
+        ]
+    )
+    assert limits.tolist() == expected.tolist()
+
+
+def test_a_budget_above_the_prompt_keeps_everything() -> None:
+    model = build("llama")
+    ids, mask = prompts(2, 20, pads=5)
+    for allocation in ALLOCATIONS.values():
+        cache = read(model, shared(model, SMALL[SINGLE[0]], allocation, 20), ids, mask)
+        assert (cache.entries().sum(0) == 4 * mask.sum(-1)[:, None]).all()
+
+
+def test_chunks_of_a_prompt_change_nothing() -> None:
+    model = build("llama")
+    ids, mask = prompts(2, 40, pads=9)
+    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    whole = read(model, program, ids, mask)
+    parts = PlanCache(model, program, prompt_length=40)
+    with running(model, NAME), torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        for first in (0, 16, 32):
+            last = min(first + 16, 40)
+            model(
+                ids[:, first:last], attention_mask=mask[:, :last], position_ids=positions[:, first:last],
+                past_key_values=parts,
+            )  # fmt: skip
+    assert parts.entries().tolist() == whole.entries().tolist()
+    assert parts.kept_positions(2, 1, 1) == whole.kept_positions(2, 1, 1)
+
+
+def test_the_cache_can_be_reset_and_used_again() -> None:
+    model = build("llama")
+    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    cache = PlanCache(model, program)
+    with running(model, NAME), torch.no_grad():
+        model(prompts(2, 30)[0], past_key_values=cache)
+        cache.reset()
+        model(prompts(1, 25, seed=3)[0], past_key_values=cache)
+    fresh = read(model, program, *prompts(1, 25, seed=3))
+    assert cache.entries().tolist() == fresh.entries().tolist()
+
+
+def test_a_plan_says_how_to_share() -> None:
+    model = build("llama")
+    plan = plan_for(model, [[12, 12]] * 4, allocation={"name": "lava", "params": {"floor_share": 0.0}}, policy="lava")
+    program = Program.from_plan(model, plan)
+    assert program.allocation == LAVa(0.0)
+    with attach(model, plan) as planned:
+        planned.generate(prompts(1, 30)[0], max_new_tokens=3, do_sample=False)
+        assert planned.cache is not None
+        assert planned.cache.entries().sum() == 8 * 12 + 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "allocation", "match"),
+    [
+        ("d2o", "lava", "layer 0: d2o merges what it evicts, so its budgets must be final when a layer ends"),
+        ("d2o", "cake", "merges what it evicts"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(policy: str, allocation: str, match: str) -> None:
+    model = build("llama")
+    with pytest.raises(UsageError, match=match):
+        Program.uniform(model, create_policy(policy), lambda _: 9, create_allocation(allocation))
+
+
+def test_negative_scores_have_no_entropy() -> None:
+    model = build("llama")
+    ids, mask = prompts(1, 30)
+    with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
+        read(model, shared(model, create_policy("keydiff"), LAVa(), 9), ids, mask)
+    assert read(model, shared(model, create_policy("keydiff"), AdaKV(), 9), ids, mask).entries().sum() == 88
+
+
+def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    ids, mask = prompts(1, 30)
+    policy = SMALL[SINGLE[0]]
+    score: Callable[[Any, Observation], Tensor] = type(policy).score
+    monkeypatch.setattr(type(policy), "score", lambda self, seen: score(self, seen) * float("nan"))
+    for allocation, what in ((LAVa(), "budgets cannot be decided"), (AdaKV(), "heads cannot be compared")):
+        with pytest.raises(IncompatibleError, match=f"layer 0: the scores of lava are not finite.*{what}"):
+            read(model, shared(model, policy, allocation, 9), ids, mask)
+
+
+def test_drafted_tokens_need_final_budgets() -> None:
+    model = build("llama")
+    ids, mask = prompts(1, 30)
+    for allocation, refused in ((LAVa(), True), (AdaKV(), False)):
+        cache = PlanCache(model, shared(model, SMALL[SINGLE[0]], allocation, 9), prompt_length=26)
+        with running(model, NAME), torch.no_grad():
+            if not refused:
+                model(ids, attention_mask=mask, past_key_values=cache)
+                assert cache.entries().sum() == 88 + 8 * 4
+                continue
+            with pytest.raises(UsageError, match="prompt lookup and assisted decoding draft tokens"):
+                model(ids, attention_mask=mask, past_key_values=cache)
