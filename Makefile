@@ -29,6 +29,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_solver.py
 	$(BIN)/python benchmarks/bench_policies.py
 	$(BIN)/python benchmarks/bench_policies.py --bundled
+	$(BIN)/python benchmarks/bench_allocation.py
 
 # About an hour on two cores.
 train: setup

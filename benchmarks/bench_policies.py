@@ -122,12 +122,17 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
         observation = collector.observation(key, value, valid, positions, logits)
         keep_under(policy, observation, budgets)
         policy.start(observation)
+    return peak(record) / 2**20
+
+
+def peak(record: profile) -> int:
+    """The most bytes that were allocated at a time during a recording, beyond those there at its start."""
     held = most = 0
     for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    return most / 2**20
+    return most
 
 
 def main() -> None:

@@ -91,6 +91,13 @@ class Allocation(ABC):
 
     def check(self, policy: Policy, name: str) -> None:
         """UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this."""
+        import torch
+
+        if bool(policy.exempt(torch.tensor([1, 2**31]), torch.tensor([2, 2])).any()):
+            raise UsageError(
+                f"{name}: {policy.name} never evicts some heads, whatever their budget, so there is nothing to share: "
+                f"use a static plan, not allocation {self.name}"
+            )
         if self.shares_layers and policy.merges_prompt:
             raise UsageError(
                 f"{name}: {policy.name} merges what it evicts, so its budgets must be final when a layer ends: use "

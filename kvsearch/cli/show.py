@@ -11,7 +11,12 @@ from kvsearch.cli.calibrate import PROFILE
 from kvsearch.cli.common import Common, checked_plan, command
 
 if TYPE_CHECKING:
-    from kvsearch.plan import Plan, Profile
+    from collections.abc import Sequence
+
+    from rich.console import JustifyMethod
+    from rich.table import Table
+
+    from kvsearch.plan import AllocationSpec, Plan, Profile
 
 STABILITY_SHOWN = (0.5, 0.8, 0.9)
 
@@ -46,11 +51,13 @@ def _show_plan(plan: Plan, common: Common) -> None:
     import numpy as np
 
     from kvsearch.cli.heatmap import heatmap
+    from kvsearch.plan.schema import STATIC
 
     facts: dict[str, Any] = {
         "model": plan.model.short(), "method": plan.provenance.method, "scaling": plan.scaling,
         "length": plan.length, "floor": plan.floor,
     }  # fmt: skip
+    facts |= {} if plan.allocation.name == STATIC else {"allocation": _shared(plan.allocation)}
     for phase in ("prefill", "decode"):
         part = getattr(plan, phase)
         if part is None:
@@ -64,11 +71,18 @@ def _show_plan(plan: Plan, common: Common) -> None:
         common.out.print(heatmap(f"{phase}: entries per layer and kv head", budgets, layers))
 
 
+def _shared(allocation: AllocationSpec) -> str:
+    """An allocation other than "static", and how to read the budgets then."""
+    meaning = "budgets say what the entries of a prompt are shared out from, not what a head keeps"
+    return f"{allocation.name} {allocation.params}: {meaning}"
+
+
 def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Common) -> None:
     import numpy as np
 
     from kvsearch.calibrate.analysis import lost_mass, ranking_gap, stability
     from kvsearch.cli.heatmap import heatmap
+    from kvsearch.plan.schema import STATIC
 
     metadata = profile.metadata
     ratios = profile.local_ratios(ratio)
@@ -79,6 +93,8 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
     }
     if plan is not None:
         metadata.model.require(plan.model, "this profile")
+        if plan.allocation.name != STATIC:
+            common.warn(f"the loss shown for the plan is that of its budgets without allocation {plan.allocation.name}")
         budgets, length = plan.budgets("prefill"), plan.length or metadata.length
         everything = (length,) * metadata.model.kv_heads  # what a layer outside the plan keeps
         kept = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)
@@ -121,18 +137,19 @@ def show_facts(facts: dict[str, Any], common: Common) -> None:
         common.out.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
 
 
-def _table(title: str, columns: list[str]) -> Any:
+def plain_table(title: str, columns: Sequence[str], justify: JustifyMethod = "right") -> Table:
+    """An empty table in the style of all results."""
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify=justify)
     return table
 
 
 def _loss_table(losses: dict[str, Any], layers: Any, ratio: float) -> Any:
-    table = _table(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses])
+    table = plain_table(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses])
     for row, layer in enumerate(layers):
         table.add_row(str(layer), *(f"{loss[row].sum():.4f}" for loss in losses.values()))
     table.add_row("all", *(f"{loss.sum():.4f}" for loss in losses.values()), style="bold")
@@ -141,7 +158,7 @@ def _loss_table(losses: dict[str, Any], layers: Any, ratio: float) -> Any:
 
 def _recall_table(profile: Profile) -> Any:
     shown = (1, 2, 5, 10, 20, 50)
-    table = _table("importance kept at a budget, mean over heads", ["ranking", *(f"{at}%" for at in shown)])
+    table = plain_table("importance kept at a budget, mean over heads", ["ranking", *(f"{at}%" for at in shown)])
     for label, name in (("policy", "recall"), ("oracle", "oracle_recall")):
         curve = profile.arrays[name].mean(axis=(0, 1))
         table.add_row(label, *(f"{curve[at]:.3f}" for at in shown))
@@ -149,7 +166,7 @@ def _recall_table(profile: Profile) -> Any:
 
 
 def _stability_table(stable: list[Any]) -> Any:
-    table = _table(
+    table = plain_table(
         "rank correlation of local ratios", ["ratio", "questions of one text", "texts", "odd/even questions"]
     )
     for s in stable:

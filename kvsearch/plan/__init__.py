@@ -19,7 +19,8 @@ from kvsearch.plan.schema import (
 )
 
 if TYPE_CHECKING:
-    from kvsearch.plan.arithmetic import BudgetChange, budgets_at, diff
+    from kvsearch.plan.arithmetic import budgets_at, convert, merge, scale
+    from kvsearch.plan.comparison import BudgetChange, PlanDiff, SettingChange, diff
     from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
     from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
 
@@ -32,27 +33,33 @@ __all__ = [
     "Phase",
     "PhasePlan",
     "Plan",
+    "PlanDiff",
     "PolicySpec",
     "Profile",
     "ProfileMetadata",
     "Provenance",
+    "SettingChange",
     "atomic_write",
     "budgets_at",
     "canonical_json",
+    "convert",
     "describe_validation_error",
     "diff",
     "largest_remainder",
     "load_plan",
     "load_profile",
+    "merge",
     "round_half_up",
     "save_plan",
     "save_profile",
+    "scale",
     "sha256_of",
     "water_fill",
 ]
 
 _LAZY = {
-    **dict.fromkeys(("BudgetChange", "budgets_at", "diff"), "arithmetic"),
+    **dict.fromkeys(("budgets_at", "convert", "merge", "scale"), "arithmetic"),
+    **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "comparison"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
     **dict.fromkeys(("largest_remainder", "round_half_up", "water_fill"), "rounding"),
 }

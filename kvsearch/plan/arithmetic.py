@@ -1,28 +1,22 @@
-"""Budgets of a plan at the prompt at hand, and what differs between two plans."""
+"""Budgets of a plan at the prompt at hand; plans made of plans: at another size, for one length, out of two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import Phase, Plan
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.origin import changed, with_policies_of
+from kvsearch.plan.rounding import round_half_up, water_fill
+from kvsearch.plan.schema import LayerPlan, Phase, PhasePlan, Plan
 
 Ints = NDArray[np.int64]
-
-
-class BudgetChange(NamedTuple):
-    """A kv head's budget in two plans, in entries; None where its layer keeps the full cache or the phase is absent."""
-
-    phase: Phase
-    layer: int
-    head: int
-    before: int | None
-    after: int | None
+Scaling = Literal["fixed", "proportional"]
 
 
 def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
@@ -39,45 +33,189 @@ def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
     """
     if length < 1:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
-    wanted = np.array([budget for budget in plan.budgets(phase) if budget is not None], dtype=np.int64)
+    wanted = _table(plan.phase(phase))
     if plan.scaling == "fixed" or plan.length is None:
         return np.minimum(wanted, length) if phase == "prefill" else wanted
     if length == plan.length:
         return wanted
     low = min(max(plan.floor, 1), length)
-    total = _scaled_half_up(int(wanted.sum()), length, plan.length)
+    total = _times(int(wanted.sum()), length, plan.length)
     return water_fill(wanted, min(max(total, low * wanted.size), length * wanted.size), low, length)
 
 
-def diff(a: Plan, b: Plan) -> list[BudgetChange]:
-    """Every budget that differs between two plans, by phase (prefill first), layer and kv head.
+def scale(
+    plan: Plan,
+    *,
+    total: int | None = None,
+    budget: int | None = None,
+    ratio: float | None = None,
+    length: int | None = None,
+) -> Plan:
+    """Keep the shape of a plan at another size: all budgets times one factor, within bounds, to an exact total.
+
+    Give one size: a `total` of entries, a mean `budget` in entries per kv head, or the `ratio` of a prompt to evict. It
+    is the size of the phase whose sum `plan.total` is. A decode phase next to prefill is scaled by the same factor: its
+    total times total / plan.total, halves up. Entries make the plan "fixed", a ratio makes it "proportional".
+
+    Bounds are the floor, at least one entry, and the length. The length does not bound "fixed" decode budgets, nor
+    keep heads of a "fixed" plan that are above its own length from staying so.
+
+    Args:
+        plan: what to scale.
+        total: entries of all planned layers and heads together.
+        budget: entries per kv head.
+        ratio: share to evict of a prompt of `length` tokens, in (0, 1).
+        length: prompt length in tokens that the new budgets are for; default: that of `plan`.
 
     Raises:
-        IncompatibleError: the plans' models differ in layers or kv heads.
+        UsageError: no size or several, a ratio without a length, or a size that the bounds make impossible.
     """
-    if (a.model.layers, a.model.kv_heads) != (b.model.layers, b.model.kv_heads):
-        raise IncompatibleError(
-            f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
+    phases = _phases(plan)
+    heads = _table(next(iter(phases.values()))).size
+    at = plan.length if length is None else length
+    scaling: Scaling = "fixed" if ratio is None else "proportional"
+    wanted = _entries(heads, total, budget, ratio, at)
+    tables = {
+        name: _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
+        for name, phase in phases.items()
+    }
+    sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
+    size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
+    return _with_budgets(
+        plan,
+        tables,
+        length=at,
+        scaling=scaling,
+        provenance=changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}"),
+    )
+
+
+def convert(plan: Plan, length: int) -> Plan:
+    """Turn a "proportional" plan into the "fixed" entries that it gives prompts of `length` tokens, see `budgets_at`.
+
+    Raises:
+        UsageError: the plan is "fixed" already, or `length` is below 1.
+    """
+    if plan.scaling == "fixed":
+        raise UsageError('the plan is "fixed" already: its budgets are entries, the same for prompts of every length')
+    return _with_budgets(
+        plan,
+        {name: budgets_at(plan, name, length) for name in _phases(plan)},
+        length=length,
+        scaling="fixed",
+        floor=min(plan.floor, length),
+        provenance=changed(plan.provenance, f"converted to length {length}: plan {sha256_of(plan)}"),
+    )
+
+
+def merge(policies: Plan, budgets: Plan) -> Plan:
+    """Join the policies of one plan, with their parameters, and all else of another: budgets, scaling, allocation.
+
+    The floor is the higher one of the two, as far as the budgets permit, so that short prompts keep what the policies
+    protect. `kvsearch.policies.checks.check_plan` tells whether the budgets of the result cover it at all.
+
+    Raises:
+        IncompatibleError: the plans are of different models.
+        UsageError: they do not have the same phases, or not the same layers in them.
+    """
+    difference = budgets.model.mismatch(policies.model)
+    if difference is not None:
+        raise IncompatibleError(f"cannot merge plans of different models: {difference}")
+    theirs, ours = _phases(policies), _phases(budgets)
+    if theirs.keys() != ours.keys():
+        phases = [" and ".join(names) for names in (theirs, ours)]
+        raise UsageError(f"cannot merge policies of {phases[0]} with budgets of {phases[1]}: both need the same phases")
+    joined = {name: _joined(theirs[name], ours[name], name) for name in ours}
+    smallest = min(int(_table(phase).min()) for phase in ours.values())
+    change = f"merged: policies of plan {sha256_of(policies)}, all else of plan {sha256_of(budgets)}"
+    return _remade(
+        budgets,
+        **joined,
+        floor=max(budgets.floor, min(policies.floor, smallest)),
+        provenance=changed(with_policies_of(policies.provenance, budgets.provenance), change),
+    )
+
+
+def _entries(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
+    """The total of `heads` kv heads that one of three sizes stands for."""
+    if sum(size is not None for size in (total, budget, ratio)) != 1:
+        raise UsageError("give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)")
+    if length is not None and length < 1:
+        raise UsageError(f"length {length} must be 1 token or more")
+    if total is not None:
+        return total
+    if budget is not None:
+        return budget * heads
+    if ratio is None or not 0 < ratio < 1:
+        raise UsageError(f"ratio {ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth")
+    if length is None:
+        raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    return round_half_up((1 - ratio) * length * heads)
+
+
+def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
+    """The most entries each head may be scaled to, [planned layers, Hkv]; without a `length` that of the plan holds."""
+    budgets = _table(plan.phase(name))
+    known = plan.length if length is None else length
+    if known is None or (name == "decode" and scaling == "fixed"):
+        return np.full_like(budgets, MOST_ENTRIES)
+    if length is None and plan.scaling == scaling == "fixed":
+        return np.maximum(budgets, known)
+    return np.full_like(budgets, known)
+
+
+def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
+    low, heads = max(plan.floor, 1), most.size
+    if total < low * heads:
+        raise UsageError(
+            f"a {name} total of {total} is below the {low * heads} entries that {heads} kv heads always keep, {low} "
+            f"each (the plan's floor): keep more"
         )
-    phases: tuple[Phase, Phase] = ("prefill", "decode")
-    return [change for phase in phases for change in _phase_changes(a, b, phase)]
+    if total > most.sum():
+        raise UsageError(
+            f"a {name} total of {total} is above the {most.sum()} entries that prompts of this length have for "
+            f"{heads} kv heads: keep less, or give a longer --length"
+        )
+    return water_fill(_table(plan.phase(name)), total, low, most)
 
 
-def _phase_changes(a: Plan, b: Plan, phase: Phase) -> Iterator[BudgetChange]:
-    heads = range(a.model.kv_heads)
-    for layer, (before, after) in enumerate(zip(_all_layers(a, phase), _all_layers(b, phase), strict=True)):
-        for head in heads if before != after else ():
-            old = None if before is None else before[head]
-            new = None if after is None else after[head]
-            if old != new:
-                yield BudgetChange(phase, layer, head, old, new)
+def _joined(policies: PhasePlan, budgets: PhasePlan, name: Phase) -> PhasePlan:
+    if policies.planned_layers != budgets.planned_layers:
+        only = sorted(set(policies.planned_layers) ^ set(budgets.planned_layers))
+        raise UsageError(f"cannot merge: only one of the plans has layers {only} in its {name} phase")
+    pairs = zip(policies.layers, budgets.layers, strict=True)
+    return PhasePlan(layers=tuple(LayerPlan(policy=a.policy, budget=b.budget) if a and b else None for a, b in pairs))
 
 
-def _all_layers(plan: Plan, phase: Phase) -> tuple[tuple[int, ...] | None, ...]:
-    found = plan.prefill if phase == "prefill" else plan.decode
-    return (None,) * plan.model.layers if found is None else found.budgets
+def _phases(plan: Plan) -> dict[Phase, PhasePlan]:
+    """The phases the plan has; the first is the one its total belongs to."""
+    phases: dict[Phase, PhasePlan | None] = {"prefill": plan.prefill, "decode": plan.decode}
+    return {name: phase for name, phase in phases.items() if phase is not None}
 
 
-def _scaled_half_up(total: int, length: int, base: int) -> int:
-    """Round total * length / base, halves up, in whole numbers."""
-    return (2 * total * length + base) // (2 * base)
+def _table(phase: PhasePlan) -> Ints:
+    """Budgets [planned layers, Hkv]."""
+    return np.array([budget for budget in phase.budgets if budget is not None], dtype=np.int64)
+
+
+def _with_budgets(plan: Plan, tables: Mapping[Phase, Ints], **changes: Any) -> Plan:
+    """A plan with other budgets, [planned layers, Hkv] by phase."""
+    phases = {}
+    for name, table in tables.items():
+        rows = iter(table.tolist())
+        phases[name] = PhasePlan(
+            layers=tuple(
+                None if layer is None else LayerPlan(policy=layer.policy, budget=tuple(next(rows)))
+                for layer in plan.phase(name).layers
+            )
+        )
+    return _remade(plan, **phases, total=next(iter(phases.values())).total, **changes)
+
+
+def _remade(plan: Plan, **changes: Any) -> Plan:
+    return Plan(**{**dict(plan), **changes})
+
+
+def _times(total: int, numerator: int, denominator: int) -> int:
+    """Round total * numerator / denominator, halves up, in whole numbers."""
+    return (2 * total * numerator + denominator) // (2 * denominator)

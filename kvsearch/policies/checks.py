@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan.parsing import list_problems
@@ -17,7 +18,7 @@ from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import create_policy
 
 if TYPE_CHECKING:
-    from kvsearch.plan import LayerPlan, Plan
+    from kvsearch.plan import LayerPlan, Plan, PolicySpec
 
 PROTECTING = ("sinks", "window", "recent")  # parameters by which policies set how many entries they protect
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
@@ -31,8 +32,8 @@ def check_plan(plan: Plan, name: str) -> None:
     """Find what is wrong with the policies and budgets of a plan; `name` is what to call it, usually its file.
 
     Raises:
-        UsageError: unknown policies or parameters, values out of range, budgets below the protected entries; all of it
-            in one message.
+        UsageError: unknown policies, allocations or parameters, values out of range, budgets below the protected
+            entries, policies whose entries the allocation cannot share; all of it in one message.
         EnvironmentFault: a policy comes from a package that cannot be imported.
     """
     problems = [
@@ -41,8 +42,38 @@ def check_plan(plan: Plan, name: str) -> None:
         if (part := getattr(plan, phase)) is not None
         for problem in _phase_problems(phase, part.layers, plan.length)
     ]
+    problems += _allocation_problems(plan)
     if problems:
         raise UsageError(list_problems(problems, name))
+
+
+def _allocation_problems(plan: Plan) -> Iterator[str]:
+    """What is wrong with the allocation, and in which phases and layers it does not suit the policy."""
+    try:
+        allocation = create_allocation(plan.allocation.name, plan.allocation.params)
+    except UsageError as error:
+        yield f"allocation: {error}"
+        return
+    if allocation is None:
+        return
+    for phase in ("prefill", "decode"):
+        told: set[str] = set()
+        for index, layer in enumerate(getattr(getattr(plan, phase), "layers", ())):
+            if layer is None or layer.policy.name in told:
+                continue
+            told.add(layer.policy.name)
+            yield from _sharing_problem(allocation, layer.policy, f"{phase}.layers.{index}")
+
+
+def _sharing_problem(allocation: Allocation, spec: PolicySpec, place: str) -> Iterator[str]:
+    try:
+        policy = create_policy(spec.name, spec.params)
+    except UsageError:
+        return  # told already
+    try:
+        allocation.check(policy, place)
+    except UsageError as error:
+        yield str(error)
 
 
 def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int | None) -> Iterator[str]:

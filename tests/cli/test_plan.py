@@ -1,4 +1,4 @@
-"""`kvsearch plan uniform`: every pattern in every phase from the command line, and what it refuses."""
+"""`kvsearch plan uniform` and `pyramid`: every pattern in every phase from the command line, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.budgets.dynamic import allocation_names
+from kvsearch.budgets.pyramid import Pyramid
 from kvsearch.plan import load_plan
 from kvsearch.policies.registry import BUILT_IN
 from tests.cli.conftest import Run
@@ -18,7 +20,9 @@ def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> No
     making = ("plan", "uniform", "bundled", "--policy", "tova", "--budget", 300, "--phases", phases, "-o", path)
     code, out, talk = run(*making, "--json")
     assert code == 0, talk
-    assert json.loads(out) == {"plan": str(path), "total": 7200, "scaling": "fixed", "phases": phases}
+    assert json.loads(out) == {
+        "plan": str(path), "total": 7200, "scaling": "fixed", "length": None, "phases": phases, "allocation": "static",
+    }  # fmt: skip
     code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 3)
     assert code == 0, talk
     reply = json.loads(out)
@@ -72,14 +76,102 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
         (("--policy", "h2o", "--set", "recent_share=2", "--budget", 9), "recent_share must be between 0 and 1"),
         (("--policy", "snapkv", "--budget", 9), "below the 32 that snapkv always keeps"),
         (("--policy", "h2o", "--budget", 9, "--phases", "decod"), "unknown phases 'decod'; did you mean 'decode'?"),
-        (("--policy", "duo_attention", "--budget", 400), "duo_attention never evicts heads with even budgets of 400"),
+        (("--policy", "duo_attention", "--budget", 400), "duo_attention never evicts heads with budgets of 400"),
         (("--policy", "h2o"), "give either a ratio to evict"),
         (("--policy", "h2o", "--ratio", 0.5), "a ratio needs the --length"),
+        (
+            ("--policy", "h2o", "--budget", 9, "--allocation", "lavva"),
+            "unknown allocation 'lavva'; did you mean 'lava'?",
+        ),
+        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:heds=planned"), "did you mean 'heads'?"),
+        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:layers"), "is not of the form NAME or NAME:option="),
+        (("--policy", "d2o", "--budget", 300, "--allocation", "lava"), "d2o merges what it evicts"),
     ],
 )
-def test_what_is_refused_without_a_model(run: Run, arguments: tuple[object, ...], problem: str, tmp_path: Path) -> None:
-    code, out, talk = run("plan", "uniform", "/no/such/model", *arguments, "-o", tmp_path / "x.json")
+@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
+def test_what_is_refused_without_a_model(
+    run: Run, verb: str, arguments: tuple[object, ...], problem: str, tmp_path: Path
+) -> None:
+    code, out, talk = run("plan", verb, "/no/such/model", *arguments, "-o", tmp_path / "x.json")
     assert (code, out) == (2, "")
     assert problem in talk
     assert talk.count("\n") == 1
     assert not (tmp_path / "x.json").exists()
+
+
+def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "pyramid.json"
+    making = ("plan", "pyramid", "bundled", "--policy", "pyramidkv", "--budget", 64, "-o", path)
+    code, _, talk = run(*making, "--dry-run")
+    assert (code, path.exists()) == (0, False)
+    assert talk == f"would write {path}: 1536 entries, 64.0 per kv head, fixed\n"
+    assert run(*making)[0] == 0
+    sums = [sum(budget or ()) for budget in load_plan(path).budgets("prefill")]
+    assert (len(sums), sum(sums)) == (6, 64 * 24)
+    assert sums == sorted(sums, reverse=True)
+    assert (sums[0], sums[-1]) == (4 * (8 + 2 * 56 - 2), 4 * (8 + 2))  # 56 / 20 = 2.8 free entries in the last layer
+    assert load_plan(path).provenance.settings["beta"] == Pyramid().beta
+    assert run(*making, "--beta", 2, "--force")[0] == 0
+    assert [sum(budget or ()) for budget in load_plan(path).budgets("prefill")][-1] == 4 * (8 + 28)
+
+
+def test_a_pyramid_needs_a_slope(run: Run, tmp_path: Path) -> None:
+    arguments = ("--policy", "h2o", "--budget", 9, "--beta", 0.5, "-o", tmp_path / "x.json")
+    code, out, talk = run("plan", "pyramid", "/no/such/model", *arguments)
+    assert (code, out) == (2, "")
+    assert "beta must be finite and 1 or more, got 0.5" in talk
+
+
+@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
+def test_an_allocation_is_written_and_shown(run: Run, verb: str, tmp_path: Path) -> None:
+    path = tmp_path / "lava.json"
+    making = ("plan", verb, "bundled", "--policy", "lava", "--budget", 64, "-o", path)
+    code, _, talk = run(*making, "--allocation", "lava:layers=planned")
+    assert code == 0, talk
+    assert "1536 entries, 64.0 per kv head, fixed, shared out by lava" in talk
+    assert load_plan(path).allocation.params["layers"] == "planned"
+    code, out, _ = run("show", path)
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("allocation ")]
+    assert "lava" in line
+    assert "'layers': 'planned'" in line
+    assert "what the entries of a prompt are shared out from, not what a head keeps" in line
+
+
+def test_a_plan_is_static_unless_asked(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path)[0] == 0
+    assert load_plan(path).allocation.name == "static"
+    code, out, _ = run("show", path)
+    assert code == 0
+    assert "allocation" not in out
+
+
+def test_the_loss_of_a_profile_is_without_the_allocation_of_a_plan(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lava.json"
+    making = ("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path, "--length", 400)
+    assert run(*making, "--allocation", "lava")[0] == 0
+    code, _, talk = run("show", calibrated, "--plan", path)
+    assert code == 0
+    assert "warning: the loss shown for the plan is that of its budgets without allocation lava" in talk
+
+
+@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
+def test_help_names_all_allocations(run: Run, verb: str) -> None:
+    code, out, _ = run("plan", verb, "--help")
+    assert code == 0
+    assert all(name in out for name in allocation_names())
+
+
+@pytest.mark.parametrize("verb", ["uniform", "pyramid", "scale", "convert", "merge", "diff"])
+def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
+    code, out, _ = run("plan", verb, "--help")
+    assert code == 0
+    for option in (
+        "--json",
+        "--quiet",
+        "--log-file",
+        "--dry-run",
+        *(() if verb == "diff" else ("--output", "--force")),
+    ):
+        assert option in out

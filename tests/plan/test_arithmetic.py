@@ -1,8 +1,11 @@
-"""Budgets at another prompt length sum exactly, and plans are compared head by head."""
+"""Budgets at another prompt length and plans at another size sum exactly; plans are made of two."""
 
 from __future__ import annotations
 
+import hashlib
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.plan import BudgetChange, Plan, budgets_at, diff
+from kvsearch.plan import Phase, Plan, budgets_at, convert, diff, load_plan, merge, save_plan, scale
 from kvsearch.plan.rounding import largest_remainder
 
-from .builders import make_plan, model_dict, phase_dict
+from .builders import PROVENANCE, make_plan, model_dict, phase_dict
+
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+LAVA = {"name": "lava", "params": {"layers": "planned"}}
 
 
 @st.composite
@@ -91,20 +97,334 @@ def test_bad_requests_are_usage_errors() -> None:
         budgets_at(make_plan(), "decode", 5)
 
 
-def test_diff_lists_what_changed() -> None:
-    before = make_plan([[10, 6], None, [4, 12]])
-    after = make_plan([[10, 7], [5, 5], [4, 12]], decode=phase_dict([None, None, [8, 8]]))
-    assert diff(before, before) == []
-    assert diff(before, after) == [
-        BudgetChange("prefill", 0, 1, 6, 7),
-        ("prefill", 1, 0, None, 5),
-        ("prefill", 1, 1, None, 5),
-        ("decode", 2, 0, None, 8),
-        ("decode", 2, 1, None, 8),
-    ]
-    assert [change[3:] for change in diff(after, before)] == [(7, 6), (5, None), (5, None), (8, None), (8, None)]
+# --- another size ---------------------------------------------------------------------------------------------------
 
 
-def test_diff_refuses_another_shape() -> None:
-    with pytest.raises(IncompatibleError, match="other layers or heads"):
-        diff(make_plan(), make_plan([[4, 4]]))
+def rows(plan: Plan, phase: Phase = "prefill") -> list[list[int]]:
+    return [list(budget) for budget in plan.budgets(phase) if budget is not None]
+
+
+def fixed(budgets: list[list[int] | None] | None = None, **changes: Any) -> Plan:
+    return make_plan(budgets, **{"scaling": "fixed", "length": None, **changes})
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ({"total": 64}, [[20, 12], [8, 24]]),
+        ({"budget": 16}, [[20, 12], [8, 24]]),
+        ({"budget": 8}, [[10, 6], [4, 12]]),
+        ({"total": 20}, [[5, 4], [4, 7]]),  # the floor of 4 takes 8, 12 / 22 * 10 = 5.45, 12 / 22 * 12 = 6.55
+        ({"total": 100}, [[31, 19], [13, 37]]),  # 31.25, 18.75, 12.5, 37.5
+        ({"total": 140}, [[40, 36], [24, 40]]),  # 43.75 and 52.5 end at the length of 40, 60 / 10 * 6 = 36
+        ({"total": 160}, [[40, 40], [40, 40]]),
+        ({"budget": 100, "length": 1000}, [[125, 75], [50, 150]]),
+    ],
+)
+def test_entries_scale_a_plan_by_one_factor(size: dict[str, int], expected: list[list[int]]) -> None:
+    scaled = scale(make_plan(), **size)
+    assert rows(scaled) == expected
+    assert (scaled.scaling, scaled.length, scaled.floor) == ("fixed", size.get("length", 40), 4)
+    assert scaled.budgets("prefill")[1] is None
+    assert scaled.total == sum(map(sum, expected))
+
+
+@pytest.mark.parametrize("source", [make_plan(), fixed(length=40)])
+@pytest.mark.parametrize(
+    ("ratio", "length", "expected"),
+    [
+        (0.8, None, [[10, 6], [4, 12]]),
+        (0.9, 400, [[50, 30], [20, 60]]),
+        (0.2, None, [[40, 29], [19, 40]]),  # 128 entries; 12 and 10 end at 40, 48 / 10 * 6 = 28.8
+    ],
+)
+def test_a_ratio_gives_a_plan_that_scales_with_the_prompt(
+    source: Plan, ratio: float, length: int | None, expected: list[list[int]]
+) -> None:
+    scaled = scale(source, ratio=ratio, length=length)
+    assert rows(scaled) == expected
+    assert (scaled.scaling, scaled.length) == ("proportional", length or 40)
+
+
+@pytest.mark.parametrize(("total", "decode"), [(64, 24), (32, 12), (36, 14), (40, 15), (48, 18)])
+def test_the_decode_phase_is_scaled_by_the_same_factor(total: int, decode: int) -> None:
+    plan = make_plan(decode=phase_dict([None, [9, 3], None]), floor=2)  # 36 / 32 * 12 = 13.5
+    scaled = scale(plan, total=total)
+    assert (scaled.total, scaled.phase("decode").total) == (total, decode)
+    assert scaled.planned_layers("decode") == (1,)
+    assert rows(scaled, "decode") == [largest_remainder([decode * 0.75, decode * 0.25], decode).tolist()]
+
+
+def test_a_plan_of_the_decode_phase_alone_is_scaled() -> None:
+    plan = fixed(prefill=None, decode=phase_dict([[10, 6], None, [4, 12]]))
+    assert rows(scale(plan, budget=10_000, length=40), "decode") == [[12_500, 7_500], [5_000, 15_000]]
+    proportional = scale(plan, ratio=0.5, length=40)  # 80 entries
+    assert (rows(proportional, "decode"), proportional.total) == ([[25, 15], [10, 30]], 80)
+
+
+def test_fixed_budgets_above_the_length_stay_where_they_are() -> None:
+    plan = fixed([[60, 20]], length=40)
+    assert rows(scale(plan, total=80)) == [[60, 20]]
+    assert rows(scale(plan, total=95)) == [[60, 35]]
+    assert rows(scale(plan, total=40)) == [[30, 10]]
+    with pytest.raises(UsageError, match="total of 101 is above the 100 entries"):
+        scale(plan, total=101)
+    with pytest.raises(UsageError, match="total of 81 is above the 80 entries"):
+        scale(plan, total=81, length=40)
+
+
+def test_without_a_length_nothing_bounds_from_above() -> None:
+    assert rows(scale(fixed(), total=32_000)) == [[10_000, 6_000], [4_000, 12_000]]
+
+
+def test_what_is_not_a_budget_is_kept() -> None:
+    plan = make_plan(allocation=LAVA)
+    for made in (scale(plan, budget=20), scale(plan, ratio=0.5), convert(plan, 80), merge(plan, plan)):
+        assert (made.allocation, made.model) == (plan.allocation, plan.model)
+        assert [layer and layer.policy for layer in made.phase("prefill").layers] == [
+            layer and layer.policy for layer in plan.phase("prefill").layers
+        ]
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ({}, "give either a ratio to evict"),
+        ({"total": 40, "budget": 10}, "give either a ratio to evict"),
+        ({"budget": 10, "ratio": 0.5}, "give either a ratio to evict"),
+        ({"ratio": 1.0}, r"ratio 1\.0 is outside \(0, 1\)"),
+        ({"ratio": float("nan")}, r"ratio nan is outside \(0, 1\)"),
+        ({"budget": 10, "length": 0}, "length 0 must be 1 token or more"),
+        (
+            {"total": 15},
+            r"total of 15 is below the 16 entries that 4 kv heads always keep, 4 each \(the plan's floor\)",
+        ),
+        ({"budget": 0}, "total of 0 is below the 16"),
+        ({"ratio": 0.91}, "total of 14 is below the 16"),
+        ({"total": 161}, "total of 161 is above the 160 entries that prompts of this length have for 4 kv heads: keep"),
+        ({"budget": 41}, "total of 164 is above the 160"),
+        ({"budget": 4, "length": 3}, "total of 16 is above the 12 entries"),
+    ],
+)
+def test_impossible_sizes_are_usage_errors(size: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        scale(make_plan(), **size)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_decode_phase_can_make_a_size_impossible() -> None:
+    plan = make_plan(decode=phase_dict([None, [5, 4], None]))
+    with pytest.raises(UsageError, match="a decode total of 6 is below the 8 entries that 2 kv heads always keep"):
+        scale(plan, total=20)
+    with pytest.raises(UsageError, match="a ratio needs the --length"):
+        scale(fixed(), ratio=0.5)
+
+
+# --- one length -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_one_length() -> None:
+    plan = convert(make_plan(decode=phase_dict([None, [9, 4], None])), 80)
+    assert (plan.scaling, plan.length, plan.floor, plan.total) == ("fixed", 80, 4, 64)
+    assert (rows(plan), rows(plan, "decode")) == ([[20, 12], [8, 24]], [[18, 8]])
+
+
+def test_a_prompt_shorter_than_the_floor_lowers_it() -> None:
+    plan = convert(make_plan(), 3)
+    assert (rows(plan), plan.floor) == ([[3, 3], [3, 3]], 3)
+
+
+def test_what_cannot_be_converted() -> None:
+    with pytest.raises(UsageError, match='the plan is "fixed" already'):
+        convert(fixed(), 100)
+    with pytest.raises(UsageError, match="at least one token, got a length of 0"):
+        convert(make_plan(), 0)
+
+
+# --- out of two -----------------------------------------------------------------------------------------------------
+
+
+def with_window(window: int, plan: dict[str, Any]) -> dict[str, Any]:
+    for layer in filter(None, plan["layers"]):
+        layer["policy"] = {"name": "h2o", "params": {"window": window}}
+    return plan
+
+
+def test_policies_of_one_plan_with_budgets_of_another() -> None:
+    policies = fixed(prefill=with_window(3, phase_dict([[9, 9], None, [9, 9]])), total=36, floor=2)
+    budgets = make_plan(allocation=LAVA)
+    merged = merge(policies, budgets)
+    assert merged.phase("prefill").layers[2].policy == policies.phase("prefill").layers[2].policy  # type: ignore[union-attr]
+    for field in ("model", "length", "scaling", "allocation", "floor", "total"):
+        assert getattr(merged, field) == getattr(budgets, field)
+    assert merged.budgets("prefill") == budgets.budgets("prefill")
+
+
+@pytest.mark.parametrize(("floors", "expected"), [((2, 3), 3), ((3, 2), 3), ((9, 3), 4), ((0, 0), 0)])
+def test_the_floor_is_the_higher_one_as_far_as_budgets_permit(floors: tuple[int, int], expected: int) -> None:
+    policies, budgets = make_plan([[9, 9], None, [9, 9]], floor=floors[0]), make_plan(floor=floors[1])
+    assert merge(policies, budgets).floor == expected
+
+
+def test_what_cannot_be_merged() -> None:
+    plan = make_plan()
+    with pytest.raises(IncompatibleError, match="plans of different models: weights_sha256 differs"):
+        merge(make_plan(model=model_dict(weights_sha256="0" * 64)), plan)
+    with pytest.raises(UsageError, match=r"only one of the plans has layers \[1, 2\] in its prefill phase"):
+        merge(make_plan([[10, 6], [4, 12], None]), plan)
+    both = make_plan(decode=phase_dict([[4, 4], None, None]))
+    with pytest.raises(UsageError, match="cannot merge policies of prefill and decode with budgets of prefill: both"):
+        merge(both, plan)
+    assert merge(make_plan(model=model_dict(name="other")), plan).model.name == "toy"
+
+
+# --- where plans come from ------------------------------------------------------------------------------------------
+
+
+def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
+    def saved(plan: Plan, name: str) -> str:
+        save_plan(plan, tmp_path / name)
+        return hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+    plan = make_plan()
+    hashed = saved(plan, "plan.json")
+    smaller = scale(plan, ratio=0.5, length=60)
+    scaled = saved(smaller, "smaller.json")
+    entries = convert(load_plan(tmp_path / "smaller.json"), 30)
+    changes = (
+        f"scaled to ratio 0.5, length 60: plan {hashed}",
+        f"converted to length 30: plan {scaled}",
+    )
+    assert entries.provenance.settings == {**PROVENANCE["settings"], "ratios": (0.5, 0.25), "changes": changes}
+    assert {**dict(entries.provenance), "settings": {}} == {**PROVENANCE, "settings": {}}
+    assert scale(fixed(), total=40).provenance.settings["changes"] == (
+        f"scaled to total 40: plan {saved(fixed(), 'fixed.json')}",
+    )
+
+
+def test_provenance_says_where_policies_come_from(tmp_path: Path) -> None:
+    searched = make_plan(provenance={**PROVENANCE, "method": "search", "seed": 3, "settings": {"data": "x"}})
+    again = merge(searched, merge(make_plan(), make_plan()))
+    settings = again.provenance.settings
+    assert {key: value for key, value in settings.items() if key.startswith("policies.")} == {
+        "policies.method": "search",
+        "policies.seed": 3,
+        "policies.data_sha256": None,
+        "policies.settings.data": "x",
+    }
+    assert (again.provenance.method, again.provenance.seed, settings["questions"]) == ("uniform", 7, 3)
+    changes = settings["changes"]
+    assert isinstance(changes, tuple)
+    assert len(changes) == 2
+    assert str(changes[1]).startswith("merged: policies of plan ")
+
+
+def test_a_setting_that_is_called_changes_already_is_kept() -> None:
+    plan = make_plan(provenance={**PROVENANCE, "settings": {"changes": 5}})
+    changes = convert(plan, 9).provenance.settings["changes"]
+    assert isinstance(changes, tuple)
+    assert (changes[0], len(changes)) == (5, 2)
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+def random_plan(rng: np.random.Generator) -> Plan:
+    """A plan of any kind: one phase or both, layers left alone, any floor, budgets of any unevenness."""
+    layers, heads, floor = int(rng.integers(1, 5)), int(rng.integers(1, 5)), int(rng.integers(0, 9))
+    length = int(rng.integers(max(floor, 1), 3000))
+    proportional = bool(rng.integers(0, 2))
+    low, high = max(floor, 1), length + (0 if proportional else int(rng.integers(0, 50)))
+
+    def phase() -> dict[str, Any]:
+        alone = rng.random(layers) < 0.2
+        alone[int(rng.integers(0, layers))] = False
+        spread = rng.random((layers, heads)) ** int(rng.integers(0, 5))
+        budgets = (low + spread * (high - low)).astype(int).tolist()
+        return phase_dict([None if left else budget for left, budget in zip(alone, budgets, strict=True)])
+
+    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, _some(rng), strict=True)}
+    main = made["prefill"] or made["decode"]
+    assert main is not None
+    return make_plan(
+        [[low] * heads] * layers,
+        **made,
+        total=sum(sum(layer["budget"]) for layer in main["layers"] if layer),
+        length=length if proportional or rng.integers(0, 2) else None,
+        scaling="proportional" if proportional else "fixed",
+        floor=floor,
+    )
+
+
+def _some(rng: np.random.Generator) -> tuple[bool, bool]:
+    return ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
+
+
+def test_round_trips_of_thousands_of_random_plans() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(2500):
+        plan = random_plan(rng)
+        phases = [phase for phase in PHASES if getattr(plan, phase) is not None]
+        same = scale(plan, total=plan.total)
+        assert [rows(same, phase) for phase in phases] == [rows(plan, phase) for phase in phases]
+        assert not diff(plan, plan)
+        assert merge(plan, plan).prefill == plan.prefill
+        assert merge(plan, plan).decode == plan.decode
+        if plan.scaling == "proportional":
+            length = int(rng.integers(1, 6000))
+            entries = convert(plan, length)
+            for phase in phases:
+                wanted = budgets_at(plan, phase, length)
+                assert np.array_equal(budgets_at(entries, phase, length), wanted)
+                assert np.array_equal(rows(entries, phase), wanted)
+
+
+def test_totals_are_exact_for_thousands_of_random_plans_and_sizes() -> None:
+    rng = np.random.default_rng(6)
+    refused = 0
+    for _ in range(2500):
+        plan = random_plan(rng)
+        phases = [phase for phase in PHASES if getattr(plan, phase) is not None]
+        heads, low = np.size(rows(plan, phases[0])), max(plan.floor, 1)
+        length = None if rng.integers(0, 2) else int(rng.integers(1, 4000))
+        total = int(rng.integers(max(heads * low - 5, 1), int(1.2 * heads * (length or plan.length or 3000)) + 5))
+        expected = {phase: half_up(Fraction(plan.phase(phase).total * total, plan.total)) for phase in phases}
+        try:
+            scaled = scale(plan, total=total, length=length)
+        except UsageError:
+            refused += 1
+            assert not all(possible(plan, phase, expected[phase], length) for phase in phases)
+            continue
+        assert {phase: scaled.phase(phase).total for phase in phases} == expected
+        assert scaled.total == total
+        for phase in phases:
+            assert possible(plan, phase, expected[phase], length)
+            assert np.min(rows(scaled, phase)) >= low
+            check_shape(np.array(rows(plan, phase)), np.array(rows(scaled, phase)))
+    assert 100 < refused < 1500
+
+
+def possible(plan: Plan, phase: Phase, total: int, length: int | None) -> bool:
+    """Whether budgets that hold at every length can have this total; `length` is what was asked for."""
+    budgets = np.array(rows(plan, phase))
+    if phase == "decode" or (length or plan.length) is None:
+        most = np.inf
+    elif length is None and plan.scaling == "fixed":
+        most = np.maximum(budgets, plan.length).sum()
+    else:
+        most = budgets.size * (length or plan.length)
+    return bool(max(plan.floor, 1) * budgets.size <= total <= most)
+
+
+def check_shape(before: np.ndarray, after: np.ndarray) -> None:
+    """A head with more than another still has no less, and equal ones differ by one entry at most."""
+    order = np.argsort(before.ravel(), kind="stable")
+    assert np.diff(after.ravel()[order]).min(initial=0) >= -1
+
+
+@settings(max_examples=100, deadline=None)
+@given(proportional_plans(), st.integers(8, 12_000))
+def test_scaling_to_what_a_prompt_gets_gives_its_budgets(plan: Plan, length: int) -> None:
+    wanted = budgets_at(plan, "prefill", length)
+    scaled = scale(plan, total=int(wanted.sum()), length=length)
+    assert np.array_equal(rows(scaled), wanted)

@@ -121,3 +121,21 @@ def test_others_are_not_warned_about() -> None:
         warnings.simplefilter("error")
         warn_unfit(build("llama"), [create_policy("knorm")])
         warn_unfit(build("qwen3"), [SnapKV(), create_policy("keydiff"), create_policy("expected_attention")])
+
+
+def test_allocations_that_do_not_suit_the_policies() -> None:
+    small: dict[str, Any] = {"window": 4, "sinks": 2}
+    lava: dict[str, Any] = {"name": "lava", "params": {}}
+    check_plan(planned(("lava", {"window": 4}, [6, 9]), ("snapkv", small, [6, 9]), allocation=lava), "p.json")
+    plan = planned(("full", {}, [400, 400]), ("d2o", {}, [20, 20]), ("d2o", {}, [20, 20]), allocation=lava)
+    first, second = problems(plan)
+    assert first == (
+        "prefill.layers.0: full never evicts some heads, whatever their budget, so there is nothing to share: use a "
+        "static plan, not allocation lava"
+    )
+    assert second.startswith("prefill.layers.1: d2o merges what it evicts")
+    (unknown,) = problems(planned(("snapkv", small, [6, 9]), allocation={"name": "lavaa", "params": {}}))
+    assert unknown.startswith("allocation: unknown allocation 'lavaa'; did you mean 'lava'?")
+    (option,) = problems(planned(("snapkv", small, [6, 9]), allocation={"name": "lava", "params": {"head": "x"}}))
+    assert option.startswith("allocation: allocation lava has no option 'head'")
+    assert problems(planned(("snapkvv", {}, [60, 90]), allocation=lava))[0].startswith("prefill.layers.0.policy")

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.budgets.adaptive import AdaKV, head_budgets, head_order, normalized
+from kvsearch.budgets.base import Ints
+from kvsearch.budgets.dynamic import Allocation, Shares, Wish, allocation_names, create_allocation
+from kvsearch.budgets.entropy import LAVa
+from kvsearch.budgets.preference import CAKE
+from kvsearch.errors import InternalError, UsageError
+
+ALLOCATIONS: list[Allocation] = [LAVa(), LAVa(0.0), LAVa(heads="planned"), CAKE(), AdaKV(), LAVa(layers="planned")]
+
+
+def wish(rng: np.random.Generator, heads: int, candidates: int) -> Wish:
+    weight = float(rng.choice([0.0, 1.0, rng.random(), rng.pareto(1.0)]))
+    scores = rng.pareto(1.1, (heads, candidates)) * rng.pareto(1.0, (heads, 1))
+    ranked = torch.from_numpy(-np.sort(-scores, axis=1))
+    return Wish(weight, head_order(ranked, heads * candidates))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_a_layer_can_still_get_only_shrinks_and_ends_above_its_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    allocation = ALLOCATIONS[int(rng.integers(len(ALLOCATIONS)))]
+    layers, heads = int(rng.integers(1, 7)), int(rng.integers(1, 5))
+    length = int(rng.integers(1, 60))
+    protected = int(rng.integers(0, length + 1))
+    planned = np.minimum(rng.integers(0, length + 1, (layers, heads)), length)
+    caps, floors = np.full_like(planned, length), np.full_like(planned, protected)
+    shares = Shares(allocation, planned, floors, caps)
+    bounds: dict[int, Ints] = {}
+    for layer in range(layers):
+        shares.add(layer, wish(rng, heads, length - protected))
+        for known in range(layer + 1):
+            most = shares.most(known) if allocation.shares_layers else shares.layer_budgets(known)
+            assert (most <= bounds.get(known, most)).all()
+            bounds[known] = most
+        if allocation.shares_layers:
+            held = sum(bounds[known].sum() for known in bounds)
+            assert held <= shares.floors[: layer + 1].sum() + max(shares.free.sum(), 0) + len(bounds) * heads
+    budgets = shares.budgets()
+    assert budgets.sum() == planned.sum()
+    assert (budgets <= caps).all()
+    assert (budgets >= np.minimum(floors, shares.floors)).all()
+    assert all((budgets[layer] <= bounds[layer]).all() for layer in range(layers))
+    if not allocation.shares_layers:
+        assert budgets.sum(-1).tolist() == planned.sum(-1).tolist()
+
+
+def even(layers: int, heads: int, budget: int) -> Ints:
+    return np.full((layers, heads), budget)
+
+
+def test_worked_example_of_the_pool() -> None:
+    """Entropies 0.9, 0.6 and 0.75 of a pool of 30 per head: 30, then 18 and 12, then 12, 8 and 10."""
+    shares = Shares(LAVa(heads="planned"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
+    seen = []
+    for layer, entropy in enumerate((0.9, 0.6, 0.75)):
+        shares.add(layer, Wish(entropy, np.zeros(0, dtype=np.uint8)))
+        seen.append([int(shares.most(known)[0]) - 4 for known in range(layer + 1)])
+    assert seen == [[30], [18, 12], [12, 8, 10]]
+    assert shares.budgets().tolist() == [[16, 16], [12, 12], [14, 14]]
+
+
+def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
+    shares = Shares(LAVa(heads="planned"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
+    shares.add(0, Wish(0.2, np.zeros(0, dtype=np.uint8)))
+    assert shares.most(0).tolist() == [20]
+    assert shares.open_to(0) == 16
+
+
+def test_heads_split_what_their_layer_gets() -> None:
+    order = np.array([0] * 9 + [1] * 4 + [2] * 2 + [0, 1, 2] * 10, dtype=np.uint8)
+    shares = Shares(LAVa(layers="planned"), even(1, 3, 7), even(1, 3, 2), even(1, 3, 60))
+    shares.add(0, Wish(1.0, order))
+    assert shares.budgets().tolist() == [[2 + 8, 2 + 4, 2 + 3]]  # 8.2, 4.2 and 2.6
+
+
+def test_totals_below_the_floors_are_shared_evenly() -> None:
+    shares = Shares(LAVa(), even(2, 2, 3), even(2, 2, 8), even(2, 2, 50))
+    for layer in range(2):
+        shares.add(layer, Wish(float(layer), np.array([0, 0, 0], dtype=np.uint8)))
+    assert shares.budgets().tolist() == [[3, 3], [3, 3]]
+
+
+def test_a_budget_beyond_the_order_is_shared_evenly() -> None:
+    """While decoding a head may hold more than its prompt had candidates."""
+    shares = Shares(AdaKV(0.0), even(1, 2, 10), even(1, 2, 0), even(1, 2, 1000))
+    shares.add(0, Wish(1.0, np.array([0, 0, 0, 1], dtype=np.uint8)))
+    assert shares.budgets().tolist() == [[3 + 8, 1 + 8]]
+
+
+def test_budgets_need_every_wish() -> None:
+    shares = Shares(LAVa(), even(2, 1, 5), even(2, 1, 1), even(2, 1, 9))
+    shares.add(0, Wish(1.0, np.zeros(8, dtype=np.uint8)))
+    with pytest.raises(InternalError, match="budgets of 2 layers from the wishes of 1"):
+        shares.budgets()
+
+
+def test_plans_above_the_caps_are_refused() -> None:
+    with pytest.raises(UsageError, match="total 40 cannot be met by 4 budgets: at least 4, at most 36"):
+        Shares(LAVa(), even(2, 2, 10), even(2, 2, 1), even(2, 2, 9))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_order_does_not_depend_on_its_length(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads, candidates = (int(size) for size in rng.integers(1, 9, 2))
+    scores = rng.integers(0, 4, (heads, candidates)).astype(float)  # many ties
+    ranked = torch.from_numpy(-np.sort(-scores, axis=1))
+    whole = head_order(ranked, scores.size)
+    for most in range(scores.size + 1):
+        assert head_order(ranked, most).tolist() == whole[:most].tolist()
+        assert np.bincount(whole[:most], minlength=heads).tolist() == head_budgets(scores, most, 0.0).tolist()
+
+
+def test_many_heads_have_an_order_too() -> None:
+    ranked = torch.arange(300.0)[:, None]
+    assert head_order(ranked, 3).tolist() == [299, 298, 297]
+
+
+def test_normalising_favours_concentrated_heads() -> None:
+    """Head 0 holds 9 of 12 in its 2 highest, head 1 4 of 8: 0.75 and 0.5 times its scores."""
+    scores = np.array([[6.0, 3, 2, 1], [2.0, 2, 2, 2]])
+    ranked = normalized(torch.from_numpy(scores), 2)
+    assert ranked.tolist() == [[4.5, 2.25, 1.5, 0.75], [1, 1, 1, 1]]
+    assert head_budgets(scores, 4, 0.0).tolist() == [2, 2]
+    assert head_budgets(scores, 4, 0.0, normalize=True).tolist() == [3, 1]
+    assert head_budgets(np.zeros((2, 4)), 4, normalize=True).tolist() == [2, 2]
+
+
+def test_allocations_by_name() -> None:
+    assert allocation_names() == ["adakv", "cake", "lava", "static"]
+    assert create_allocation("static") is None
+    made = create_allocation("lava", {"floor_share": 0, "heads": "planned"})
+    assert made == LAVa(0.0, heads="planned")
+    assert made.parameters() == {"floor_share": 0.0, "heads": "planned", "layers": "dynamic"}
+    assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKE(1.6, window=8)
+    assert create_allocation("adakv", {"variant": "kvpress", "normalize": True}) == AdaKV(0.2, "kvpress", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        ("lavaa", {}, "unknown allocation 'lavaa'; did you mean 'lava'"),
+        ("lava", {"floor": 1.0}, "allocation lava has no option 'floor'"),
+        ("lava", {"heads": 3}, "allocation lava: heads must be str, got 3"),
+        ("lava", {"heads": "even"}, "heads must be dynamic or planned, got 'even'"),
+        ("lava", {"heads": "planned", "layers": "planned"}, "shares nothing: use static"),
+        ("adakv", {"floor_share": 1.5}, r"floor_share must be in \[0, 1\], got 1.5"),
+        ("adakv", {"variant": "official"}, "does not sum to the total; use exact or kvpress"),
+        ("adakv", {"normalize": 1}, "normalize must be bool, got 1"),
+        ("cake", {"tau1": 0.0}, "tau1 must be finite and above 0, got 0.0"),
+        ("cake", {"window": -1}, "window must be 0 or more, got -1"),
+        ("static", {"x": 1}, "allocation static has no option 'x'"),
+    ],
+)
+def test_bad_names_and_options(name: str, params: dict[str, object], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        create_allocation(name, params)

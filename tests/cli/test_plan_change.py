@@ -1,0 +1,226 @@
+"""`kvsearch plan scale`, `convert` and `merge`: plans made of other plans, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.plan import Plan, budgets_at, load_plan, save_plan
+from tests.cli.conftest import Run
+from tests.plan.builders import PROVENANCE, make_plan, model_dict
+
+USAGE, INCOMPATIBLE = 2, 4
+SNAPKV = {"name": "snapkv", "params": {"window": 4}}
+
+
+def phase(*budgets: list[int] | None, policy: dict[str, Any] = SNAPKV) -> dict[str, Any]:
+    return {"layers": [None if budget is None else {"policy": policy, "budget": budget} for budget in budgets]}
+
+
+def written(path: Path, **changes: Any) -> Path:
+    """A plan file of a toy model whose policies exist; 32 entries of prompts of 40 tokens."""
+    given = {"prefill": phase([10, 6], None, [4, 12]), "provenance": {**PROVENANCE, "settings": {}}, **changes}
+    main = given["prefill"] or given["decode"]
+    total = sum(sum(layer["budget"]) for layer in main["layers"] if layer)
+    save_plan(make_plan(**given, total=total), path)
+    return path
+
+
+def rows(plan: Plan) -> list[list[int]]:
+    return [list(budget) for budget in plan.budgets("prefill") if budget]
+
+
+def refused(run: Run, output: Path, words: str, *arguments: object, code: int = USAGE) -> None:
+    """Run a command that must fail with one line and write nothing."""
+    before = output.read_bytes() if output.exists() else None
+    got, out, talk = run("plan", *arguments, "-o", output)
+    assert (got, out) == (code, ""), talk
+    assert words in talk
+    assert talk.count("\n") == 1 or " is not valid, " in talk  # a list of problems has a line for each
+    assert (output.read_bytes() if output.exists() else None) == before
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    return written(tmp_path / "plan.json")
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return tmp_path / "new.json"
+
+
+# --- scale ----------------------------------------------------------------------------------------------------------
+
+
+def test_scale_by_ratio_and_by_budget(run: Run, plan: Path, new: Path) -> None:
+    code, out, talk = run("plan", "scale", plan, "--ratio", 0.9, "--length", 400, "-o", new, "--json")
+    assert code == 0, talk
+    assert json.loads(out) == {
+        "plan": str(new), "total": 160, "scaling": "proportional", "length": 400, "phases": "prefill",
+        "allocation": "static",
+    }  # fmt: skip
+    assert rows(load_plan(new)) == [[50, 30], [20, 60]]
+    code, out, talk = run("plan", "scale", plan, "--budget", 16, "-o", new, "--force")
+    assert (code, out) == (0, "")
+    assert talk == f"wrote {new}: 64 entries, 16.0 per kv head of a 40-token prompt, fixed\n"
+    assert rows(load_plan(new)) == [[20, 12], [8, 24]]
+
+
+def test_scale_keeps_a_plan_it_may_not_replace(run: Run, plan: Path, new: Path) -> None:
+    new.write_text("mine")
+    refused(run, new, "exists: choose another file, or --force", "scale", plan, "--budget", 16)
+    assert new.read_text() == "mine"
+    assert run("plan", "scale", plan, "--budget", 16, "-o", plan, "--force")[0] == 0
+    assert load_plan(plan).total == 64
+
+
+def test_a_dry_run_writes_nothing(run: Run, plan: Path, new: Path) -> None:
+    for arguments in (("scale", plan, "--budget", 16), ("convert", plan, "--length", 80)):
+        code, _, talk = run("plan", *arguments, "-o", new, "--dry-run")
+        assert (code, new.exists()) == (0, False)
+        assert talk.startswith(f"would write {new}: 64 entries")
+    code, _, talk = run("plan", "merge", "--policies", plan, "--budgets", plan, "-o", new, "--dry-run")
+    assert (code, new.exists()) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give either a ratio to evict"),
+        (("--ratio", 0.5, "--budget", 10), "give either a ratio to evict"),
+        (("--ratio", 1.5), "ratio 1.5 is outside (0, 1)"),
+        (("--budget", 3), "a prefill total of 12 is below the 16 entries that 4 kv heads always keep"),
+        (("--ratio", 0.95), "a prefill total of 8 is below the 16 entries"),
+        (("--budget", 41), "a prefill total of 164 is above the 160 entries"),
+        (("--budget", 5, "--length", 4), "a prefill total of 20 is above the 16 entries"),
+    ],
+)
+def test_sizes_that_are_refused(run: Run, plan: Path, new: Path, arguments: tuple[object, ...], words: str) -> None:
+    refused(run, new, words, "scale", plan, *arguments)
+
+
+def test_scaling_below_what_a_policy_protects(run: Run, tmp_path: Path, new: Path) -> None:
+    plan = written(tmp_path / "plan.json", floor=1)
+    refused(run, new, "below the 4 entries that snapkv always keeps", "scale", plan, "--budget", 4)
+
+
+def test_a_ratio_needs_a_length(run: Run, tmp_path: Path, new: Path) -> None:
+    plan = written(tmp_path / "plan.json", scaling="fixed", length=None)
+    refused(run, new, "a ratio needs the --length", "scale", plan, "--ratio", 0.5)
+
+
+@pytest.mark.parametrize("verb", [("scale", "--budget", 9), ("convert", "--length", 9)])
+def test_files_that_are_no_plans(run: Run, tmp_path: Path, new: Path, verb: tuple[object, ...]) -> None:
+    (tmp_path / "other.json").write_text('{"format": "other"}')
+    refused(run, new, "is not a kvsearch.plan file", verb[0], tmp_path / "other.json", *verb[1:])
+    refused(run, new, "there is no file", verb[0], tmp_path / "none.json", *verb[1:])
+    (tmp_path / "torn.json").write_text('{"format": "kvse')
+    refused(run, new, "is not valid JSON", verb[0], tmp_path / "torn.json", *verb[1:])
+
+
+def test_a_plan_with_an_unknown_policy(run: Run, tmp_path: Path, new: Path) -> None:
+    plan = written(tmp_path / "plan.json", prefill=phase([4, 4], None, None, policy={"name": "snapk", "params": {}}))
+    refused(run, new, "did you mean 'snapkv'?", "scale", plan, "--budget", 9)
+
+
+def test_the_folder_of_the_output_must_exist(run: Run, plan: Path, tmp_path: Path) -> None:
+    refused(run, tmp_path / "no" / "x.json", "its folder does not exist", "scale", plan, "--budget", 9)
+
+
+# --- convert --------------------------------------------------------------------------------------------------------
+
+
+def test_convert_a_plan(run: Run, plan: Path, new: Path) -> None:
+    assert run("plan", "convert", plan, "--length", 27, "-o", new)[0] == 0
+    made = load_plan(new)
+    assert (made.scaling, made.length) == ("fixed", 27)
+    assert np.array_equal(rows(made), budgets_at(load_plan(plan), "prefill", 27))
+    hashed = hashlib.sha256(plan.read_bytes()).hexdigest()
+    assert made.provenance.settings["changes"] == (f"converted to length 27: plan {hashed}",)
+    refused(run, plan, 'the plan is "fixed" already', "convert", new, "--length", 27, "--force")
+
+
+@pytest.mark.parametrize("name", ["", "profile.safetensors"])
+def test_convert_a_profile_is_export_and_convert(run: Run, calibrated: Path, tmp_path: Path, name: str) -> None:
+    exported, one, two = (tmp_path / f"{step}.json" for step in ("exported", "one", "two"))
+    assert run("export", calibrated, "--ratio", 0.7, "-o", exported)[0] == 0
+    assert run("plan", "convert", exported, "--length", 2000, "-o", one)[0] == 0
+    code, _, talk = run("plan", "convert", calibrated / name, "--ratio", 0.7, "--length", 2000, "-o", two)
+    assert code == 0, talk
+    assert one.read_bytes() == two.read_bytes()
+    assert load_plan(two).total == 600 * 24
+
+
+def test_what_convert_refuses(run: Run, plan: Path, calibrated: Path, new: Path) -> None:
+    refused(run, new, "is a profile: give the --ratio", "convert", calibrated, "--length", 100)
+    refused(run, new, "is a plan, and --ratio is for profiles", "convert", plan, "--ratio", 0.5, "--length", 100)
+    refused(run, new, "ratio 2.0 is outside (0, 1)", "convert", calibrated, "--ratio", 2, "--length", 100)
+    refused(run, new, "there is no file", "convert", calibrated.parent, "--ratio", 0.5, "--length", 100)
+    new.write_text("mine")
+    refused(run, new, "--force", "convert", plan, "--length", 100)
+
+
+# --- merge ----------------------------------------------------------------------------------------------------------
+
+
+def test_merge(run: Run, plan: Path, tmp_path: Path, new: Path) -> None:
+    tova = phase([9, 9], None, [9, 9], policy={"name": "tova", "params": {"sinks": 0}})
+    other = written(tmp_path / "tova.json", prefill=tova, scaling="fixed", length=None, floor=1)
+    code, _, talk = run("plan", "merge", "--policies", other, "--budgets", plan, "-o", new)
+    assert code == 0, talk
+    merged = load_plan(new)
+    assert merged.budgets("prefill") == load_plan(plan).budgets("prefill")
+    assert [layer and layer.policy.name for layer in merged.phase("prefill").layers] == ["tova", None, "tova"]
+    assert (merged.scaling, merged.length, merged.total) == ("proportional", 40, 32)
+
+
+def test_plans_that_do_not_merge(run: Run, plan: Path, tmp_path: Path, new: Path) -> None:
+    def merge(words: str, code: int = USAGE, **changes: Any) -> None:
+        policies = written(tmp_path / "policies.json", **changes)
+        refused(run, new, words, "merge", "--policies", policies, "--budgets", plan, code=code)
+        policies.unlink()
+
+    merge("plans of different models", INCOMPATIBLE, model=model_dict(config_sha256="0" * 64))
+    merge(
+        "plans of different models", INCOMPATIBLE, model=model_dict(layers=4), prefill=phase([4, 4], [4, 4], None, None)
+    )
+    merge("only one of the plans has layers [1, 2]", prefill=phase([4, 4], [4, 4], None))
+    merge("cannot merge policies of prefill and decode with", decode=phase([4, 4], None, None))
+    merge("cannot merge policies of decode with budgets of prefill", prefill=None, decode=phase([4, 4], None, [4, 4]))
+    wide = phase([9, 9], None, [9, 9], policy={"name": "snapkv", "params": {"window": 7}})
+    merge("below the 7 entries that snapkv always keeps", prefill=wide)
+    (tmp_path / "policies.json").write_text("[]")
+    refused(run, new, "it holds no object", "merge", "--policies", tmp_path / "policies.json", "--budgets", plan)
+
+
+def test_an_allocation_that_cannot_share_what_the_merged_policies_keep(run: Run, tmp_path: Path, new: Path) -> None:
+    merging = phase([9, 9], None, [9, 9], policy={"name": "d2o", "params": {"recent": 2, "sinks": 0}})
+    policies = written(tmp_path / "policies.json", prefill=merging)
+    budgets = written(tmp_path / "budgets.json", allocation={"name": "lava"})
+    words = "prefill.layers.0: d2o merges what it evicts"
+    refused(run, new, words, "merge", "--policies", policies, "--budgets", budgets)
+
+
+def test_an_allocation_that_does_not_exist(run: Run, tmp_path: Path, new: Path) -> None:
+    plan = written(tmp_path / "plan.json", allocation={"name": "lavva"})
+    refused(run, new, "unknown allocation 'lavva'; did you mean 'lava'?", "scale", plan, "--budget", 9)
+    plan = written(new, allocation={"name": "lava", "params": {"layer": "planned"}})
+    refused(run, tmp_path / "x.json", "no option 'layer'; did you mean 'layers'?", "convert", plan, "--length", 50)
+
+
+def test_a_changed_plan_runs(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    uniform, merged, scaled = (tmp_path / f"{name}.json" for name in ("uniform", "merged", "scaled"))
+    making = ("plan", "uniform", "bundled", "--policy", "keydiff", "--budget", 64, "-o", uniform)
+    assert run(*making)[0] == 0
+    sources = ("--policies", uniform, "--budgets", calibrated / "plan.json")
+    assert run("plan", "merge", *sources, "-o", merged)[0] == 0
+    assert run("plan", "scale", merged, "--budget", 100, "-o", scaled)[0] == 0
+    code, out, talk = run("generate", "bundled", "--plan", scaled, "--json", "--max-new-tokens", 2)
+    assert code == 0, talk
+    assert json.loads(out)["entries"] == 2400

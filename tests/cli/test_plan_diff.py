@@ -1,0 +1,137 @@
+"""`kvsearch plan diff`: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.cli.plan_diff import ranges
+from kvsearch.plan import save_plan
+from tests.cli.conftest import Run
+from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
+
+
+def written(path: Path, budgets: list[list[int] | None] | None = None, **changes: Any) -> Path:
+    save_plan(make_plan(budgets, **changes), path)
+    return path
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.json")
+
+
+def cells(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+def test_equal_plans(run: Run, a: Path, tmp_path: Path) -> None:
+    b = written(tmp_path / "b.json", provenance={**PROVENANCE, "seed": 1})
+    assert run("plan", "diff", a, b) == (0, "the plans are equal\n", "")
+    code, out, _ = run("plan", "diff", a, b, "--json")
+    assert code == 0
+    assert json.loads(out) == {"equal": True, "settings": [], "budgets": [], "totals": {"prefill": [32, 32]}}
+
+
+def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
+    more = phase_dict([[8, 8], None, None])
+    b = written(tmp_path / "b.json", [[10, 7], [5, 5], [4, 12]], length=50, decode=more)
+    code, out, _ = run("plan", "diff", a, b)
+    assert code == 0
+    found = cells(out)
+    assert ["A", str(a)] in found
+    assert ["B", str(b)] in found
+    assert ["length", "40", "50"] in found
+    assert ["prefill", "1", "policy", "-", "snapkv"] in found
+    assert ["decode", "0", "policy.window", "-", "4"] in found
+    assert ["0", "16", "17", "+1", "10", "6", "10", "7"] in found
+    assert ["1", "-", "10", "-", "-", "5", "5"] in found
+    assert ["total", "32", "43", "+11"] in found
+    assert ["total", "-", "16", "-"] in found
+    assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
+
+
+def test_heads_are_shown_only_where_they_differ(run: Run, tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a.json", [[6, 6], [5, 5]]), written(tmp_path / "b.json", [[7, 7], [4, 4]])
+    code, out, _ = run("plan", "diff", a, b)
+    assert code == 0
+    assert "by head" not in out
+    assert ["0", "12", "14", "+2"] in cells(out)
+    assert ["total", "22", "22", "+0"] in cells(out)
+    assert "setting" not in out
+
+
+def test_layers_with_the_same_change_share_a_row(run: Run, tmp_path: Path) -> None:
+    plan = make_plan([[4, 4]] * 6)
+    save_plan(plan, tmp_path / "a.json")
+    wider = phase_dict([[4, 4]] * 6)
+    for layer in (0, 1, 2, 5):
+        wider["layers"][layer]["policy"] = {"name": "snapkv", "params": {"window": 9, "note": "[red]"}}
+    b = written(tmp_path / "b.json", [[4, 4]] * 6, prefill=wider)
+    code, out, _ = run("plan", "diff", tmp_path / "a.json", b)
+    assert code == 0
+    assert ["prefill", "0-2,", "5", "policy.window", "4", "9"] in cells(out)
+    assert ["prefill", "0-2,", "5", "policy.note", "-", "[red]"] in cells(out)
+
+
+def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
+    b = written(tmp_path / "b.json", [[10, 7], None, [4, 12]], floor=2)
+    code, out, _ = run("plan", "diff", a, b, "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "equal": False,
+        "settings": [
+            {"name": "floor", "before": 4, "after": 2, "phase": None, "layers": []},
+            {"name": "total", "before": 32, "after": 33, "phase": "prefill", "layers": []},
+        ],
+        "budgets": [{"phase": "prefill", "layer": 0, "head": 1, "before": 6, "after": 7}],
+        "totals": {"prefill": [32, 33]},
+    }
+
+
+def test_a_plan_and_what_was_made_of_it(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    plan, scaled = calibrated / "plan.json", tmp_path / "scaled.json"
+    assert run("plan", "scale", plan, "--ratio", 0.8, "-o", scaled)[0] == 0
+    assert run("plan", "diff", plan, scaled) == (0, "the plans are equal\n", "")
+    assert run("plan", "scale", plan, "--ratio", 0.7, "-o", scaled, "--force")[0] == 0
+    code, out, _ = run("plan", "diff", plan, scaled)
+    assert code == 0
+    assert "prefill entries" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "words"),
+    [
+        ("[]", 2, "is not a kvsearch.plan file"),
+        ("{", 2, "is not valid JSON"),
+        (None, 2, "there is no file"),
+    ],
+)
+def test_files_that_are_no_plans(run: Run, a: Path, tmp_path: Path, content: str | None, code: int, words: str) -> None:
+    if content is not None:
+        (tmp_path / "b.json").write_text(content)
+    for order in ((a, tmp_path / "b.json"), (tmp_path / "b.json", a)):
+        got, out, talk = run("plan", "diff", *order)
+        assert (got, out) == (code, "")
+        assert words in talk
+        assert talk.count("\n") == 1
+
+
+def test_plans_of_other_models(run: Run, a: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "other.json", model=model_dict(weights_sha256="0" * 64))
+    code, out, _ = run("plan", "diff", a, other)
+    assert code == 0
+    assert "model.weights_sha256" in out
+    code, out, talk = run("plan", "diff", a, written(tmp_path / "small.json", [[4, 4]]))
+    assert (code, out) == (4, "")
+    assert "other layers or heads" in talk
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 7, 9, 10), "0-2, 7, 9-10")]
+)
+def test_runs_of_layers(numbers: tuple[int, ...], text: str) -> None:
+    assert ranges(numbers) == text
