@@ -1,0 +1,32 @@
+"""Packages that only some metrics need: imported where they are used, named in the error where they are missing."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from kvsearch.errors import EnvironmentFault
+
+PACKAGES = {
+    "jieba": "jieba",
+    "rapidfuzz.fuzz": "rapidfuzz",
+    "rouge": "rouge==1.0.1",
+    "rouge_score.rouge_scorer": "rouge-score",
+}  # by module: what pip installs
+
+
+@cache
+def optional(module: str) -> Any:
+    """A module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"this metric needs {PACKAGES[module]}, which cannot be imported ({error}): "
+            f"run `pip install {PACKAGES[module]}`"
+        ) from error
+    if module == "jieba":
+        found.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr
+    return found

@@ -1,0 +1,90 @@
+"""Metrics by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.metrics import METRICS, NEEDS, find_metric, packages
+
+ANSWERS = {"retrieval": "Paragraph 7", "retrieval_zh": "段落7"}
+
+
+def test_names() -> None:
+    assert set(METRICS) == {
+        "exact", "contains", "qa_f1", "qa_f1_zh", "rouge_l", "rouge_l_zh", "classification", "retrieval",
+        "retrieval_zh", "count", "edit_similarity", "edit_similarity_difflib", "string_match_all",
+        "string_match_part", "niah_recall", "niah_recall_lava", "niah_rouge1", "gsm8k", "gsm8k_official",
+    }  # fmt: skip
+    assert find_metric("qa_f1") is METRICS["qa_f1"]
+
+
+@pytest.mark.parametrize("name", METRICS)
+@given(reply=st.text(max_size=30))
+def test_every_metric_takes_any_reply(name: str, reply: str) -> None:
+    query = Query("?", (ANSWERS.get(name, "7"), ANSWERS.get(name, "7")), options=("7", "8"))
+    assert 0 <= METRICS[name](reply, query) <= 1
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_several_answers_give_the_best_of_them(name: str) -> None:
+    answers = tuple(ANSWERS.get(name, "7").replace("7", number) for number in ("5", "7", "6"))
+    each = [METRICS[name]("7", Query("?", (answer,), options=("5", "6", "7"))) for answer in answers]
+    best = METRICS[name]("7", Query("?", answers, options=("5", "6", "7")))
+    assert best == pytest.approx(sum(each) / 3 if name == "string_match_all" else max(each))
+    assert max(each) > min(each)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_question_without_answers(name: str) -> None:
+    with pytest.raises(UsageError, match="the question 'who' has no answers to score a reply against"):
+        METRICS[name]("a reply", Query("who", (), options=("a",)))
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UsageError, match=r"unknown metric 'qa_f2'; did you mean 'qa_f1'\? \(known: exact, contains, "):
+        find_metric("qa_f2")
+
+
+@pytest.mark.parametrize(("name", "module"), [(name, module) for name, modules in NEEDS.items() for module in modules])
+def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.optional.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    wanted = packages.PACKAGES[module]
+    with pytest.raises(EnvironmentFault) as caught:
+        find_metric(name)
+    message = str(caught.value)
+    assert message.startswith(f"this metric needs {wanted}, which cannot be imported (")
+    assert message.endswith(f"): run `pip install {wanted}`")
+    assert "\n" not in message
+
+
+def test_every_optional_module_is_needed_and_there() -> None:
+    assert {module for modules in NEEDS.values() for module in modules} == set(packages.PACKAGES)
+    for module in packages.PACKAGES:
+        assert packages.optional(module) is import_module(module)
+
+
+def test_importing_tasks_is_light() -> None:
+    code = (
+        "import sys, kvsearch.tasks.metrics; heavy = 'jieba rapidfuzz rouge rouge_score nltk torch numpy'.split(); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_jieba_says_nothing() -> None:
+    code = (
+        "from kvsearch.tasks.base import Query; from kvsearch.tasks.metrics import METRICS; "
+        "print(METRICS['qa_f1_zh']('北京', Query('?', ('北京',))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("1.0", "")
