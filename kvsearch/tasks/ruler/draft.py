@@ -1,0 +1,88 @@
+"""Prompts that grow to a length: how much haystack fits, and where the randomness of an example comes from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
+FULL = 0.98  # a context that fills this share of its room is not searched further
+_INTERPOLATIONS = 8
+_FIRST_STEP = 16
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The randomness of example `index`; `name` tells split, task, length and seed."""
+
+    name: str
+    index: int
+
+    def rng(self, purpose: str = "facts") -> random.Random:
+        """A generator of its own for every purpose, the same at every call."""
+        return random.Random(f"{self.name}/{self.index}/{purpose}")
+
+    def depths(self, needles: int) -> list[float]:
+        """Different depths in [0, 1], one per needle; examples in a row use every depth once before one comes again."""
+        cycle, place = divmod(self.index, DEPTHS // needles)
+        order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTHS), DEPTHS)
+        return [depth / (DEPTHS - 1) for depth in order[place * needles : (place + 1) * needles]]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt whose context holds any number of units of haystack, from `least` to `most` (None: without end)."""
+
+    context: Callable[[int], str]
+    question: str
+    prefix: str
+    answers: tuple[str, ...]
+    least: int = 1
+    most: int | None = None
+
+
+class Source(Protocol):
+    """What a task draws its examples from. `size` is how many there are, None where they never end."""
+
+    @property
+    def size(self) -> int | None: ...
+
+    def draft(self, stream: Stream) -> Draft: ...
+
+
+def largest(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
+    """The largest number of units, or one close to it, whose `size` in tokens is at most `room`; never under `least`.
+
+    Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
+    """
+    ceiling = 2 * room if most is None else min(most, 2 * room)  # a unit has half a token at the very least
+    low, high = least, max(least, ceiling) + 1
+    base = reached = size(least)
+    units = min(least + _FIRST_STEP, high - 1)
+    probes = 0
+    while low + 1 < high and reached < FULL * room:
+        tokens = size(units)
+        rate = max((tokens - base) / (units - least), 1e-3)
+        if tokens <= room:
+            low, reached = units, tokens
+        else:
+            high = units
+        probes += 1
+        step = int((room * (1 + FULL) / 2 - reached) / rate) if probes < _INTERPOLATIONS else (high - low) // 2
+        units = min(max(low + step, low + 1), high - 1)
+    return low
+
+
+def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
+    """The sentences with every needle at its depth: 0 is before the first sentence, 1 after the last."""
+    told = list(sentences)
+    for depth, needle in sorted(needles, reverse=True):
+        told.insert(int(len(sentences) * depth), needle)
+    return told
+
+
+def worked_example(context: str, question: str, prefix: str, answers: str) -> str:
+    """A prompt with its reply, to be put before the prompt that is asked."""
+    return f"{context}\n{question} {prefix} {answers}\n\n"

@@ -1,0 +1,134 @@
+"""Aggregation: the common words of a list (cwe) and the frequent words of a coded text (fwe)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from kvsearch.tasks.ruler.draft import Draft, Stream, worked_example
+from kvsearch.tasks.ruler.names import Fresh, coded, vocabulary
+
+COMMON = 10
+_LIST_INTRO = (
+    "Here is a numbered list of words. Some of the words come far more often than the others: keep those in mind."
+)
+_LIST_QUESTION = f"Question: Which {COMMON} words come most often in the list above?"
+_LIST_PREFIX = f"Answer: The {COMMON} words that come most often in the list above are:"
+
+TOP = 3
+DOTS = "..."
+ZETA = math.pi**2 / 6  # Riemann's zeta at 2, the exponent of the word counts
+_CODE_INTRO = (
+    "Below is a coded text. Count how often each coded word occurs in it, to find the three most frequent ones. "
+    "Dots stand for nothing."
+)
+_CODE_QUESTION = (
+    "Question: Which three coded words are the most frequent ones of the text above? Leave out the dots, and give no "
+    "reasons."
+)
+_CODE_PREFIX = "Answer: The three most frequent coded words of the text above are:"
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often each common and each rare word comes, in the worked example too, and the example's rare words."""
+
+    common: int
+    rare: int
+    example_common: int
+    example_rare: int
+    example_words: int
+
+
+SHORT = Repeats(common=6, rare=1, example_common=3, example_rare=1, example_words=10)
+LONG = Repeats(common=30, rare=3, example_common=10, example_rare=3, example_words=30)
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    """Examples of cwe: a worked example, then a numbered list in which ten words come far more often than the others.
+
+    One unit is one rare word, with all its repeats.
+    """
+
+    length: int
+    size: ClassVar[int | None] = None
+
+    @property
+    def repeats(self) -> Repeats:
+        return LONG if self.length >= 4096 else SHORT
+
+    def draft(self, stream: Stream) -> Draft:
+        repeats, rng = self.repeats, stream.rng()
+        # a numbered word has two tokens or more, and a few words are dropped
+        pool = vocabulary(int(0.55 * self.length / repeats.rare))
+        words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
+        common, words = _distinct(words)
+        shown, words = _distinct(words)
+        shown_rare, rare = words[: repeats.example_words], words[repeats.example_words :]
+        example = worked_example(
+            _listed([*shown * repeats.example_common, *shown_rare * repeats.example_rare], rng),
+            _LIST_QUESTION,
+            _LIST_PREFIX,
+            _numbered(shown),
+        )
+
+        def context(units: int) -> str:
+            return example + _listed([*common * repeats.common, *rare[:units] * repeats.rare], stream.rng("order"))
+
+        return Draft(context, _LIST_QUESTION, _LIST_PREFIX, tuple(common), least=COMMON, most=len(rare))
+
+
+@dataclass(frozen=True)
+class CodedWords:
+    """Examples of fwe: coded words in random order, the one of rank r n / (zeta(2) r^2) times, rank 1 being dots.
+
+    One unit is one more in n.
+    """
+
+    size: ClassVar[int | None] = None
+    # so many that ranks 4 and 5, the last that counts and the first that does not, differ by one whole word
+    LEAST: ClassVar[int] = math.ceil(ZETA / (1 / (TOP + 1) ** 2 - 1 / (TOP + 2) ** 2))
+
+    def draft(self, stream: Stream) -> Draft:
+        def context(units: int) -> str:
+            counts = word_counts(units)
+            words = (DOTS, *_code(stream, len(counts) - 1))
+            text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
+            stream.rng("order").shuffle(text)
+            return f"{_CODE_INTRO}\n{' '.join(text)}"
+
+        return Draft(context, _CODE_QUESTION, _CODE_PREFIX, tuple(_code(stream, TOP)), least=self.LEAST)
+
+
+def word_counts(n: int) -> list[int]:
+    """How often the words of ranks 1, 2, 3, ... come, as far as they do."""
+    return [int(n / (ZETA * rank**2)) for rank in range(1, math.isqrt(int(n / ZETA)) + 1)]
+
+
+def _code(stream: Stream, words: int) -> list[str]:
+    """The first coded words of an example."""
+    fresh = Fresh(stream.rng(), _CODE_INTRO + _CODE_QUESTION)
+    return [fresh.draw(coded) for _ in range(words)]
+
+
+def _distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The first ten words of which none is part of another one, and all words of which none of the ten is a part."""
+    chosen: list[str] = []
+    for word in words:
+        if not any(word in other or other in word for other in chosen):
+            chosen.append(word)
+        if len(chosen) == COMMON:
+            break
+    return chosen, [word for word in words if not any(other in word for other in chosen)]
+
+
+def _listed(words: list[str], rng: Random) -> str:
+    return f"{_LIST_INTRO}\n{_numbered(rng.sample(words, len(words)))}"
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))

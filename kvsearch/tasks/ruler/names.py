@@ -1,0 +1,78 @@
+"""Keys, values and words that are made up for an example."""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from kvsearch.resources import resource
+
+Maker = Callable[[random.Random], str]
+
+
+class Fresh:
+    """Draws what was not drawn before and does not occur in a text, be it in other case."""
+
+    def __init__(self, rng: random.Random, text: str = "", taken: Iterable[str] = ()) -> None:
+        self._rng = rng
+        self._text = text.lower()
+        self.taken = set(taken)
+
+    def draw(self, make: Maker) -> str:
+        while (drawn := make(self._rng)) in self.taken or drawn.lower() in self._text:
+            pass
+        self.taken.add(drawn)
+        return drawn
+
+
+def word(rng: random.Random) -> str:
+    """An adjective and a noun, as in quiet-harbor; no such word is part of another one."""
+    return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
+
+
+def number(rng: random.Random) -> str:
+    """Seven digits."""
+    return str(rng.randint(10**6, 10**7 - 1))
+
+
+def uuid4(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def amount(rng: random.Random) -> str:
+    """Five digits, the value of a variable."""
+    return str(rng.randint(10**4, 10**5 - 1))
+
+
+def variable(letters: int) -> Maker:
+    """Capital letters."""
+    return lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters))
+
+
+def coded(rng: random.Random) -> str:
+    """Six small letters that mean nothing."""
+    return "".join(rng.choices(string.ascii_lowercase, k=6))
+
+
+@cache
+def words(kind: str) -> tuple[str, ...]:
+    """The nouns, adjectives or verbs shipped with kvsearch, in alphabetical order."""
+    return tuple(resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
+
+
+@cache
+def vocabulary(least: int) -> tuple[str, ...]:
+    """At least `least` different words: all that are shipped, then pairs of nouns as in lanternriver."""
+    found = dict.fromkeys((*words("nouns"), *words("adjectives"), *words("verbs")))
+    rng = random.Random("pairs of nouns")
+    while len(found) < least:
+        found[rng.choice(words("nouns")) + rng.choice(words("nouns"))] = None
+    return tuple(found)
+
+
+def most_words() -> int:
+    """How many keys of `word` can be drawn before it takes long to find another one."""
+    return len(words("adjectives")) * len(words("nouns")) // 2

@@ -1,0 +1,157 @@
+"""RULER's tasks by their official names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.prompts import PLACE
+from kvsearch.tasks.ruler.draft import Draft, Source, Stream, largest
+from kvsearch.tasks.ruler.frequency import CodedWords, CommonWords
+from kvsearch.tasks.ruler.haystacks import Essay, Noise
+from kvsearch.tasks.ruler.needles import NIAH, Needles, NeedleSpec
+from kvsearch.tasks.ruler.qa import QaDocuments
+from kvsearch.tasks.ruler.qa_files import read_hotpot, read_squad
+from kvsearch.tasks.ruler.tracing import Tracing
+from kvsearch.tasks.splits import SHARES, Shares, check_split
+
+FILLED = 0.95  # the least share of its length that an example has
+QA_FORMATS: Final = {
+    "qa_1": ("SQuAD's", "data > paragraphs > context, qas", read_squad),
+    "qa_2": ("HotpotQA's", "a list of question, answer, context", read_hotpot),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tasks of one kind have in common: category, tokens to generate, metric, and how examples are made."""
+
+    category: str
+    tokens: int
+    source: Callable[[RulerTask, TokenCount], Source]
+    metric: str = "string_match_all"
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One task of RULER at a whole prompt of at most `length` tokens, those to generate included.
+
+    `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
+    `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about, and `shares` are those of the splits in
+    it. The other tasks make other examples for every split, "all" being one more.
+
+    Raises:
+        UsageError: an unknown name or split, bad shares, or a qa task without its file.
+    """
+
+    name: str
+    length: int = 4096
+    split: str = "report"
+    haystack: Path | None = None
+    qa_file: Path | None = None
+    shares: Shares = SHARES
+    prompt: ClassVar[str] = f"\n{PLACE} "
+    chat: ClassVar[bool] = True
+    stops: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in RULER_TASKS:
+            raise UsageError(f"unknown RULER task {self.name!r}{suggest(self.name, RULER_TASKS)}")
+        check_split(self.split, self.shares)
+        for path in (self.haystack, self.qa_file):
+            if path is not None and not path.is_file():
+                raise UsageError(f"there is no file {path}: check the path")
+        if self.name in QA_FORMATS:
+            _qa_file(self)
+
+    @property
+    def category(self) -> str:
+        return _KINDS[self.name].category
+
+    def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
+        """The first `samples` examples of a seed; qa has no more than its file has questions for the split.
+
+        Raises:
+            UsageError: `length` is too short, a qa file too small, or a file cannot be used.
+        """
+        drafts = self._drafts(samples, seed, count)
+        if self._needed(drafts, count) > self.length:
+            raise UsageError(
+                f"{self.name} needs a length of {self._least(samples, seed, count)} or more with this tokenizer: "
+                f"{self.length} tokens are too few"
+            )
+        return [
+            Example(self.name, f"{seed}-{index}", self._context(draft, count), (self._query(draft),))
+            for index, draft in enumerate(drafts)
+        ]
+
+    def score(self, reply: str, query: Query) -> float:
+        return METRICS[_KINDS[self.name].metric](reply, query)
+
+    def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
+        source = _KINDS[self.name].source(self, count)
+        made = samples if source.size is None else min(samples, source.size)
+        name = f"{self.split}/{self.name}/{self.length}/{seed}"
+        return [source.draft(Stream(name, index)) for index in range(made)]
+
+    def _needed(self, drafts: Sequence[Draft], count: TokenCount) -> int:
+        """Tokens of the longest prompt with as little haystack as can be."""
+        return max((count(draft.context(draft.least)) + self._rest(draft, count) for draft in drafts), default=0)
+
+    def _least(self, samples: int, seed: int, count: TokenCount) -> int:
+        """The next length that is long enough; other lengths have other examples, so it takes more than one look."""
+        needed = self._needed(self._drafts(samples, seed, count), count)
+        return self.length if needed <= self.length else replace(self, length=needed)._least(samples, seed, count)
+
+    def _query(self, draft: Draft) -> Query:
+        return Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix)
+
+    def _context(self, draft: Draft, count: TokenCount) -> str:
+        """The context of a draft, filled up to the length."""
+        rest = self._rest(draft, count)
+        units = largest(lambda some: count(draft.context(some)), self.length - rest, draft.least, draft.most)
+        context = draft.context(units)
+        if units == draft.most and (filled := count(context) + rest) < FILLED * self.length:
+            raise UsageError(f"{self.name} has material for {filled} of {self.length} tokens: ask for a smaller length")
+        return context
+
+    def _rest(self, draft: Draft, count: TokenCount) -> int:
+        """Tokens of the question, of the reply's beginning and of what is to be generated."""
+        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + _KINDS[self.name].tokens
+
+
+def _needles(spec: NeedleSpec) -> Callable[[RulerTask, TokenCount], Source]:
+    def source(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
+        if spec.haystack == "needles":
+            return Needles(spec, None)
+        return Needles(spec, Essay.load(task.haystack) if spec.haystack == "essay" else Noise())
+
+    return source
+
+
+def _questions(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
+    read = QA_FORMATS[task.name][2]
+    return QaDocuments.of(read(_qa_file(task)), task.split, task.shares)
+
+
+def _qa_file(task: RulerTask) -> Path:
+    if task.qa_file is None:
+        whose, what, _ = QA_FORMATS[task.name]
+        raise UsageError(f"{task.name} needs questions: give qa_file, a JSON file in {whose} format ({what})")
+    return task.qa_file
+
+
+_KINDS: Final[dict[str, Kind]] = {
+    **{name: Kind("RULER retrieval", 128, _needles(spec)) for name, spec in NIAH.items()},
+    "vt": Kind("RULER tracing", 30, lambda task, count: Tracing(task.length, count)),
+    "cwe": Kind("RULER aggregation", 120, lambda task, _: CommonWords(task.length)),
+    "fwe": Kind("RULER aggregation", 50, lambda *_: CodedWords()),
+    **{name: Kind("RULER QA", 32, _questions, "string_match_part") for name in QA_FORMATS},
+}
+RULER_TASKS: Final = tuple(_KINDS)

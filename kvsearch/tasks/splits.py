@@ -1,0 +1,63 @@
+"""Parts of a task's examples that have nothing in common, and draws from them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan.rounding import largest_remainder
+
+Item = TypeVar("Item")
+Shares = tuple[float, float, float]
+
+ALL = "all"
+SPLITS = ("train", "select", "report")
+SHARES: Shares = (0.2, 0.2, 0.6)
+# one shuffle for every run: were it the run's own seed, what one run trains on would be what another reports
+_SHUFFLE = "kvsearch/split"
+
+
+def check_split(split: str, shares: Shares) -> None:
+    """UsageError unless `split` is one of train, select, report and all, and the shares of the three sum to 1."""
+    if split not in (*SPLITS, ALL):
+        raise UsageError(f"unknown split {split!r}{suggest(split, (*SPLITS, ALL))}")
+    # `not >=` also catches NaN
+    if len(shares) != len(SPLITS) or not all(share >= 0 for share in shares) or not math.isclose(sum(shares), 1):
+        raise UsageError(f"shares of {', '.join(SPLITS)} must be three numbers >= 0 that sum to 1, got {shares}")
+
+
+def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable]) -> list[Item]:
+    """The items of one split, in their order; "all" is all of them.
+
+    The three splits are disjoint and cover the items, are the same in every run, and never divide a `group`, such as
+    the questions about one document. `shares` are of the groups.
+
+    Raises:
+        UsageError: no such split, shares that do not sum to 1, or a split that gets nothing.
+    """
+    check_split(split, shares)
+    if split == ALL:
+        return list(items)
+    groups = list(dict.fromkeys(map(group, items)))
+    random.Random(_SHUFFLE).shuffle(groups)
+    sizes = largest_remainder([share * len(groups) for share in shares], len(groups)).tolist()
+    index = SPLITS.index(split)
+    start = sum(sizes[:index])
+    chosen = set(groups[start : start + sizes[index]])
+    if not chosen:
+        raise UsageError(f"split {split!r} is empty: {len(groups)} contexts at shares {shares}; give more, or shares")
+    return [item for item in items if group(item) in chosen]
+
+
+def draw(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
+    """`samples` items without replacement, all of them in their order if there are no more.
+
+    Under one seed, fewer samples are some of more.
+    """
+    if samples >= len(items):
+        return list(items)
+    return random.Random(seed).sample(list(items), len(items))[:samples]

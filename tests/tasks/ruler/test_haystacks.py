@@ -1,0 +1,72 @@
+"""Stories and noise as haystacks."""
+
+from __future__ import annotations
+
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.resources import resource
+from kvsearch.tasks.ruler.haystacks import NOISE, Essay, Noise
+from tests.tasks.ruler.helpers import STORY
+
+
+def essay(folder: Path, text: str) -> Essay:
+    path = folder / "essay.txt"
+    path.write_text(text, encoding="utf-8")
+    return Essay.load(path)
+
+
+def test_sentences(tmp_path: Path) -> None:
+    made = essay(tmp_path, 'One  two.\n\nMrs. B. Three "went!"\tFour')
+    assert made.sentences(7) == ["One two.", 'Mrs. B. Three "went!"', "Four"]
+    assert made.sentences(4) == ["One two.", "Mrs. B."]
+    assert made.sentences(2) == ["One two."]
+    assert made.sentences(1) == ["One"]
+    assert made.sentences(0) == []
+    assert made.sentences(10) == ["One two.", 'Mrs. B. Three "went!"', "Four", "One two.", "Mrs."]
+
+
+def test_a_text_without_full_stops(tmp_path: Path) -> None:
+    assert [len(s.split()) for s in essay(tmp_path, "word " * 150).sentences(150)] == [60, 60, 30]
+
+
+@given(st.integers(0, 20_000))
+def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
+    made = Essay.load(None)
+    story = resource(STORY).read_text(encoding="utf-8").split()
+    told = made.separator.join(made.sentences(units)).split()
+    assert told == list(islice(chain.from_iterable(repeat(story)), units))
+
+
+def test_sentences_of_the_story_are_sentences() -> None:
+    made = Essay.load(None)
+    whole = made.sentences(len(made.words))
+    assert sum(len(sentence.split()) > 55 for sentence in whole) < 0.02 * len(whole)
+    assert 8 < len(made.words) / len(whole) < 25
+    assert not [sentence for sentence in whole if sentence.endswith(("Mrs.", "Mr."))]
+    assert made.text == " ".join(whole)
+
+
+def test_noise() -> None:
+    line = " ".join(NOISE)
+    assert len(NOISE) == 5
+    assert Noise().sentences(0) == []
+    assert Noise().sentences(2) == [f"{NOISE[0]} {NOISE[1]}"]
+    assert Noise().sentences(10) == [line, line]
+    assert Noise().sentences(11) == [line, line, NOISE[0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(b"", "is empty: name a text file"), (b" \n\t", "is empty"), (b"caf\xe9", "is not UTF-8 text: byte 3")],
+)
+def test_texts_of_no_use(data: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=problem):
+        Essay.load(path)

@@ -1,0 +1,146 @@
+"""The eight niah tasks: what is hidden is what is asked, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import pytest
+
+from kvsearch.resources import resource
+from kvsearch.tasks.base import Example
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.ruler.haystacks import NOISE
+from kvsearch.tasks.ruler.needles import NIAH
+from tests.tasks.ruler.helpers import STORY, bpe, whole, words
+
+NEEDLE = re.compile(r"One secret (number|uuid) of (\S+) is (\S+)\.(?=\s|$)")
+NUMBER, UUID, WORD = r"[0-9]{7}", r"[0-9a-f-]{36}", r"[a-z]+-[a-z]+"
+EXPECTED = {  # needles without those of the haystack, keys asked, form of keys and values
+    "niah_single_1": (1, 1, WORD, NUMBER),
+    "niah_single_2": (1, 1, WORD, NUMBER),
+    "niah_single_3": (1, 1, WORD, UUID),
+    "niah_multikey_1": (4, 1, WORD, NUMBER),
+    "niah_multikey_2": (None, 1, WORD, NUMBER),
+    "niah_multikey_3": (None, 1, UUID, UUID),
+    "niah_multivalue": (4, 1, WORD, NUMBER),
+    "niah_multiquery": (4, 4, WORD, NUMBER),
+}
+tasks = pytest.mark.parametrize("name", list(NIAH))
+
+
+def body(example: Example) -> str:
+    """The context without its instruction, which is one line."""
+    return example.context.partition("\n")[2]
+
+
+def asked(example: Example) -> list[str]:
+    found = re.search(r" of (.*) that the text above tells\?", example.queries[0].question)
+    assert found
+    return re.split(", | and ", found[1])
+
+
+def test_the_table_is_complete() -> None:
+    assert list(EXPECTED) == list(NIAH)
+
+
+@tasks
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+def test_what_is_hidden(name: str, length: int) -> None:
+    needles, queries, key_form, value_form = EXPECTED[name]
+    for example in RulerTask(name, length).examples(6, 0, words):
+        told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
+        (query,) = example.queries
+        keys = asked(example)
+        assert len(keys) == len(set(keys)) == queries
+        assert needles is None or len(told) == needles
+        assert all(re.fullmatch(key_form, key) and re.fullmatch(value_form, value) for key, value in told)
+        assert sorted(query.answers) == sorted(value for key, value in told if key in keys)
+        for number, key in enumerate(keys):
+            right = [value for other, value in told if other == key]
+            share = len(query.answers) // len(keys)
+            assert sorted(query.answers[number * share : (number + 1) * share]) == sorted(right)
+
+
+@tasks
+@pytest.mark.parametrize("length", [512, 8192])
+def test_nothing_is_there_by_accident(name: str, length: int) -> None:
+    """Each value once, each key in its own needles only, no answer in the question, no key inside another one."""
+    for example in RulerTask(name, length).examples(3, 1, words):
+        told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
+        (query,) = example.queries
+        values = [value for _, value in told]
+        assert len(set(values)) == len(values)
+        assert not {key for key, _ in told} & set(values)
+        for answer in query.answers:
+            assert whole(example).count(answer) == 1
+        for key in asked(example):
+            assert (
+                body(example).count(key)
+                == sum(other == key for other, _ in told)
+                == len(query.answers) / len(asked(example))
+            )
+            assert whole(example).count(key) == body(example).count(key) + 2
+
+
+@pytest.mark.parametrize("name", [name for name, spec in NIAH.items() if spec.haystack == "essay"])
+def test_the_rest_is_the_story(name: str) -> None:
+    story = resource(STORY).read_text(encoding="utf-8").split()
+    for length in (512, 8192):
+        (example,) = RulerTask(name, length).examples(1, 0, words)
+        rest = NEEDLE.sub("", body(example)).split()
+        assert rest == list(islice(chain.from_iterable(repeat(story)), len(rest)))
+        assert len(rest) > 0.4 * length
+
+
+def test_a_story_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("The sea was grey. Nobody sang! " * 3)
+    (example,) = RulerTask("niah_single_2", 512, haystack=path).examples(1, 0, words)
+    rest = NEEDLE.sub("", body(example)).split()
+    assert set(rest) == {"The", "sea", "was", "grey.", "Nobody", "sang!"}
+    assert len(rest) > 250
+
+
+def test_the_rest_is_noise() -> None:
+    (example,) = RulerTask("niah_single_1", 2048).examples(1, 0, words)
+    lines = [line for line in body(example).split("\n") if not NEEDLE.fullmatch(line)]
+    assert set(lines[:-1]) == {" ".join(NOISE)}
+    assert " ".join(NOISE).startswith(lines[-1])
+
+
+@pytest.mark.parametrize("name", ["niah_multikey_2", "niah_multikey_3"])
+def test_the_rest_is_needles(name: str) -> None:
+    (example,) = RulerTask(name, 2048).examples(1, 0, words)
+    lines = body(example).split("\n")
+    assert len(lines) > 150
+    assert all(NEEDLE.fullmatch(line) for line in lines)
+    assert len({line.split()[4] for line in lines}) == len(lines)
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
+def test_depths_are_even(name: str) -> None:
+    """Forty examples have their needle at forty depths, counted in sentences, from the first to the last."""
+    depths = []
+    for example in RulerTask(name, 4096).examples(40, 0, words):
+        (answer,) = example.queries[0].answers
+        before, after = body(example).split(answer)
+        depths.append(words(before) / words(before + after))
+    expected = [place / 39 for place in range(40)]
+    assert max(abs(one - other) for one, other in zip(sorted(depths), expected, strict=True)) < 0.04
+
+
+def test_the_wording() -> None:
+    (one,) = RulerTask("niah_single_3", 1024).examples(1, 0, bpe())
+    (key,) = asked(one)
+    assert one.context.startswith("Somewhere the text below tells a secret uuid. ")
+    assert one.queries[0].question == f"What is the secret uuid of {key} that the text above tells?"
+    assert one.queries[0].prefix == f"The secret uuid of {key} that the text above tells is"
+    (many,) = RulerTask("niah_multiquery", 1024).examples(1, 0, bpe())
+    a, b, c, d = asked(many)
+    assert many.context.startswith("The text below tells secret numbers in several places. ")
+    assert (
+        many.queries[0].question == f"What are the secret numbers of {a}, {b}, {c} and {d} that the text above tells?"
+    )
+    assert many.queries[0].prefix.endswith("that the text above tells are")

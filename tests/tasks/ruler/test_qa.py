@@ -1,0 +1,190 @@
+"""Questions from files in SQuAD's and HotpotQA's formats."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.tasks.base import Example
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.ruler.qa import QaDocuments
+from kvsearch.tasks.ruler.qa_files import QaQuestion, read_hotpot, read_squad
+from kvsearch.tasks.splits import SHARES
+from tests.tasks.ruler.helpers import hotpot, paragraph, squad, words, written
+
+PARAGRAPH = words(paragraph(0))
+
+
+def task(folder: Path, name: str = "qa_1", **options: Any) -> RulerTask:
+    return RulerTask(name, qa_file=squad(folder) if name == "qa_1" else hotpot(folder), **options)
+
+
+def documents(example: Example) -> list[str]:
+    _, *told = example.context.split("\n\n")
+    assert [text.split("\n")[0] for text in told] == [f"Document {place}:" for place in range(1, len(told) + 1)]
+    return [text.partition("\n")[2].strip() for text in told]
+
+
+def number_of(text: str) -> int:
+    found = re.search(r"Place(\d+)", text)
+    assert found
+    return int(found[1])
+
+
+def test_a_squad_file(tmp_path: Path) -> None:
+    file = read_squad(squad(tmp_path, articles=2, paragraphs=3))
+    assert file.documents == tuple(paragraph(number) for number in range(6))
+    assert len(file.questions) == 6  # those marked as impossible are left out
+    assert file.questions[4] == QaQuestion("When did Place4 build?", ("1004",), (4,), (3, 5))
+
+
+def test_a_hotpot_file(tmp_path: Path) -> None:
+    file = read_hotpot(hotpot(tmp_path, questions=2, each=3))
+    assert file.documents[4] == f"Town 4\n{paragraph(4)} The end."
+    assert file.questions[1] == QaQuestion("Which town built in 1003?", ("Place3",), (3, 4, 5))
+
+
+def test_a_document_told_twice_is_one(tmp_path: Path) -> None:
+    rows = json.loads(hotpot(tmp_path, questions=2, each=2).read_text())
+    rows[1]["context"][0] = rows[0]["context"][1]
+    file = read_hotpot(written(tmp_path / "again.json", rows))
+    assert len(file.documents) == 3
+    assert [question.own for question in file.questions] == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+def test_squad_examples(length: int, tmp_path: Path) -> None:
+    """The question's paragraph, then the rest of its article, then others, each once."""
+    for example in task(tmp_path, length=length).examples(20, 0, words):
+        (query,) = example.queries
+        asked = number_of(query.question)
+        told = [number_of(text) for text in documents(example)]
+        assert asked in told
+        assert len(set(told)) == len(told)
+        article = set(range(asked - asked % 8, asked - asked % 8 + 8))
+        assert set(told) <= article or article <= set(told)
+        assert query.answers == (str(1000 + asked),)
+        assert sum(query.answers[0] in text for text in documents(example)) == 1
+        assert query.question.endswith(f"\n\nQuestion: When did Place{asked} build?")
+        assert (query.prefix, query.max_new_tokens) == ("Answer:", 32)
+        assert len(told) >= (length - 150) // (PARAGRAPH + 2)
+
+
+@pytest.mark.parametrize("length", [512, 1024])
+def test_hotpot_examples(length: int, tmp_path: Path) -> None:
+    for example in task(tmp_path, "qa_2", length=length).examples(20, 0, words):
+        (query,) = example.queries
+        own = number_of(query.answers[0])
+        told = [number_of(text) for text in documents(example)]
+        assert set(range(own, own + 4)) <= set(told)
+        assert len(set(told)) == len(told)
+        assert len(told) >= (length - 150) // (PARAGRAPH + 6)
+
+
+def test_the_place_of_the_own_document_varies(tmp_path: Path) -> None:
+    examples = task(tmp_path, length=1024, split="all").examples(40, 0, words)
+    places = []
+    for example in examples:
+        told = [number_of(text) for text in documents(example)]
+        places.append(told.index(number_of(example.queries[0].question)) / (len(told) - 1))
+    assert min(places) == 0.0
+    assert max(places) == 1.0
+    assert 0.3 < sum(places) / len(places) < 0.7
+
+
+def test_splits_ask_about_different_documents(tmp_path: Path) -> None:
+    asked = {
+        split: {e.queries[0].question for e in task(tmp_path, length=512, split=split).examples(99, 0, words)}
+        for split in ("train", "select", "report", "all")
+    }
+    assert [len(asked[split]) for split in asked] == [8, 8, 24, 40]
+    assert asked["train"] | asked["select"] | asked["report"] == asked["all"]
+    shared = task(tmp_path, length=512, split="train", shares=(0.5, 0.25, 0.25)).examples(99, 0, words)
+    assert len(shared) == 20
+
+
+def test_seeds_ask_in_different_order(tmp_path: Path) -> None:
+    one, again, other = (task(tmp_path, length=512).examples(24, seed, words) for seed in (0, 0, 1))
+    assert one == again
+    assert task(tmp_path, length=512).examples(3, 0, words) == one[:3]
+    assert [e.queries for e in one] != [e.queries for e in other]
+    assert {e.queries for e in one} == {e.queries for e in other}
+    assert len({e.queries for e in one}) == 24
+
+
+def test_a_part_of_an_answer_is_enough(tmp_path: Path) -> None:
+    made = task(tmp_path, length=512)
+    (query,) = made.examples(1, 0, words)[0].queries
+    assert made.score(f"in {query.answers[0]}.", query) == 1.0
+    assert made.score("nobody knows", query) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (
+            "qa_1",
+            r"qa_1 needs questions: give qa_file, a JSON file in SQuAD's format \(data > paragraphs > context, qas\)",
+        ),
+        ("qa_2", r"qa_2 needs questions: give qa_file, a JSON file in HotpotQA's format \(a list of question, answer"),
+    ],
+)
+def test_a_file_is_needed(name: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        RulerTask(name)
+
+
+def test_a_file_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"qa_1 has material for 2\d+ of 4096 tokens: ask for a smaller length"):
+        task(tmp_path, length=4096).examples(1, 0, words)
+
+
+def test_a_length_that_is_too_short(tmp_path: Path) -> None:
+    """HotpotQA's own four paragraphs must all be there."""
+    made = task(tmp_path, "qa_2", length=128)
+    with pytest.raises(UsageError, match=r"qa_2 needs a length of \d+ or more .*: 128 tokens are too few"):
+        made.examples(1, 0, words)
+
+
+def test_a_split_that_is_empty(tmp_path: Path) -> None:
+    file = read_squad(squad(tmp_path, articles=1, paragraphs=1))
+    with pytest.raises(UsageError, match="'train' is empty"):
+        QaDocuments.of(file, "train", SHARES)
+
+
+HOTPOT = {"question": "Q?", "answer": "A", "context": [["T", ["S."]]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("qa_1", [HOTPOT], "is not valid, 1 problem"),
+        ("qa_1", {"data": []}, "data: must not be empty"),
+        (
+            "qa_1",
+            {"data": [{"paragraphs": [{"context": " ", "qas": []}]}]},
+            "data.0.paragraphs.0.context: must not be blank",
+        ),
+        ("qa_1", {"data": [{"paragraphs": [{"context": "c"}]}]}, "data.0.paragraphs.0.qas: is missing"),
+        (
+            "qa_1",
+            {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "Q?", "answers": [{"text": "x"}]}]}]}]},
+            "data.0.paragraphs.0: holds no answer to 'Q?'",
+        ),
+        ("qa_2", {"data": []}, "is not valid, 1 problem"),
+        ("qa_2", [], "must not be empty"),
+        ("qa_2", [{**HOTPOT, "context": []}], "0.context: must not be empty"),
+        ("qa_2", [{**HOTPOT, "answer": ""}], "0.answer: must not be blank"),
+        ("qa_2", [{**HOTPOT, "context": [["T", "S."]]}], "0.context.0.1: "),
+    ],
+)
+def test_files_of_no_use(name: str, data: Any, problem: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "bad.json", data)
+    with pytest.raises(UsageError, match=r"bad\.json") as caught:
+        RulerTask(name, qa_file=path).examples(1, 0, words)
+    assert problem in str(caught.value)

@@ -1,0 +1,174 @@
+"""What all tasks of RULER have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from tests.tasks.ruler.helpers import GENERATED, count_of, hotpot, squad, used, whole, words
+
+OFFICIAL = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
+)  # fmt: skip
+TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+CATEGORIES = {
+    "vt": "RULER tracing", "cwe": "RULER aggregation", "fwe": "RULER aggregation", "qa_1": "RULER QA",
+    "qa_2": "RULER QA",
+}  # fmt: skip
+TOO_SHORT = {("cwe", 512, "bpe")}
+generated = pytest.mark.parametrize("name", GENERATED)
+counts = pytest.mark.parametrize("tokenizer", ["words", "bpe", "bundled"])
+
+
+def digest(example: Example) -> str:
+    return hashlib.sha256(whole(example).encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("qa")
+    return {"qa_1": squad(folder), "qa_2": hotpot(folder)}
+
+
+def test_the_names() -> None:
+    assert RULER_TASKS == OFFICIAL
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_it_is_a_task(name: str, files: dict[str, Path]) -> None:
+    made = RulerTask(name, 512, qa_file=files.get(name))
+    task: Task = made  # checked by mypy
+    assert (task.name, task.chat, task.stops, task.prompt) == (name, True, (), "\n{question} ")
+    assert task.category == CATEGORIES.get(name, "RULER retrieval")
+    (example,) = task.examples(1, 0, words)
+    (query,) = example.queries
+    assert (example.task, example.key) == (name, "0-0")
+    assert query.max_new_tokens == TOKENS.get(name, 128)
+    assert query.prefix == query.prefix.strip()
+    assert query.question == query.question.strip()
+    assert example.context == example.context.strip()
+    assert hash(made) == hash(RulerTask(name, 512, qa_file=files.get(name)))
+
+
+@generated
+@counts
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+def test_lengths(name: str, length: int, tokenizer: str) -> None:
+    """At most `length`, at least 95 percent of it; uuid needles are so long that a short text may lack one more."""
+    count = count_of(tokenizer)
+    task = RulerTask(name, length)
+    if (name, length, tokenizer) in TOO_SHORT:
+        with pytest.raises(UsageError, match="tokens are too few"):
+            task.examples(2, 0, count)
+        return
+    for example in task.examples(4, 0, count):
+        spare = 0.05 * length
+        if name == "niah_multikey_3":
+            spare = max(spare, max(map(count, example.context.split("\n"))) + 2)
+        assert length - spare <= used(example, count) <= length
+
+
+@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
+@counts
+@pytest.mark.parametrize("length", [512, 1024])
+def test_lengths_of_questions(name: str, length: int, tokenizer: str, files: dict[str, Path]) -> None:
+    """As many paragraphs as fit."""
+    count = count_of(tokenizer)
+    for example in RulerTask(name, length, qa_file=files[name]).examples(4, 0, count):
+        longest = max(count(text) for text in example.context.split("\n\n"))
+        assert length - longest - 5 <= used(example, count) <= length
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_equal_seeds_give_equal_examples(name: str, files: dict[str, Path]) -> None:
+    task = RulerTask(name, 1024, qa_file=files.get(name))
+    state = random.getstate()
+    first, again = (task.examples(4, 7, words) for _ in range(2))
+    assert random.getstate() == state
+    assert first == again
+    assert task.examples(2, 7, words) == first[:2]
+    assert [example.key for example in first] == ["7-0", "7-1", "7-2", "7-3"]
+    assert len({digest(example) for example in [*first, *task.examples(4, 8, words)]}) == 8
+    assert task.examples(0, 7, words) == []
+
+
+@generated
+def test_splits_share_no_example(name: str) -> None:
+    """200 examples each; no two have the same needles, names or words either."""
+    made = [e for split in ("train", "select", "report") for e in RulerTask(name, 512, split).examples(200, 0, words)]
+    assert len({digest(example) for example in made}) == 600
+    assert len({example.queries[0].answers for example in made}) == 600
+
+
+@generated
+def test_lengths_share_no_example(name: str) -> None:
+    made = [e for length in (512, 513) for e in RulerTask(name, length).examples(5, 0, words)]
+    assert len({example.queries[0].answers for example in made}) == 10
+
+
+@generated
+@pytest.mark.parametrize("tokenizer", ["words", "bpe"])
+def test_the_least_length(name: str, tokenizer: str) -> None:
+    """The length that the refusal names is enough, and one token less is not."""
+    count = count_of(tokenizer)
+    with pytest.raises(UsageError) as caught:
+        RulerTask(name, 60).examples(5, 3, count)
+    found = re.fullmatch(
+        rf"{name} needs a length of (\d+) or more with this tokenizer: 60 tokens are too few", str(caught.value)
+    )
+    assert found
+    least = int(found[1])
+    assert all(used(example, count) <= least for example in RulerTask(name, least).examples(5, 3, count))
+    with pytest.raises(UsageError, match="tokens are too few"):
+        RulerTask(name, least - 40).examples(5, 3, count)
+
+
+@generated
+def test_scores_are_shares_of_the_answers(name: str) -> None:
+    task = RulerTask(name, 1024)
+    (query,) = task.examples(1, 0, words)[0].queries
+    assert task.score(", ".join(query.answers).upper(), query) == 1.0
+    assert task.score("and then?", query) == 0.0
+    assert task.score(f"first {query.answers[0]}.", query) == pytest.approx(1 / len(query.answers))
+
+
+def test_a_number_of_answers() -> None:
+    query = Query("", ("1234567", "7654321"))
+    assert RulerTask("niah_multivalue").score("1234567", query) == 0.5
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "fwe", "cwe"])
+def test_long_texts_are_counted_few_times(name: str) -> None:
+    long = 0
+
+    def count(text: str) -> int:
+        nonlocal long
+        long += len(text) > 100_000
+        return words(text)
+
+    RulerTask(name, 32768).examples(4, 0, count)
+    assert 4 <= long <= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("niah_single_4", {}, r"unknown RULER task 'niah_single_4'; did you mean 'niah_single_\d'\? \(known: niah_sin"),
+        ("vt", {"split": "test"}, "unknown split 'test'"),
+        ("vt", {"shares": (1.0, 1.0, 1.0)}, "shares"),
+        ("niah_single_2", {"haystack": Path("/no/such.txt")}, "there is no file /no/such.txt: check the path"),
+        ("qa_1", {"qa_file": Path("/no/such.json")}, "there is no file /no/such.json: check the path"),
+        ("qa_1", {"qa_file": Path("/")}, "there is no file /"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(name: str, options: dict[str, object], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        RulerTask(name, 1024, **options)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""Variable tracking: one chain of five variables, behind a solved one of other variables."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvsearch.tasks.base import Example, TokenCount
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.ruler.haystacks import NOISE
+from kvsearch.tasks.ruler.tracing import LONGEST_EXAMPLE
+from tests.tasks.ruler.helpers import bpe, whole, words
+
+LENGTHS = (512, 2048, 8192)
+
+
+def made(length: int, count: TokenCount = words, samples: int = 8) -> list[Example]:
+    return RulerTask("vt", length).examples(samples, 0, count)
+
+
+def halves(example: Example) -> tuple[str, str]:
+    """The solved example and the text that is asked about."""
+    solved, text = example.context.split("\n\n")
+    return solved, text
+
+
+def solve(text: str) -> dict[str, list[str]]:
+    """Value to variables, by carrying out the assignments line by line."""
+    held: dict[str, str] = {}
+    for left, right in re.findall(r"^LET (\S+) = (\S+)$", text, re.MULTILINE):
+        assert left not in held
+        held[left] = held.get(right, right)
+    values: dict[str, list[str]] = {}
+    for name, value in held.items():
+        values.setdefault(value, []).append(name)
+    return values
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_answer_is_what_the_assignments_give(length: int) -> None:
+    for example in made(length):
+        (query,) = example.queries
+        ((value, names),) = solve(halves(example)[1]).items()
+        assert tuple(names) == query.answers
+        assert len(names) == 5
+        assert all(re.fullmatch("[A-Z]{5}", name) for name in names)
+        assert re.fullmatch("[1-9][0-9]{4}", value)
+        assert value in query.question
+        assert query.prefix.endswith(f"the 5 variables with the value {value} are")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_example_is_solved_and_apart(length: int) -> None:
+    for example in made(length):
+        solved, text = halves(example)
+        ((value, names),) = solve(solved).items()
+        assert solved.endswith(f"with the value {value} are {', '.join(names)}")
+        assert all(re.fullmatch("[A-Z]{3}", name) for name in names)
+        assert value not in text + example.queries[0].question
+        assert not [name for name in names if name in example.queries[0].answers]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_names_occur_in_their_assignments_only(length: int) -> None:
+    for example in made(length):
+        *links, last = example.queries[0].answers
+        assert [whole(example).count(name) for name in links] == [2] * 4
+        assert whole(example).count(last) == 1
+        noise = " ".join(line for line in halves(example)[1].split("\n")[1:] if not line.startswith("LET"))
+        assert set(noise.split(". ")) <= {sentence.rstrip(".") for sentence in NOISE} | set(NOISE)
+
+
+@pytest.mark.parametrize("count", [words, bpe()], ids=["words", "bpe"])
+@pytest.mark.parametrize(("length", "longest"), [(512, 128), (1024, 256), (8192, LONGEST_EXAMPLE)])
+def test_the_length_of_the_example(length: int, longest: int, count: TokenCount) -> None:
+    for example in made(length, count, 3):
+        solved = halves(example)[0]
+        bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE[0]))
+        assert 0.9 * longest <= count(solved) <= longest or (solved == bare and longest == 128)
+
+
+def test_assignments_are_spread() -> None:
+    """The first to the fifth assignment of 160 examples lie around the sixths of the text."""
+    places: list[list[float]] = [[], [], [], [], []]
+    for example in made(4096, samples=160):
+        text = halves(example)[1]
+        for order, name in enumerate(example.queries[0].answers):
+            places[order].append(text.index(f"LET {name}") / len(text))
+    means = [sum(some) / len(some) for some in places]
+    assert [round(mean * 6) for mean in means] == [1, 2, 3, 4, 5]
+    assert min(places[0]) < 0.05
+    assert max(places[4]) > 0.95

@@ -1,0 +1,96 @@
+"""Splits that share nothing, and draws."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.tasks.splits import ALL, SHARES, SPLITS, Shares, check_split, draw, part
+
+
+def parts(items: list[int], shares: Shares = SHARES) -> dict[str, list[int]]:
+    found = {}
+    for split in SPLITS:
+        try:
+            found[split] = part(items, split, shares, lambda item: item)
+        except UsageError as error:
+            assert "is empty" in str(error)
+            found[split] = []
+    return found
+
+
+def test_shares_of_a_hundred() -> None:
+    found = parts(list(range(100)))
+    assert {split: len(items) for split, items in found.items()} == {"train": 20, "select": 20, "report": 60}
+    assert found["train"] != list(range(20))  # shuffled before they are cut
+    assert all(items == sorted(items) for items in found.values())
+    assert part([3, 1, 2], ALL, SHARES, lambda item: item) == [3, 1, 2]
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=60, unique=True),
+    st.sampled_from([SHARES, (0.5, 0.5, 0.0), (0.0, 0.0, 1.0), (0.1, 0.2, 0.7)]),
+)
+def test_splits_are_disjoint_cover_and_repeat(items: list[int], shares: Shares) -> None:
+    found = parts(items, shares)
+    assert sorted(item for some in found.values() for item in some) == sorted(items)
+    assert parts(items, shares) == found
+    for share, split in zip(shares, SPLITS, strict=True):
+        assert abs(len(found[split]) - share * len(items)) < 1 + 1e-9
+
+
+def test_splits_ignore_the_state_of_the_global_generator() -> None:
+    random.seed(1)
+    one, state = parts(list(range(30))), random.getstate()
+    assert random.getstate() == state
+    random.seed(2)
+    assert parts(list(range(30))) == one
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers()), min_size=10, max_size=40))
+def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
+    items = [*items, *((group, -1) for group in range(10))]
+    found = [part(items, split, SHARES, lambda item: item[0]) for split in SPLITS]
+    groups = [{item[0] for item in some} for some in found]
+    assert [len(some) for some in groups] == [2, 2, 6]
+    assert set.union(*groups) == set(range(10))
+    assert sum(map(len, found)) == len(items)
+
+
+def test_an_empty_split() -> None:
+    with pytest.raises(UsageError, match=r"split 'train' is empty: 1 contexts at shares \(0.2, 0.2, 0.6\)"):
+        part(["one"], "train", SHARES, lambda item: item)
+
+
+@pytest.mark.parametrize(
+    ("split", "shares", "problem"),
+    [
+        ("trian", SHARES, r"unknown split 'trian'; did you mean 'train'\? \(known: train, select, report, all\)"),
+        ("train", (0.5, 0.5, 0.5), "must be three numbers >= 0 that sum to 1"),
+        ("all", (-0.2, 0.6, 0.6), "must be three numbers >= 0 that sum to 1"),
+        ("train", (float("nan"), 0.5, 0.5), "must be three numbers >= 0 that sum to 1"),
+        ("train", (0.5, 0.5), "must be three numbers >= 0 that sum to 1"),
+    ],
+)
+def test_splits_that_are_none(split: str, shares: Shares, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        check_split(split, shares)
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 5))
+def test_draws_are_nested_and_without_replacement(few: int, more: int, seed: int) -> None:
+    items = list(range(25))
+    some, all_of_them = draw(items, min(few, more), seed), draw(items, max(few, more), seed)
+    assert len(some) == min(few, more, 25)
+    assert len(set(some)) == len(some)
+    assert set(some) <= set(all_of_them)
+
+
+def test_draws_depend_on_the_seed() -> None:
+    items = list(range(25))
+    assert draw(items, 5, 0) == draw(items, 5, 0) != draw(items, 5, 1)
+    assert draw(items, 25, 0) == draw(items, 99, 1) == items
