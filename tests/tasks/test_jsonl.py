@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.jsonl import JsonlTask
+from kvsearch.tasks.metrics.packages import optional
 from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.splits import SPLITS
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -89,8 +92,13 @@ def test_a_long_list_of_bad_lines_is_cut(tmp_path: Path) -> None:
     [
         ([], "no rows"),
         (["", "   "], "no rows"),
-        ([row(metric="f1")], "unknown metric 'f1' (known: exact, contains)"),
+        ([row(metric="f1")], "unknown metric 'f1'; did you mean 'qa_f1'? (known: "),
         ([row(), row(metric="exact")], "the rows name the metrics contains, exact: one file has one metric"),
+        ([row(category="a"), row(category="b")], "the rows name the categories a, b: one file has one category"),
+        ([row(category=" ")], "line 1: category: must not be blank"),
+        ([row(options=["a", ""])], "line 1: options.1: must not be blank"),
+        ([{"text": "Once upon a time."}], "line 1: is plain text, as for perplexity: a task asks, give context, quest"),
+        ([row(text="more")], "line 1: text: unknown key"),
         (['{"context": "a", "context": "b"}'], "the key 'context' occurs twice"),
         (['{"context": NaN}'], "NaN is not a number"),
     ],
@@ -144,3 +152,43 @@ def test_one_prompt_per_file(tmp_path: Path) -> None:
         file.write_text("\n".join(json.dumps({**row, "prompt": prompt}) for prompt in prompts))
         with pytest.raises(UsageError, match=words):
             JsonlTask.load(file)
+
+
+def test_optional_fields(tmp_path: Path) -> None:
+    extra = row(prefix=" It is", options=["Ann", "Bob"], category="names")
+    task = JsonlTask.load(write(tmp_path, extra, row(category="names", context="B")))
+    assert task.category == "names"
+    assert task.rows[0].queries == (Query("Who?", ("Ann", "Anna"), prefix=" It is", options=("Ann", "Bob")),)
+    assert task.rows[1].queries == (Query("Who?", ("Ann", "Anna")),)
+    assert JsonlTask.load(write(tmp_path, row())).category == "own"
+
+
+def test_options_reach_the_metric(tmp_path: Path) -> None:
+    task = JsonlTask.load(write(tmp_path, row(answers=["Ann"], options=["Ann", "Bob"], metric="classification")))
+    (query,) = task.rows[0].queries
+    assert [task.score(reply, query) for reply in ("Ann", "Ann or Bob", "Bob")] == [1, 0.5, 0]
+
+
+def test_splits_never_divide_a_context(tmp_path: Path) -> None:
+    path = write(tmp_path, *(row(context=f"text {i // 2}", question=f"q{i}") for i in range(40)))
+    parts = [JsonlTask.load(path, split).examples(99, 0) for split in SPLITS]
+    assert [len(some) for some in parts] == [4, 4, 12]
+    assert all(len(example.queries) == 2 for some in parts for example in some)
+    keys = [example.key for some in parts for example in some]
+    assert sorted(keys) == sorted(example.key for example in JsonlTask.load(path).examples(99, 0))
+    assert len(JsonlTask.load(path, "train", (0.5, 0.25, 0.25)).examples(99, 0)) == 10
+    assert set(JsonlTask.load(path, "train").examples(2, 1)) <= set(parts[0])
+
+
+def test_splits_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown split 'test'"):
+        JsonlTask.load(write(tmp_path, row()), "test")
+    with pytest.raises(UsageError, match="split 'train' is empty: 1 contexts"):
+        JsonlTask.load(write(tmp_path, row()), "train").examples(1, 0)
+
+
+def test_a_metric_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    optional.cache_clear()
+    with pytest.raises(EnvironmentFault, match=r"needs rouge==1.0.1"):
+        JsonlTask.load(write(tmp_path, row(metric="rouge_l")))

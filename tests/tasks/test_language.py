@@ -202,8 +202,8 @@ def test_examples(task: str) -> None:
             (right,) = query.answers
             assert right.split() == list(answer(example.context.split(), query.question.split()))
             assert query.max_new_tokens == len(right.split())
-            assert made.score(right, query.answers) == 1.0
-            assert made.score("the " + right, query.answers) == 0.0
+            assert made.score(right, query) == 1.0
+            assert made.score("the " + right, query) == 0.0
 
 
 @pytest.mark.parametrize(

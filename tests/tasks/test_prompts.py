@@ -9,10 +9,10 @@ import torch
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.bundled import tokenizer
-from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
+from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut
 from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID
 
-from ..tiny import chat_tokenizer
+from ..tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
 
 BOS_ID = TOKEN_ID[BOS]
 
@@ -77,6 +77,94 @@ def test_with_a_chat_template_context_question_and_answer_make_one_conversation(
     assert whole.count(BOS_ID) == 1  # the template writes it, the tokenizer must not
 
 
+def test_the_reply_s_beginning_comes_last() -> None:
+    assert words(plain("mark {question} =").question("? vote", " recall the")) == "mark ? vote = recall the"
+    assert words(PromptFormat(chat_tokenizer()).question("? vote", " recall the")) == "? vote . mark = recall the"
+
+
+def test_a_template_can_be_left_out() -> None:
+    prompt = PromptFormat(chat_tokenizer(), " {question}", template=False)
+    assert not prompt.chat
+    assert words(prompt.context("the calm fox .")) == "<bos> the calm fox ."
+    assert words(prompt.question("? vote", " recall")) == "? vote recall"
+    wanted = PromptFormat.of(chat_tokenizer(), Listed("t", (), "= {question}", chat=True))
+    unwanted = PromptFormat.of(chat_tokenizer(), Listed("t", (), "= {question}", chat=False))
+    assert [words(made.question("? vote")) for made in (wanted, unwanted)] == ["? vote . mark =", "= ? vote"]
+    assert not PromptFormat.of(tokenizer(), Listed("t", (), chat=True)).chat  # there is none
+
+
+def test_how_many_tokens_come_before_a_context_s_own() -> None:
+    assert plain().lead == 1  # <bos>
+    assert PromptFormat(chat_tokenizer()).lead == 2  # <bos> recall
+    assert PromptFormat(chat_tokenizer(), template=False).lead == 1
+
+
+def test_the_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = chat_tokenizer()
+    rendered: list[dict[str, Any]] = []
+    apply = made.apply_chat_template
+    monkeypatch.setattr(made, "apply_chat_template", lambda *given, **how: rendered.append(how) or apply(*given, **how))
+    prompt = PromptFormat(made)
+    for text in ("the bell", "the fox"):
+        prompt.context(text)
+        prompt.question(text)
+    assert len(rendered) == 1
+    assert rendered[0]["enable_thinking"] is False
+
+
+def test_a_template_s_date_does_not_move() -> None:
+    """As Llama 3.2's, which would ask the clock."""
+    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }} "
+    prompt = PromptFormat(chat_tokenizer(dated + CHAT_TEMPLATE))
+    assert prompt.context("the")[0].tolist() == tokenizer()(
+        "26 Jul 2024 <bos> recall the", add_special_tokens=False
+    )["input_ids"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "prefix", "expected"),
+    [
+        (None, "{question}\nAnswer:", "", " A"),
+        (None, "{question}\nAnswer: ", "", "A"),
+        (None, "{question}\n", "", "A"),
+        (None, "{question}\nAnswer:", " It is", " A"),
+        (None, "{question}\nAnswer:", " It is\n", "A"),
+        ("any", "unused", "", "A"),
+        ("any", "unused", "It is", " A"),
+        ("any", "unused", "It is ", "A"),
+    ],
+)
+def test_one_gap_before_an_answer(template: str | None, form: str, prefix: str, expected: str) -> None:
+    seen: list[str] = []
+
+    class Spy:
+        chat_template = template
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            seen.append(text)
+            return {"input_ids": [7]}
+
+    PromptFormat(Spy(), form).answer("A", prefix)
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", (), "one two three"),
+        ("one two three", ("four",), "one two three"),
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("one two two", ("two",), "one "),
+        ("one\ntwo", ("\n",), "one"),
+        ("one two", ("one",), ""),
+        ("", ("one",), ""),
+    ],
+)
+def test_cut(text: str, stops: tuple[str, ...], expected: str) -> None:
+    assert cut(text, stops) == expected
+
+
 def test_a_template_that_drops_the_message() -> None:
     prompt = PromptFormat(chat_tokenizer("{{ bos_token }} mark ="))
     for ask in (prompt.context, prompt.question):
@@ -87,7 +175,7 @@ def test_a_template_that_drops_the_message() -> None:
 def test_an_empty_context() -> None:
     silent = tokenizer()
     silent.backend_tokenizer.post_processor = None  # no <bos>
-    with pytest.raises(IncompatibleError, match="context is empty"):
+    with pytest.raises(EmptyTextError, match="context is empty"):
         PromptFormat(silent).context("  ")
     assert words(plain().context("")) == "<bos>"
 
@@ -95,7 +183,7 @@ def test_an_empty_context() -> None:
 def test_an_empty_question_and_answer() -> None:
     assert plain().question("").shape == (1, 0)
     assert plain().question("").dtype == torch.int64
-    with pytest.raises(IncompatibleError, match="the answer '  ' is empty"):
+    with pytest.raises(EmptyTextError, match="the answer '  ' is empty"):
         plain().answer("  ")
 
 

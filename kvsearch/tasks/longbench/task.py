@@ -1,0 +1,154 @@
+"""One dataset of LongBench as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.hub import Dataset, checked, load_rows, usable
+from kvsearch.tasks.longbench.specs import LONGBENCH_E, LONGBENCH_TASKS, SPECS, Spec
+from kvsearch.tasks.longbench.templates import Template, load_template, own_template
+from kvsearch.tasks.means import Scored, mean_by
+from kvsearch.tasks.metrics import METRICS, find_metric, first_line
+from kvsearch.tasks.prompts import PLACE
+from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+
+REPOSITORY = "zai-org/LongBench"
+BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
+
+
+class LongBenchRow(BaseModel):
+    """A row of LongBench; `length` is in words (characters of Chinese)."""
+
+    context: str
+    input: str
+    answers: tuple[str, ...]
+    length: int | None = None
+    dataset: str | None = None
+    all_classes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e").
+
+    `source` is a file, a folder with the unpacked data.zip, or a dataset id of the hub; `prompts` a JSON file of
+    prompts to use in place of ours. Rows are read when they are first needed.
+
+    Raises:
+        UsageError: an unknown dataset or split, or prompts that cannot be used; on reading, unusable rows.
+        EnvironmentFault: a package that the metric needs is missing; on reading, the hub cannot be reached.
+    """
+
+    name: str
+    source: str | Path = REPOSITORY
+    revision: str | None = None
+    prompts: Path | None = None
+    split: str = ALL
+    shares: Shares = SHARES
+
+    def __post_init__(self) -> None:
+        known = (*LONGBENCH_TASKS, *LONGBENCH_E)
+        if self.name not in known:
+            raise UsageError(f"unknown LongBench dataset {self.name!r}{suggest(self.name, known)}")
+        check_split(self.split, self.shares)
+        find_metric(self.spec.metric)
+        _ = self.template
+
+    @property
+    def dataset(self) -> str:
+        """The name without LongBench-E's ending."""
+        return self.name.removesuffix("_e")
+
+    @property
+    def spec(self) -> Spec:
+        return SPECS[self.dataset]
+
+    @property
+    def prompt(self) -> str:
+        return self.template.separator + PLACE
+
+    @property
+    def category(self) -> str:
+        return self.spec.category
+
+    @property
+    def chat(self) -> bool:
+        return self.spec.chat
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.spec.stops
+
+    @cached_property
+    def template(self) -> Template:
+        return own_template(self.dataset) if self.prompts is None else load_template(self.prompts, self.dataset)
+
+    @cached_property
+    def rows(self) -> tuple[Example, ...]:
+        """All examples of the split; those of LongBench-E have keys that begin with their bucket."""
+        rows = checked(load_rows(_location(self.name), self.source, self.revision), LongBenchRow, self._where)
+        self._refuse_others(rows)
+        kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
+        return tuple(self._example(position, row) for position, row in kept)
+
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
+        """Up to `samples` rows, drawn without replacement if the split has more."""
+        return draw(self.rows, samples, seed)
+
+    def score(self, reply: str, query: Query) -> float:
+        """The dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
+        if self.spec.first_line:
+            reply = first_line(reply)
+        return METRICS[self.spec.metric](reply, query)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.name} of {self.source}"
+
+    def _fault(self, row: LongBenchRow) -> str | None:
+        if not row.context.strip():
+            return "with an empty context"
+        if self.template.asks and not row.input.strip():
+            return "without a question"
+        return None if any(answer.strip() for answer in row.answers) else "without an answer"
+
+    def _refuse_others(self, rows: list[LongBenchRow]) -> None:
+        """Files are named by the user: one of another dataset must not be scored as this one."""
+        for row in rows:
+            found = (row.dataset or "").removesuffix("_e")
+            if found != self.dataset and found in LONGBENCH_TASKS:
+                raise UsageError(f"{self._where} holds rows of {found!r}: give the file of {self.dataset!r}")
+            if self.name in LONGBENCH_E and row.length is None:
+                raise UsageError(f"{self._where} has rows without a length, which LongBench-E needs")
+            if self.spec.metric == "classification" and not row.all_classes:
+                raise UsageError(f"{self._where} has rows without all_classes, the classes to choose from")
+
+    def _example(self, position: int, row: LongBenchRow) -> Example:
+        answers = tuple(answer for answer in row.answers if answer.strip())
+        question = self.template.question(row.input)
+        query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
+        bucket = f"{_bucket(row.length)}/" if self.name in LONGBENCH_E and row.length is not None else ""
+        return Example(self.name, f"{bucket}{position}", self.template.context(row.context), (query,))
+
+
+def by_bucket(samples: Iterable[Scored]) -> dict[str, float]:
+    """Mean score of the replies to LongBench-E per bucket of context lengths, shortest first."""
+    means = mean_by(samples, lambda sample: sample.key.partition("/")[0])
+    return {bucket: means[bucket] for bucket in BUCKETS if bucket in means}
+
+
+def _bucket(length: int) -> str:
+    return next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
+
+
+def _location(name: str) -> Dataset:
+    files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
+    return Dataset(REPOSITORY, name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))

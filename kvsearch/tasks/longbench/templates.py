@@ -1,0 +1,165 @@
+"""LongBench's prompts: instruction, context, question and cue. The wording is ours, a user may give the official one.
+
+The instruction comes before the context and again after it, so that a model that has seen a long text still knows what
+to do. Few-shot prompts end as their examples do, in what the rows hold.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import parse_json
+
+_PASSAGES = (
+    "Use the passages below to answer a question. Reply with the answer and nothing else.\n\nPassages:\n{context}\n\n"
+    "Use the passages above to answer this question. Reply with the answer and nothing else.\n\n"
+    "Question: {input}\nAnswer:"
+)
+_STORY = "Be as brief as you can, one phrase if that is enough, and give no reasons."
+_PAPER = (
+    'Be as brief as you can, one phrase or sentence if that is enough, and give no reasons. Reply "unanswerable" if '
+    'the paper does not hold the answer, and to yes/no questions reply "yes", "no" or "unanswerable".'
+)
+TEMPLATES: dict[str, str] = {
+    "narrativeqa": (
+        f"Here is a story, from a novel or a film script, and a question about it. {_STORY}\n\nStory: {{context}}\n\n"
+        f"Answer the question about the story. {_STORY}\n\nQuestion: {{input}}\n\nAnswer:"
+    ),
+    "qasper": (
+        f"Here is a scientific paper and a question about it. {_PAPER}\n\nPaper: {{context}}\n\n"
+        f"Answer the question about the paper. {_PAPER}\n\nQuestion: {{input}}\n\nAnswer:"
+    ),
+    "multifieldqa_en": (
+        "Here is a text. A question about it follows.\n\n{context}\n\n"
+        "Answer this question about the text in a few words. Reply with the answer and nothing else.\n\n"
+        "Question: {input}\nAnswer:"
+    ),
+    "multifieldqa_zh": (
+        "下面是一篇文章，请读完后用中文简要作答。\n\n{context}\n\n"
+        "请根据这篇文章回答问题，除答案本身外什么都不要写。\n\n问题：{input}\n答案："
+    ),
+    "hotpotqa": _PASSAGES,
+    "2wikimqa": _PASSAGES,
+    "musique": _PASSAGES,
+    "dureader": (
+        "下面是若干篇文章和一个问题，请依据文章作答。\n\n文章：{context}\n\n请依据以上文章作答。\n\n问题：{input}\n答案："
+    ),
+    "gov_report": (
+        "Here is a government report. Summarise it on about one page.\n\nReport:\n{context}\n\n"
+        "Summarise the report on about one page.\n\nSummary:"
+    ),
+    "qmsum": (
+        "Here is the transcript of a meeting and a request about it. Reply in a few sentences.\n\n"
+        "Transcript:\n{context}\n\nReply to this request about the meeting in a few sentences.\n\n"
+        "Request: {input}\nReply:"
+    ),
+    "multi_news": (
+        "Here are several news articles. Summarise all of them together on about one page.\n\nArticles:\n{context}\n\n"
+        "Summarise all articles together on about one page.\n\nSummary:"
+    ),
+    "vcsum": "请阅读下面的会议记录，然后概括会议的主要内容。\n会议记录：\n{context}\n\n内容概要：",
+    "trec": "Each question below is followed by its type. Give the type of the last one.\n\n{context}\n{input}",
+    "triviaqa": (
+        "Answer the last question from its passage, as the examples before it do. Reply with the answer and nothing "
+        "else.\n\n{context}\n\n{input}"
+    ),
+    "samsum": "Sum up the last dialogue in a sentence or two, as the examples before it do.\n\n{context}\n\n{input}",
+    "lsht": "下面每条新闻后面都标有它的类别，请写出最后一条新闻的类别。\n\n{context}\n{input}",
+    "passage_count": (
+        "Below are paragraphs from Wikipedia, some of them more than once. Count the different ones: a paragraph that "
+        "is repeated counts once.\n\n{context}\n\n"
+        "How many different paragraphs are there? Reply with a number only, such as 7.\n\nNumber: "
+    ),
+    "passage_retrieval_en": (
+        "Below are 30 numbered paragraphs from Wikipedia, and then a summary of one of them. Find that paragraph.\n\n"
+        "{context}\n\nSummary:\n\n{input}\n\n"
+        "Which paragraph is this a summary of? Reply in the form \"Paragraph 7\".\n\nReply: "
+    ),
+    "passage_retrieval_zh": (
+        "下面有一些带编号的段落，之后是其中某一段的概要。请找出这一段。\n\n{context}\n\n概要：\n\n{input}\n\n"
+        "这是哪一段的概要？请按“段落7”的形式作答。\n\n段落编号："
+    ),
+    "lcc": "Continue this code by one line.\n{context}The line that follows:\n",
+    "repobench-p": "Continue the last file of this code by one line.\n{context}{input}The line that follows:\n",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Template:
+    """A prompt in the parts that are compressed (up to the context's end) and those that come after.
+
+    `separator` is the white space between the two. `asks` says whether the row's question is part of the prompt.
+    """
+
+    head: str
+    separator: str
+    lead: str
+    tail: str
+    asks: bool
+
+    def context(self, text: str) -> str:
+        return self.head + text
+
+    def question(self, text: str) -> str:
+        return self.lead + text + self.tail if self.asks else self.lead
+
+
+def parse_template(text: str, where: str) -> Template:
+    """Split a prompt with `{context}` and, after it, at most one `{input}`.
+
+    Raises:
+        UsageError: other or misplaced fields, or nothing after the context.
+    """
+    fields, literals = _pieces(text, where)
+    if fields not in (["context"], ["context", "input"]):
+        found = ", ".join(f"{{{name}}}" for name in fields) or "none"
+        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
+    head, between, tail = [*literals, ""][:3]
+    lead = between.lstrip()
+    if len(fields) == 1 and not lead:
+        raise UsageError(f"{where} ends with {{context}}: add what is asked, or the cue that starts the reply")
+    return Template(head, between[: len(between) - len(lead)], lead, tail, len(fields) == 2)
+
+
+def own_template(name: str) -> Template:
+    """The shipped prompt of a dataset."""
+    return parse_template(TEMPLATES[name], name)
+
+
+def load_template(path: Path, name: str) -> Template:
+    """The prompt of dataset `name` in a JSON object of datasets and prompts, such as the official file.
+
+    Raises:
+        UsageError: there is no such file, it is not such an object, or the prompt lacks what the dataset needs.
+    """
+    found = parse_json(read_bytes(path), str(path))
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds no object of datasets and their prompts")
+    if name not in found:
+        raise UsageError(f"{path} has no prompt for {name!r}{suggest(name, list(found))}")
+    where = f"{path}: the prompt for {name!r}"
+    if not isinstance(found[name], str):
+        raise UsageError(f"{where} is not text")
+    template = parse_template(found[name], where)
+    if own_template(name).asks and not template.asks:
+        raise UsageError(f"{where} has no {{input}}, the place of the question")
+    return template
+
+
+def _pieces(text: str, where: str) -> tuple[list[str], list[str]]:
+    """The fields of a prompt, and the text before, between and after them."""
+    fields, literals = [], [""]
+    try:
+        for literal, name, form, conversion in string.Formatter().parse(text):
+            literals[-1] += literal  # a literal brace ends a piece, too
+            if name is not None:
+                fields.append(name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else ""))
+                literals.append("")
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}; write literal braces twice") from error
+    return fields, literals

@@ -1,0 +1,196 @@
+"""Needle in a haystack: one sentence hidden in a long text, over a grid of lengths and depths (Kamradt, 2023)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.files import read_bytes
+from kvsearch.resources import resource
+from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.means import Scored, mean_by
+from kvsearch.tasks.metrics import METRICS, find_metric
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEEDLE = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
+QUESTION = "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
+ANSWER = "rye bread with pickled plums on the north gallery at dusk"
+ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
+LENGTHS = (1000, 2000, 4000, 8000)
+DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
+STORY = "data/calibration/novel.txt"
+# words with the white space before them; Chinese has none between sentences
+_WORD = re.compile(r"\s*[^\s。！？]+[。！？]?|\s*[。！？]")
+_SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]]*$")
+_TITLE = re.compile(r"\W*(Mr|Mrs|Ms|Dr|St|Prof|[A-Z])\.$")
+_KEY = re.compile(r"length=(\d+) depth=(\d+)")
+
+
+class Cell(NamedTuple):
+    """A place in the grid: context length in tokens, and how deep the needle is in it, 0 (top) to 100 (end)."""
+
+    length: int
+    depth: int
+
+    @property
+    def key(self) -> str:
+        return f"length={self.length} depth={self.depth}"
+
+    @classmethod
+    def parse(cls, key: str) -> Cell:
+        """The cell of an example's key; UsageError if it is none."""
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise UsageError(f"{key!r} is no key of a needle in a haystack, such as {Cell(1000, 50).key!r}")
+        return cls(int(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True)
+class NiahTask:
+    """One example per length and depth. The haystack is the shipped story or a text file, repeated where it is short.
+
+    Contexts hold whole sentences and the needle, as many as fit into `length` tokens; the needle stands between the
+    two sentences that are nearest to its depth. Everything is the same in every run.
+
+    Raises:
+        UsageError: a bad grid, blank texts, an unknown metric or split, or a haystack that cannot be used.
+    """
+
+    lengths: tuple[int, ...] = LENGTHS
+    depths: tuple[int, ...] = DEPTHS
+    haystack: Path | None = None
+    needle: str = NEEDLE
+    question: str = QUESTION
+    answers: tuple[str, ...] = ANSWERS
+    metric: str = "niah_recall"
+    max_new_tokens: int = 64
+    split: str = ALL
+    shares: Shares = SHARES
+    name: ClassVar[str] = "niah"
+    category: ClassVar[str] = "retrieval"
+    prompt: ClassVar[str] = PLAIN_PROMPT
+    chat: ClassVar[bool] = True
+    stops: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _require_steps("lengths", self.lengths, 1, None)
+        _require_steps("depths", self.depths, 0, 100)
+        texts = [("needle", self.needle), ("question", self.question), *(("answer", answer) for answer in self.answers)]
+        blank = [name for name, text in texts if not text.strip()]
+        if blank or not self.answers:
+            raise UsageError(f"the {blank[0] if blank else 'answers'} of a needle in a haystack must not be blank")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"a reply needs at least one token, got max_new_tokens {self.max_new_tokens}")
+        find_metric(self.metric)
+        check_split(self.split, self.shares)
+        if self.needle.strip() in "".join(self._sentences):
+            raise UsageError(f"{self._file} holds the needle already: give another text or needle")
+
+    def cells(self) -> tuple[Cell, ...]:
+        """The cells of the split, depths of the first length first."""
+        grid = [Cell(length, depth) for length in self.lengths for depth in self.depths]
+        return tuple(part(grid, self.split, self.shares, lambda cell: cell))
+
+    def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
+        """Up to `samples` cells, drawn without replacement if there are more.
+
+        Raises:
+            UsageError: a length does not hold the needle and one sentence.
+        """
+        chosen = draw(self.cells(), samples, seed)
+        fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
+        return [self._example(cell, fitting[cell.length], count) for cell in chosen]
+
+    def score(self, reply: str, query: Query) -> float:
+        return METRICS[self.metric](reply, query)
+
+    def _example(self, cell: Cell, sentences: Sequence[str], count: TokenCount) -> Example:
+        context = self._hidden(sentences, cell.depth)
+        while count(context) > cell.length:  # the needle may break a token in two
+            sentences = sentences[:-1]
+            context = self._hidden(sentences, cell.depth)
+        query = Query(self.question, self.answers, self.max_new_tokens)
+        return Example(self.name, cell.key, context, (query,))
+
+    def _hidden(self, sentences: Sequence[str], depth: int) -> str:
+        ends = [0, *accumulate(map(len, sentences))]
+        place = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * depth / 100))
+        return "".join([*sentences[:place], " ", self.needle.strip(), *sentences[place:]]).strip()
+
+    def _fitting(self, length: int, count: TokenCount) -> Sequence[str]:
+        """The sentences that fill a context of `length` tokens together with the needle."""
+        sentences = list(self._sentences)
+        while count(self._hidden(sentences, 100)) <= length:
+            sentences *= 2
+        number = bisect_right(range(len(sentences)), length, key=lambda n: count(self._hidden(sentences[:n], 100))) - 1
+        if number < 1:
+            raise UsageError(f"{length} tokens do not hold the needle and a sentence of {self._file}: use more")
+        return sentences[:number]
+
+    @property
+    def _file(self) -> Path:
+        return resource(STORY) if self.haystack is None else self.haystack
+
+    @cached_property
+    def _sentences(self) -> tuple[str, ...]:
+        """The haystack; each sentence begins with the white space before it."""
+        try:
+            text = read_bytes(self._file).decode().strip()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{self._file} is not UTF-8 text: byte {error.start}") from error
+        if not text:
+            raise UsageError(f"{self._file} is empty: a haystack needs text")
+        return tuple(_split("\n\n" + text))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Mean scores [depths, lengths] for a heat map; NaN where there is no sample."""
+
+    depths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    means: np.ndarray
+
+
+def grid_of(samples: Iterable[Scored]) -> Grid:
+    """Mean score of every cell; give the samples of one method. UsageError for samples of another task."""
+    import numpy as np
+
+    means = mean_by(samples, lambda sample: Cell.parse(sample.key))
+    depths = tuple(sorted({cell.depth for cell in means}))
+    lengths = tuple(sorted({cell.length for cell in means}))
+    rows = [[means.get(Cell(length, depth), np.nan) for length in lengths] for depth in depths]
+    return Grid(depths, lengths, np.array(rows, dtype=np.float64).reshape(len(depths), len(lengths)))
+
+
+def _split(text: str) -> Iterator[str]:
+    """Sentences and lines of a text, which they add up to."""
+    words: list[str] = []
+    for word in _WORD.findall(text):
+        if words and "\n" in word:
+            yield "".join(words)
+            words = []
+        words.append(word)
+        if _SENTENCE_END.search(word) and not _TITLE.match(word):
+            yield "".join(words)
+            words = []
+    if words:
+        yield "".join(words)
+
+
+def _require_steps(name: str, steps: Sequence[int], low: int, high: int | None) -> None:
+    rising = all(one < two for one, two in pairwise(steps))
+    if not steps or not rising or steps[0] < low or (high is not None and steps[-1] > high):
+        bounds = f"from {low}" + (f" to {high}" if high is not None else "")
+        raise UsageError(f"{name} must be rising whole numbers {bounds}, got {', '.join(map(str, steps)) or 'none'}")

@@ -1,0 +1,303 @@
+"""LongBench's datasets: settings, prompts, rows and scores."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.tasks.base import Query, Task
+from kvsearch.tasks.longbench import (
+    AVERAGES,
+    LONGBENCH_E,
+    LONGBENCH_ENGLISH,
+    LONGBENCH_TASKS,
+    LongBenchTask,
+    by_bucket,
+)
+from kvsearch.tasks.longbench.specs import SPECS
+from kvsearch.tasks.longbench.templates import TEMPLATES, parse_template
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.prompts import PLACE
+from kvsearch.tasks.splits import SPLITS
+
+CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+NO_CHAT = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+ASKS_NOTHING = {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}  # their rows have an empty input
+
+
+def row(name: str = "hotpotqa", number: int = 0, **changes: Any) -> dict[str, Any]:
+    classes = ["Location", "Date"] if SPECS[name.removesuffix("_e")].metric == "classification" else None
+    return {
+        "input": f"What is {number}?", "context": f"Passage {number}.", "answers": ["Ann", "Anna"], "length": 3999,
+        "dataset": name, "language": "en", "all_classes": classes, "_id": f"{number:048x}", **changes,
+    }  # fmt: skip
+
+
+def write(folder: Path, *rows: dict[str, Any], name: str = "hotpotqa") -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(json.dumps(item, ensure_ascii=False) for item in rows), encoding="utf-8")
+    return path
+
+
+def load(folder: Path, *rows: dict[str, Any], name: str = "hotpotqa", **options: Any) -> LongBenchTask:
+    return LongBenchTask(name, write(folder, *rows, name=name), **options)
+
+
+def test_the_sets_of_datasets() -> None:
+    assert len(LONGBENCH_TASKS) == 21
+    assert len(LONGBENCH_ENGLISH) == 16
+    assert set(LONGBENCH_TASKS) - set(LONGBENCH_ENGLISH) == CHINESE
+    assert [name.removesuffix("_e") for name in LONGBENCH_E] == [
+        "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
+        "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
+    ]  # fmt: skip
+    assert set(TEMPLATES) == set(LONGBENCH_TASKS)
+
+
+def test_the_averages_of_the_papers() -> None:
+    assert {name: len(tasks) for name, tasks in AVERAGES.items()} == {
+        "polykv": 21, "lukv": 16, "lava-mistral": 20, "lava-qwen": 21, "lava-llama3": 20, "evolkv": 16
+    }  # fmt: skip
+    assert set(LONGBENCH_TASKS) - set(AVERAGES["lava-mistral"]) == {"passage_count"}
+    assert set(LONGBENCH_TASKS) - set(AVERAGES["lava-llama3"]) == {"vcsum"}
+    assert AVERAGES["evolkv"] == AVERAGES["lukv"] == LONGBENCH_ENGLISH
+
+
+def test_the_settings() -> None:
+    tasks = {name: LongBenchTask(name) for name in LONGBENCH_TASKS}
+    assert Counter(task.category for task in tasks.values()) == {
+        "single-document QA": 4, "multi-document QA": 4, "summarisation": 4, "few-shot": 4, "synthetic": 3, "code": 2
+    }  # fmt: skip
+    assert {name for name, task in tasks.items() if not task.chat} == NO_CHAT
+    assert {name: task.stops for name, task in tasks.items() if task.stops} == {"samsum": ("\n",)}
+    assert {name: spec.max_new_tokens for name, spec in SPECS.items() if spec.max_new_tokens != 32} == {
+        "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "multifieldqa_zh": 64, "dureader": 128,
+        "gov_report": 512, "qmsum": 512, "multi_news": 512, "vcsum": 512, "trec": 64, "samsum": 128, "lsht": 64,
+        "lcc": 64, "repobench-p": 64,
+    }  # fmt: skip
+    assert {name: spec.metric for name, spec in SPECS.items() if spec.metric != "qa_f1"} == {
+        "multifieldqa_zh": "qa_f1_zh", "dureader": "rouge_l_zh", "gov_report": "rouge_l", "qmsum": "rouge_l",
+        "multi_news": "rouge_l", "vcsum": "rouge_l_zh", "trec": "classification", "samsum": "rouge_l",
+        "lsht": "classification", "passage_count": "count", "passage_retrieval_en": "retrieval",
+        "passage_retrieval_zh": "retrieval_zh", "lcc": "edit_similarity", "repobench-p": "edit_similarity",
+    }  # fmt: skip
+    assert {spec.metric for spec in SPECS.values()} <= set(METRICS)
+
+
+def test_every_prompt_adds_up_and_asks_what_its_rows_hold() -> None:
+    for name, text in TEMPLATES.items():
+        template = LongBenchTask(name).template
+        whole = template.context("CONTEXT") + template.separator + template.question("INPUT")
+        assert whole == text.replace("{context}", "CONTEXT").replace("{input}", "INPUT")
+        assert template.asks == (name not in ASKS_NOTHING)
+        assert not template.separator.strip()
+        if SPECS[name].chat:  # prompts with a chat template always have a blank line there
+            assert template.separator == "\n\n"
+
+
+def test_an_example(tmp_path: Path) -> None:
+    (example,) = load(tmp_path, row(answers=["Ann", " ", "Anna"])).examples(9, 0)
+    (query,) = example.queries
+    assert (example.task, example.key) == ("hotpotqa", "0")
+    assert example.context.endswith("\nPassage 0.")
+    assert query.question.endswith("Question: What is 0?\nAnswer:")
+    assert (query.answers, query.max_new_tokens, query.prefix, query.options) == (("Ann", "Anna"), 32, "", ())
+
+
+def test_few_shot_prompts_are_continued(tmp_path: Path) -> None:
+    task = load(
+        tmp_path, row("trec", input="Question: Where?\nType:", context="Question: When?\nType: Date"), name="trec"
+    )
+    (example,) = task.examples(1, 0)
+    assert task.prompt == "\n" + PLACE
+    assert example.queries[0].question == "Question: Where?\nType:"
+    assert example.queries[0].options == ("Location", "Date")
+
+
+def test_code_is_continued_where_it_ends(tmp_path: Path) -> None:
+    task = load(tmp_path, row("repobench-p", input="\n    return {x", context="def f():"), name="repobench-p")
+    assert task.prompt == PLACE
+    (example,) = task.examples(1, 0)
+    assert example.context.endswith("\ndef f():")
+    assert example.queries[0].question.startswith("\n    return {xThe line")
+
+
+def test_the_protocol_of_tasks() -> None:
+    task: Task = LongBenchTask("qasper")
+    assert (task.name, task.prompt) == ("qasper", "\n\n{question}")
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "answers", "score"),
+    [
+        ("hotpotqa", "The Ann", ["Bob", "Ann"], 1.0),
+        ("hotpotqa", "Ann\nBob Carl Dan", ["Ann"], 0.4),
+        ("triviaqa", "\n\nAnn\nBob Carl Dan", ["Ann"], 1.0),
+        ("trec", "\nDate\nLocation", ["Date"], 1.0),
+        ("trec", "Date, Location", ["Date"], 0.5),
+        ("samsum", "Ann sings.\nDialogue: no", ["Ann sings."], 1.0),
+        ("gov_report", "Ann sings.", ["Ann sings."], 1.0),
+        ("passage_count", "7 or 8", ["7"], 0.5),
+        ("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], 1.0),
+        ("passage_retrieval_zh", "段落12", ["段落12"], 1.0),
+        ("multifieldqa_zh", "北京大学", ["北京大学"], 1.0),
+        ("dureader", "北京大学", ["北京大学"], 1.0),
+        ("lcc", "# a comment\nreturn x\n", ["return x"], 1.0),
+    ],
+)
+def test_scores(name: str, reply: str, answers: list[str], score: float) -> None:
+    query = Query("q", tuple(answers), options=("Date", "Location"))
+    assert LongBenchTask(name).score(reply, query) == pytest.approx(score, abs=1e-4)
+
+
+def test_folders_and_archives(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", row("qasper"), name="qasper")
+    write(tmp_path / "data", row("qasper_e"), row("qasper_e", 1), name="qasper_e")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(tmp_path / "data" / "qasper.jsonl", "data/qasper.jsonl")
+        archive.writestr("data/trec.jsonl", json.dumps(row("trec")))
+    assert len(LongBenchTask("qasper", tmp_path).rows) == 1
+    assert len(LongBenchTask("qasper_e", tmp_path).rows) == 2
+    assert len(LongBenchTask("trec", tmp_path).rows) == 1
+    assert LongBenchTask("qasper", tmp_path / "data.zip").rows == LongBenchTask("qasper", str(tmp_path)).rows
+    with pytest.raises(UsageError, match=r"data.zip has none of data/lcc.jsonl, lcc.jsonl"):
+        _ = LongBenchTask("lcc", tmp_path).rows
+
+
+def test_buckets_of_lengths(tmp_path: Path) -> None:
+    rows = [row("trec_e", n, length=length) for n, length in enumerate((0, 3999, 4000, 7999, 8000, 90000))]
+    keys = [example.key for example in load(tmp_path, *rows, name="trec_e").examples(9, 0)]
+    assert keys == ["0-4k/0", "0-4k/1", "4-8k/2", "4-8k/3", "8k+/4", "8k+/5"]
+    scores = (0.0, 1.0, 0.5, 0.5, 1.0, 0.5)
+    scored = [SimpleNamespace(key=key, score=score) for key, score in zip(keys, scores, strict=True)]
+    assert by_bucket(reversed(scored)) == {"0-4k": 0.5, "4-8k": 0.5, "8k+": 0.75}
+    assert list(by_bucket(reversed(scored))) == ["0-4k", "4-8k", "8k+"]
+    assert by_bucket(scored[:2]) == {"0-4k": 0.5}
+
+
+def test_splits_never_divide_a_document(tmp_path: Path) -> None:
+    rows = [row(number=number, context=f"Passage {number // 2}.") for number in range(40)]
+    path = write(tmp_path, *rows)
+    keys = {split: {e.key for e in LongBenchTask("hotpotqa", path, split=split).rows} for split in (*SPLITS, "all")}
+    assert [len(keys[split]) for split in SPLITS] == [8, 8, 24]
+    assert set.union(*(keys[split] for split in SPLITS)) == keys["all"] == {str(number) for number in range(40)}
+    assert all({str(int(key) ^ 1) for key in some} == some for some in keys.values())
+    some = LongBenchTask("hotpotqa", path, split="train").examples(3, 1)
+    assert {example.key for example in some} < keys["train"]
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    task = load(tmp_path, row(), row(context=" "), row(answers=[]), row(answers=["", "\n"]), row(input=""), row())
+    with pytest.warns(KvsearchWarning) as caught:
+        assert [example.key for example in task.rows] == ["0", "5"]
+    assert str(caught[0].message) == (
+        f"hotpotqa of {tmp_path / 'hotpotqa.jsonl'}: 4 of 6 rows left out: 1 with an empty context, "
+        "2 without an answer, 1 without a question"
+    )
+    assert len(task.rows) == 2  # read once, warned once
+
+
+def test_summaries_need_no_question(tmp_path: Path) -> None:
+    (example,) = load(tmp_path, row("gov_report", input=""), name="gov_report").rows
+    assert example.queries[0].question.endswith("\n\nSummary:")
+
+
+def without(column: str, name: str = "hotpotqa") -> dict[str, Any]:
+    return {key: value for key, value in row(name).items() if key != column}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "problem"),
+    [
+        ("hotpotqa", [], "has no usable row"),
+        ("hotpotqa", [row(answers=[])], "has no usable row: 1 without an answer"),
+        (
+            "hotpotqa",
+            [row(), without("answers")],
+            r"row 2 of .* has no column 'answers' \(found: input, context, length",
+        ),
+        (
+            "hotpotqa",
+            [{"context": "c", "question": "q", "answers": ["a"]}],
+            r"has no column 'input' \(found: context, qu",
+        ),
+        ("hotpotqa", [row(answers="Ann")], "row 1: answers: "),
+        ("hotpotqa", [row(context=None)], "row 1: context: "),
+        ("hotpotqa", [row("musique")], "holds rows of 'musique': give the file of 'hotpotqa'"),
+        ("trec", [row("trec", all_classes=None)], "rows without all_classes"),
+        ("trec_e", [without("length", "trec")], "rows without a length"),
+    ],
+)
+def test_rows_of_no_use(name: str, rows: list[dict[str, Any]], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=problem):
+        _ = load(tmp_path, *rows, name=name).rows
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("qaspr", {}, "unknown LongBench dataset 'qaspr'; did you mean 'qasper'"),
+        ("musique_e", {}, "unknown LongBench dataset 'musique_e'; did you mean 'musique'"),
+        ("qasper", {"split": "test"}, "unknown split 'test'"),
+        ("qasper", {"prompts": Path("/no/such/file")}, "there is no file /no/such/file"),
+    ],
+)
+def test_tasks_that_are_none(name: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        LongBenchTask(name, **options)
+
+
+def prompts(folder: Path, content: Any) -> Path:
+    path = folder / "prompts.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_prompts_of_the_user(tmp_path: Path) -> None:
+    file = prompts(tmp_path, {"trec": "Braces {{}}: {context}\n{input} ...", "nq": 3})
+    task = load(tmp_path, row("trec", input="I", context="C {input}"), name="trec", prompts=file)
+    (example,) = task.rows
+    assert example.context + task.prompt.replace(PLACE, example.queries[0].question) == "Braces {}: C {input}\nI ..."
+    assert LongBenchTask("trec_e", prompts=file).template == task.template
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ([], "holds no object of datasets and their prompts"),
+        ({"qaspr": "{context} {input}"}, "has no prompt for 'qasper'; did you mean 'qaspr'"),
+        ({"qasper": 3}, "the prompt for 'qasper' is not text"),
+        ({"qasper": "{context} ?"}, r"has no \{input\}, the place of the question"),
+        ({"qasper": "{input} {context}"}, r"after it, at most one \{input\}: found \{input\}, \{context\}"),
+        ({"qasper": "nothing"}, "found none"),
+        ({"qasper": "{context} {input} {answers}"}, r"found \{context\}, \{input\}, \{answers\}"),
+        ({"qasper": "{context!r} {input:>9}"}, r"found \{context!r\}, \{input:>9\}"),
+        ({"qasper": "{context} {input"}, "expected '}' before end of string; write literal braces twice"),
+    ],
+)
+def test_prompts_of_no_use(content: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        LongBenchTask("qasper", prompts=prompts(tmp_path, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_asks_nothing() -> None:
+    with pytest.raises(UsageError, match=r"mine ends with \{context\}: add what is asked"):
+        parse_template("Text: {context}\n", "mine")
+
+
+@given(*(st.text(st.characters(exclude_characters="{}")) for _ in range(5)))
+def test_prompts_add_up(head: str, between: str, tail: str, context: str, asked: str) -> None:
+    template = parse_template(f"{head}{{context}}{between}{{input}}{tail}", "here")
+    whole = template.context(context) + template.separator + template.question(asked)
+    assert whole == head + context + between + asked + tail

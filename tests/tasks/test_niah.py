@@ -1,0 +1,185 @@
+"""Needles in haystacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, Cell, NiahTask, grid_of
+from kvsearch.tasks.splits import SPLITS
+
+
+def count(text: str) -> int:
+    return len(text.split())
+
+
+def hay(folder: Path, text: str) -> Path:
+    path = folder / "hay.txt"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def small(folder: Path, text: str = "A b c. D e! F g?", **options: Any) -> NiahTask:
+    settings = {"lengths": (12,), "depths": (0, 50, 100), "needle": "The key is red.", "answers": ("red",), **options}
+    return NiahTask(haystack=hay(folder, text), **settings)
+
+
+def test_a_grid_by_hand(tmp_path: Path) -> None:
+    """Needle 4 words, so 8 of 12 are left: 7 of the text, and one that begins it again does not fit (3 words)."""
+    contexts = [example.context for example in small(tmp_path).examples(9, 0, count)]
+    assert contexts == [
+        "The key is red.\n\nA b c. D e! F g?",
+        "A b c. The key is red. D e! F g?",
+        "A b c. D e! F g? The key is red.",
+    ]
+
+
+def test_short_haystacks_are_repeated(tmp_path: Path) -> None:
+    (example,) = small(tmp_path, depths=(100,), lengths=(18,)).examples(9, 0, count)
+    assert example.context == "A b c. D e! F g?\n\nA b c. D e! F g? The key is red."
+
+
+def test_the_shipped_grid() -> None:
+    task: Task = NiahTask()
+    examples = task.examples(999, 0, count)
+    assert [example.key for example in examples[:2]] == ["length=1000 depth=0", "length=1000 depth=11"]
+    assert [Cell.parse(example.key) for example in examples] == list(NiahTask().cells())
+    assert len(examples) == len(LENGTHS) * 10
+    assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTHS
+    assert list(examples) == list(task.examples(999, 1, count))
+    for example in examples:
+        length, depth = Cell.parse(example.key)
+        assert 0.93 * length <= count(example.context) <= length
+        assert example.context.count(NEEDLE) == 1
+        before, after = example.context.split(NEEDLE)
+        assert abs(len(before) / (len(before) + len(after)) - depth / 100) < 0.05
+        assert not before or before.rstrip()[-1] in '.!?"'
+        assert not before.rstrip().endswith(("Mr.", "Mrs."))
+    assert (task.name, task.category, task.chat, task.stops) == ("niah", "retrieval", True, ())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(25, 300), st.integers(0, 100), st.integers(1, 7))
+def test_contexts_fill_their_length(length: int, depth: int, width: int) -> None:
+    """Whatever a token is: here `width` characters, so that the needle changes where tokens end."""
+    task = NiahTask(lengths=(length * 10,), depths=(depth,))
+    (example,) = task.examples(1, 0, lambda text: -(-len(text) * 4 // (width * 3)))
+    tokens = -(-len(example.context) * 4 // (width * 3))
+    assert tokens <= length * 10
+    assert example.context.count(NEEDLE) == 1
+
+
+def test_a_needle_that_breaks_a_token_in_two(tmp_path: Path) -> None:
+    """Two copies of "b" in a row are one token of this tokenizer; the needle between them makes them two."""
+
+    def pairs(text: str) -> int:
+        return count(text.replace("b.\n\nb.", "b."))
+
+    task = small(tmp_path, "b.", needle="N", lengths=(4,), depths=(50, 100))
+    middle, end = task.examples(9, 0, pairs)
+    assert pairs(middle.context) <= 4
+    assert pairs(end.context) == 4
+    assert middle.context.count("N") == 1
+
+
+def test_lines_and_chinese_sentences(tmp_path: Path) -> None:
+    (example,) = small(tmp_path, "红色的门。蓝色的门。绿色的门。", lengths=(27,), depths=(50,)).examples(1, 0, len)
+    assert example.context == "红色的门。 The key is red.蓝色的门。"
+    (example,) = small(tmp_path, "one\ntwo\nthree", lengths=(7,), depths=(60,)).examples(1, 0, count)
+    assert example.context == "one\ntwo The key is red.\nthree"
+
+
+def test_titles_end_no_sentence(tmp_path: Path) -> None:
+    text = 'He saw "Mrs. A. Quince." She left.'
+    assert [sentence.strip() for sentence in small(tmp_path, text)._sentences] == [
+        'He saw "Mrs. A. Quince."',
+        "She left.",
+    ]
+
+
+def test_samples_and_splits() -> None:
+    cells = [NiahTask(split=split).cells() for split in SPLITS]
+    assert [len(some) for some in cells] == [8, 8, 24]
+    assert set().union(*cells) == set(NiahTask().cells())
+    some = NiahTask().examples(5, 3, count)
+    assert len({example.key for example in some}) == 5
+    assert some == NiahTask().examples(5, 3, count)
+    assert {e.key for e in some} <= {e.key for e in NiahTask().examples(9, 3, count)}
+
+
+def test_scores() -> None:
+    task = NiahTask(lengths=(1000,), depths=(0,))
+    (query,) = task.examples(1, 0, count)[0].queries
+    for reply in (ANSWER, f"It is {ANSWER}.", ANSWER.upper()):
+        assert task.score(reply, query) == 1
+    assert task.score("rye bread", query) == pytest.approx(2 / len(set(ANSWER.split())))
+    assert task.score("", query) == 0
+
+
+def test_needles_of_the_user(tmp_path: Path) -> None:
+    task = small(tmp_path, question="What is red?", answers=("the key",), metric="contains", max_new_tokens=9)
+    (example,) = task.examples(1, 0, count)
+    assert isinstance(example, Example)
+    assert example.queries == (Query("What is red?", ("the key",), 9),)
+    assert task.score("I say: The Key!", example.queries[0]) == 1
+
+
+def scored(length: int, depth: int, score: float) -> SimpleNamespace:
+    return SimpleNamespace(key=Cell(length, depth).key, score=score)
+
+
+def test_grids_of_scores() -> None:
+    grid = grid_of([scored(2000, 50, 1.0), scored(1000, 0, 0.5), scored(1000, 0, 0.0), scored(1000, 50, 1.0)])
+    assert (grid.depths, grid.lengths) == ((0, 50), (1000, 2000))
+    np.testing.assert_array_equal(grid.means, [[0.25, np.nan], [1.0, 1.0]])
+    assert grid_of([]).means.shape == (0, 0)
+    with pytest.raises(UsageError, match="'3' is no key of a needle in a haystack, such as 'length=1000 depth=50'"):
+        grid_of([SimpleNamespace(key="3", score=1.0)])
+
+
+@given(st.integers(1, 10**6), st.integers(0, 100))
+def test_keys_come_back(length: int, depth: int) -> None:
+    assert Cell.parse(Cell(length, depth).key) == (length, depth)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"lengths": ()}, "lengths must be rising whole numbers from 1, got none"),
+        ({"lengths": (2000, 1000)}, "lengths must be rising whole numbers from 1, got 2000, 1000"),
+        ({"lengths": (0,)}, "lengths must be rising"),
+        ({"depths": (0, 101)}, "depths must be rising whole numbers from 0 to 100, got 0, 101"),
+        ({"depths": (5, 5)}, "depths must be rising"),
+        ({"needle": " "}, "the needle of a needle in a haystack must not be blank"),
+        ({"question": ""}, "the question of a"),
+        ({"answers": ("a", "")}, "the answer of a"),
+        ({"answers": ()}, "the answers of a"),
+        ({"max_new_tokens": 0}, "a reply needs at least one token"),
+        ({"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
+        ({"split": "test"}, "unknown split 'test'"),
+        ({"needle": "D e!"}, "hay.txt holds the needle already: give another text or needle"),
+    ],
+)
+def test_tasks_that_are_none(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=problem):
+        small(tmp_path, **options)
+
+
+def test_haystacks_of_no_use(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"hay.txt is empty: a haystack needs text"):
+        small(tmp_path, " \n")
+    (tmp_path / "bytes.txt").write_bytes(b"M\xfcller")
+    with pytest.raises(UsageError, match=r"bytes.txt is not UTF-8 text: byte 1"):
+        NiahTask(haystack=tmp_path / "bytes.txt")
+    with pytest.raises(UsageError, match="there is no file"):
+        NiahTask(haystack=tmp_path / "gone.txt")
+    with pytest.raises(UsageError, match=r"6 tokens do not hold the needle and a sentence of .*hay.txt: use more"):
+        small(tmp_path, lengths=(6,)).examples(1, 0, count)
