@@ -76,7 +76,7 @@ class Listed:
         return self.rows[:samples]
 
     def score(self, reply: str, query: Query) -> float:
-        return METRICS["exact"](reply, query.answers)
+        return METRICS["exact"](reply, query)
 
 
 def listed(*shapes: tuple[int, int], name: str = "listed") -> Listed:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.runner import Replies, held_entries, stop_tokens
+from kvsearch.evaluate.replies import Replies
+from kvsearch.evaluate.runner import held_entries, stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.plan import Plan

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from kvsearch.budgets.marginal import MarginalSolver
 from kvsearch.calibrate.capture import Capture
-from kvsearch.errors import InternalError
+from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluate.baselines import baselines, equal_uniform, full_cache
-from kvsearch.evaluate.runner import Sample, answer_all, counter
+from kvsearch.evaluate.encoding import TaskPrompts, counter, encode, listed
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, readings
+from kvsearch.evaluate.runner import answer_all
+from kvsearch.evaluate.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.rounding import round_half_up
@@ -60,15 +63,24 @@ def headroom(
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, example) in enumerate(examples):
+            prompts = _usable(loaded, task, example)
+            batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
             for method, program in _programs(loaded, task, example, ratio):
-                results += answer_all(loaded, task, [example], method, program)
+                results += answer_all(loaded, prompts, batch, method, program)
             if progress is not None:
                 progress(done + 1, len(examples))
     return results
 
 
+def _usable(loaded: LoadedModel, task: Task, example: Example) -> TaskPrompts:
+    prompts = encode(loaded.tokenizer, task, [example])
+    if prompts.coverage.excluded:
+        raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
+    return prompts
+
+
 def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:
-    importance = context_importance(loaded, PromptFormat(loaded.tokenizer, task.prompt), example)
+    importance = context_importance(loaded, PromptFormat.of(loaded.tokenizer, task), example)
     layers, heads, length = importance.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     snapkv = create_policy("snapkv", {"sinks": 4})
@@ -98,7 +110,8 @@ def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Examp
     best: Tensor | None = None
     mass = effect = torch.zeros(0)
     for query in example.queries:
-        question, answer = prompt.question(query.question), prompt.answer(query.answers[0])
+        question = prompt.question(query.question, query.prefix)
+        answer = prompt.answer(query.answers[0], query.prefix)
         tokens = torch.cat([question, answer], 1).to(loaded.device)
         captured = capture.ask(tokens)
         nothing = torch.zeros_like(captured.importance, dtype=torch.bool)

@@ -1,79 +1,87 @@
-"""Show an evaluation: tables for people, JSON and CSV for programs."""
+"""Show an evaluation: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.evaluate.statistics import Estimate, Row
-from kvsearch.evaluate.study import PROTOCOL, Study
-from kvsearch.plan.files import atomic_write
-
-CAPTION = "uniform: the plan's own policy with even budgets; all methods but full hold the plan's number of entries"
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC
+from kvsearch.evaluate.statistics import Difference, Estimate, Row
+from kvsearch.evaluate.study import Study
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def score_table(study: Study) -> Iterator[Table]:
-    """Scores per task with 95% intervals, the plan's paired differences, and what each method holds."""
+    """Scores per task with 95% intervals, the subject's paired differences, and what each method holds."""
     methods = study.methods
-    scores = _scores(f"{study.model}: score, 95% interval ({PROTOCOL})", methods, study.rows)
-    scores.caption, scores.caption_justify = CAPTION, "left"
+    scores = _scores(f"{study.model}: score, 95% interval ({study.protocol})", methods, study.rows)
+    scores.caption, scores.caption_justify = "\n".join([_explained(study), *study.notes]), "left"
     yield scores
     others = [method for method in methods if method != study.subject]
-    title = f"{study.subject} minus the others: paired difference, 95% interval"
-    yield _differences(title, others, study.rows)
+    title = f"{study.subject} minus the others: paired difference, 95% interval; questions won / tied / lost"
+    yield _differences(f"{title} ({study.protocol})", others, study.rows)
     yield _held(study)
+
+
+def _explained(study: Study) -> str:
+    uniform = f"uniform: the policy of {study.subject} with even budgets; " if "uniform" in study.methods else ""
+    return f"{uniform}all methods but full hold as many entries as the plan"
 
 
 def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Table:
     """Mean scores only."""
     table = _table(title, ["task", "questions", *methods])
     for row in rows:
-        table.add_row(row.task, str(row.questions), *(f"{row.scores[m].mean:.2f}" for m in methods))
+        table.add_row(_label(row), str(row.questions), *(f"{row.scores[m].mean:.2f}" for m in methods))
     return table
 
 
 def as_json(study: Study) -> dict[str, Any]:
-    """The whole evaluation but for the single replies."""
+    """The whole evaluation but for the single replies and what depends on the machine's speed.
+
+    Per task, category and average: scores per method and, per plan, its paired differences to every other method.
+    """
     return {
-        "model": study.model, "protocol": PROTOCOL, "seed": study.seed, "subject": study.subject,
+        "model": study.model, "protocol": study.protocol, "seed": study.seed, "subject": study.subject,
+        "most_tokens": study.most_tokens,
         "held": {method: study.held(method)._asdict() for method in study.methods},
-        "tasks": [asdict(row) for row in study.rows],
+        "tasks": [_row_json(study, number) for number in range(len(study.rows))],
     }  # fmt: skip
 
 
-def write_samples(study: Study, path: Path) -> None:
-    """Write every reply to a CSV file."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(asdict(study.samples[0])), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(sample) for sample in study.samples)
-    atomic_write(path, text.getvalue().encode())
+def _row_json(study: Study, number: int) -> dict[str, Any]:
+    row = study.rows[number]
+    differences = {
+        plan: {method: asdict(found) for method, found in rows[number].differences.items()}
+        for plan, rows in study.summaries.items()
+    }
+    # task rows come first, in the order of the coverage
+    covered = asdict(study.coverage[number]) if row.kind == "task" else {}
+    return {**covered, **asdict(row), "differences": differences}
 
 
 def _scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Table:
     table = _table(title, ["task", "questions", *methods])
     for row in rows:
-        table.add_row(row.task, str(row.questions), *(_spread(row.scores[m]) for m in methods), style=_style(row, rows))
+        table.add_row(_label(row), str(row.questions), *(_spread(row.scores[m]) for m in methods), style=_style(row))
     return table
 
 
 def _differences(title: str, others: Sequence[str], rows: Sequence[Row]) -> Table:
     table = _table(title, ["task", *others])
     for row in rows:
-        table.add_row(row.task, *(_spread(row.differences[m], sign="+") for m in others), style=_style(row, rows))
+        cells = [_difference(row.differences[m]) for m in others]
+        table.add_row(_label(row), *cells, style=_style(row))
     return table
 
 
 def _held(study: Study) -> Table:
     columns = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
-    table = _table("held after the context, mean", columns)
+    what = "context" if study.protocol == QUESTION_AGNOSTIC else "prompt"
+    table = _table(f"held after the {what}, mean ({study.protocol})", columns)
     full = study.held(study.methods[0])
     for method in study.methods:
         held = study.held(method)
@@ -84,12 +92,20 @@ def _held(study: Study) -> Table:
     return table
 
 
-def _spread(estimate: Estimate, sign: str = "") -> str:
+def _spread(estimate: Estimate | Difference, sign: str = "") -> str:
     return f"{estimate.mean:{sign}.2f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
 
 
-def _style(row: Row, rows: Sequence[Row]) -> str | None:
-    return "bold" if len(rows) > 1 and row is rows[-1] else None
+def _difference(found: Difference) -> str:
+    return f"{_spread(found, sign='+')}\n{found.wins} / {found.ties} / {found.losses}"
+
+
+def _label(row: Row) -> str:
+    return f"{row.task} (mean)" if row.kind == "category" else row.task
+
+
+def _style(row: Row) -> str | None:
+    return None if row.kind == "task" else "bold"
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

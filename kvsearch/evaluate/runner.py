@@ -1,106 +1,28 @@
-"""Run examples under several programs: compress a batch of contexts once, then ask every question of them."""
+"""Run tasks under several programs: compress a batch once, then reply to every question of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from kvsearch.errors import IncompatibleError
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.encoding import Question, TaskPrompts, encode_tasks
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+from kvsearch.evaluate.replies import NonFiniteError, Replies, has_windows
+from kvsearch.evaluate.samples import Cost, Sample, token_hash
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.tasks.base import Example, Task, TokenCount
-from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.prompts import cut
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One reply of one method.
-
-    `entries` and `bytes` are what the cache held after the context, `most` the most entries it held at a time from
-    then until the reply was complete.
-    """
-
-    task: str
-    method: str
-    key: str
-    question: int
-    reply: str
-    score: float
-    context_tokens: int
-    entries: int
-    bytes: float
-    most: int
-
-
-class Replies:
-    """Greedy replies of one compressed batch of contexts; questions follow each other without seeing one another.
-
-    Contexts and questions of different lengths are padded on the left.
-    """
-
-    def __init__(self, model: Any, cache: PlanCache, contexts: Sequence[Tensor], pad: int, stop: set[int]) -> None:
-        self.model, self.cache, self.pad, self.stop = model, cache, pad, stop
-        ids, self.mask = left_padded(contexts, pad, model.device)
-        limit = describe(model).max_positions
-        if limit and ids.shape[1] >= limit:
-            raise IncompatibleError(f"a context has {ids.shape[1]} tokens, the model takes at most {limit}: shorten it")
-        self.lengths = self.mask.sum(-1, keepdim=True)
-        self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
-        cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
-        self._compressed = cache.mark()
-        self.most = [0] * len(contexts)  # entries held at a time while the last questions were answered
-
-    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
-        """One question per context; each reply ends before a stop token or after its `max_new_tokens`."""
-        ids, mask = left_padded(questions, self.pad, self.model.device)
-        positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
-        seen = torch.cat([self.mask, mask], 1)
-        steps: list[Tensor] = []
-        ids, positions = self._forward(ids, seen, positions), positions[:, -1:]
-        limits, stop = (torch.tensor(list(some), device=ids.device) for some in (max_new_tokens, sorted(self.stop)))
-        running = torch.ones(len(questions), dtype=torch.bool, device=ids.device)
-        while True:
-            steps.append(ids)
-            ended = running & (torch.isin(ids[:, 0], stop) | (len(steps) >= limits))
-            running &= ~ended
-            if bool(ended.any()):
-                self._count(ended.tolist())
-            if not bool(running.any()):
-                break
-            seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
-            ids = self._forward(ids, seen, positions)
-        self.cache.rewind(self._compressed)
-        replies = zip(torch.cat(steps, 1).tolist(), max_new_tokens, strict=True)
-        return [_until(reply[:limit], self.stop) for reply, limit in replies]
-
-    def _count(self, ended: list[bool]) -> None:
-        """Note the most entries held at a time for the contexts whose reply has ended."""
-        most = self._most_entries()
-        self.most = [new if over else old for new, old, over in zip(most, self.most, ended, strict=True)]
-
-    def _most_entries(self) -> list[int]:
-        """The most entries held at a time so far, per context; layers outside the plan hold every token."""
-        planned = self.cache.most_entries().sum((0, 2))
-        shape = describe(self.model)
-        tokens = self.cache.get_seq_length() - self.mask.shape[1] + self.lengths[:, 0].cpu()
-        unplanned = (len(shape.full_layers) - len(self.cache.planned)) * shape.kv_heads
-        return [int(most) for most in planned + unplanned * tokens]
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        with torch.no_grad():
-            logits = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
-            ).logits
-        if not bool(logits.isfinite().all()):
-            raise IncompatibleError("the model emits NaN or infinite logits: check its dtype and weights")
-        chosen: Tensor = logits[:, -1:].argmax(-1)
-        return chosen
+Progress = Callable[[int, int], None]
+T = TypeVar("T")
+ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
 
 
 def run(
@@ -110,47 +32,104 @@ def run(
     samples: int,
     seed: int = 0,
     batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    *,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    max_length: int | None = None,
 ) -> list[Sample]:
-    """Every program on the same `samples` examples of every task (question-agnostic protocol)."""
+    """Every program on the same `samples` examples of every task; see `encode_tasks` for what may be wrong with them.
+
+    Raises:
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
+    """
+    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
+    return run_encoded(loaded, programs, encoded, protocol, batch, progress)
+
+
+def run_encoded(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    batch: int = 8,
+    progress: Progress | None = None,
+) -> list[Sample]:
+    """As `run`, of what `encode_tasks` made."""
+    parted = has_windows(loaded.model)
+    batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
     results: list[Sample] = []
-    batches = [(task, part) for task in tasks for part in _batches(task.examples(samples, seed, counter(loaded.tokenizer)), batch)]
     with running(loaded.model):
-        for done, (task, examples) in enumerate(batches):
+        for done, (task, part) in enumerate(batches):
             for position, (method, program) in enumerate(programs.items()):
-                results += answer_all(loaded, task, examples, method, program)
+                results += answer_all(loaded, task, part, method, program)
                 if progress is not None:
                     progress(done * len(programs) + position + 1, len(batches) * len(programs))
     return results
 
 
 def answer_all(
-    loaded: LoadedModel, task: Task, examples: Sequence[Example], method: str, program: Program
+    loaded: LoadedModel, prompts: TaskPrompts, batch: Sequence[Reading], method: str, program: Program
 ) -> Iterator[Sample]:
-    """All questions of a batch of contexts under one program; the model must run the attention "kvsearch"."""
-    prompt = PromptFormat(loaded.tokenizer, task.prompt)
+    """All questions of one batch under one program; the model must run the attention "kvsearch"."""
+    ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}, method {method}"
     cache = PlanCache(loaded.model, program)
-    contexts = [prompt.context(example.context)[0] for example in examples]
-    replies = Replies(loaded.model, cache, contexts, _pad_token(loaded.tokenizer), stop_tokens(loaded))
-    entries = held_entries(loaded.model, cache, [len(row) for row in contexts])
-    held = cache.nbytes() / len(examples)
-    for asked in range(max(len(example.queries) for example in examples)):
+    special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts))
+    with _naming(where, batch, [reading.questions[0] for reading in batch]):
+        replies, prefill = _timed(lambda: Replies(loaded.model, cache, ids, *special))
+    entries, held = held_entries(loaded.model, cache, [len(row) for row in ids]), cache.nbytes() / len(batch)
+    for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
-        queries = [example.queries[asked if asked < len(example.queries) else 0] for example in examples]
-        tokens = [prompt.question(query.question)[0] for query in queries]
-        answered = replies.ask(tokens, [query.max_new_tokens for query in queries])
-        for row, (example, query) in enumerate(zip(examples, queries, strict=True)):
-            if asked < len(example.queries):
-                text = prompt.decode(answered[row])
-                yield Sample(
-                    task.name, method, example.key, asked, text, task.score(text, query),
-                    len(contexts[row]), entries[row], held, replies.most[row],
-                )  # fmt: skip
+        questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
+        with _naming(where, batch, questions):
+            answered, seconds = _timed(partial(_answered, replies, questions, batch[0].protocol))
+        for row, (reading, question) in enumerate(zip(batch, questions, strict=True)):
+            if asked < len(reading.questions):
+                cost = Cost(entries[row], held, replies.most[row], prefill / len(batch), seconds / len(batch))
+                yield _sample(prompts, method, reading, question, answered[row], cost)
 
 
-def counter(tokenizer: Any) -> TokenCount:
-    """How many tokens a text has, without special ones."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _sample(
+    prompts: TaskPrompts, method: str, reading: Reading, question: Question, tokens: list[int], cost: Cost
+) -> Sample:
+    task, prompt = prompts.task, reading.prompt
+    text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
+    score = task.score(text, question.query)
+    if not -ROUNDING <= score <= 1 + ROUNDING:
+        place = f"task {task.name}, example {prompt.key}, question {question.number}"
+        raise UsageError(f"{place}: the metric gives {score}, a score must be in [0, 1]")
+    return Sample(
+        task.name, task.category, method, reading.protocol, prompt.key, question.number, text, score,
+        token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
+    )  # fmt: skip
+
+
+def _answered(replies: Replies, questions: Sequence[Question], protocol: Protocol) -> list[list[int]]:
+    limits = [question.query.max_new_tokens for question in questions]
+    if protocol == QUESTION_AGNOSTIC:
+        return replies.ask([question.ids for question in questions], limits)
+    return replies.reply(limits)
+
+
+def _finished(prompts: TaskPrompts) -> Callable[[list[int]], bool] | None:
+    """Whether a reply has come to a stop text of its task; None where there are none."""
+    stops, decode = prompts.task.stops, prompts.format.decode
+    return (lambda reply: any(stop in decode(reply) for stop in stops)) if stops else None
+
+
+def _timed(action: Callable[[], T]) -> tuple[T, float]:
+    """A result and the seconds it took. Replies wait for the device: each looks at its logits."""
+    started = perf_counter()
+    return action(), perf_counter() - started
+
+
+@contextmanager
+def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
+    """Say which sample it was that the model could not handle."""
+    try:
+        yield
+    except NonFiniteError as error:
+        sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
+        raise IncompatibleError(f"{where}, {sample}: {error}") from error
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
@@ -164,16 +143,6 @@ def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[i
     return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
 
 
-def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
-    return ids.to(device), mask.to(device)
-
-
 def stop_tokens(loaded: LoadedModel) -> set[int]:
     """End-of-sequence tokens of the model's generation configuration and of the tokenizer."""
     configured = getattr(loaded.model.generation_config, "eos_token_id", None)
@@ -185,12 +154,12 @@ def _pad_token(tokenizer: Any) -> int:
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
 
 
-def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
-    for first in range(0, len(examples), size):
-        yield examples[first : first + size]
-
-
-def _until(reply: list[int], stop: set[int]) -> list[int]:
-    """The reply without its stop token and what follows it."""
-    end = next((index for index, token in enumerate(reply) if token in stop), len(reply))
-    return reply[:end]
+def _batches(items: Sequence[Reading], size: int, parted: bool) -> Iterator[Sequence[Reading]]:
+    """Batches of at most `size`; `parted`: of questions that need no padding to follow their contexts."""
+    groups: dict[tuple[int, ...], list[Reading]] = {}
+    for item in items:
+        follows = item.questions if parted and item.protocol == QUESTION_AGNOSTIC else ()
+        groups.setdefault(tuple(len(question.ids) for question in follows), []).append(item)
+    for group in groups.values():
+        for first in range(0, len(group), size):
+            yield group[first : first + size]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.evaluate.runner import Sample
+from kvsearch.errors import InternalError
+from kvsearch.evaluate.samples import Sample
 
 RESAMPLES = 2000
 LEVEL = 0.95
 AVERAGE = "average"
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Kind = Literal["task", "category", "average"]
 
 
 @dataclass(frozen=True)
@@ -25,67 +31,113 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
+
+    mean: float
+    low: float
+    high: float
+    wins: int
+    ties: int
+    losses: int
+
+
+@dataclass(frozen=True)
 class Row:
-    """One task (or the plain mean over tasks): scores per method, and the plan's differences to each other method."""
+    """One task, or the plain mean over the tasks of a category or over all tasks.
+
+    Scores are per method, differences those of the subject to each other method. Means give every task the same weight;
+    wins, ties and losses are sums over its questions.
+    """
 
     task: str
+    kind: Kind
     questions: int
     scores: dict[str, Estimate]
-    differences: dict[str, Estimate]
+    differences: dict[str, Difference]
+
+
+class _Scores(NamedTuple):
+    """What one task's questions scored: of every method, an array [questions] in the same order."""
+
+    category: str
+    contexts: Ints  # [questions]: which context each belongs to
+    by_method: dict[str, Floats]
+
+    def means(self) -> dict[str, float]:
+        return {method: float(scores.mean()) for method, scores in self.by_method.items()}
+
+    def resampled(self, rng: np.random.Generator) -> dict[str, Floats]:
+        """Mean score of every method in every resample; all methods see the same contexts (paired)."""
+        count = int(self.contexts.max()) + 1
+        draws = rng.integers(0, count, (RESAMPLES, count))
+        sizes = np.bincount(self.contexts, minlength=count)
+        sums = {m: np.bincount(self.contexts, scores, count) for m, scores in self.by_method.items()}
+        return {method: total[draws].sum(1) / sizes[draws].sum(1) for method, total in sums.items()}
 
 
 def summarize(samples: Sequence[Sample], subject: str, seed: int = 0) -> list[Row]:
-    """A row per task and one for the mean over tasks; `subject` is the method the differences are about.
+    """Rows of all tasks, then of their categories and of all together, where there are several.
 
-    Questions about one context are not independent: whole contexts are resampled, within their task.
+    `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
+    are resampled, within their task.
+
+    Raises:
+        InternalError: the methods did not answer the same questions.
     """
-    tables = {task: _table(samples, task) for task in dict.fromkeys(s.task for s in samples)}
+    tasks = {task: _scores(samples, task) for task in dict.fromkeys(sample.task for sample in samples)}
     rng = np.random.default_rng(seed)
-    draws = {task: rng.integers(0, len(keys), (RESAMPLES, len(keys))) for task, (keys, _, _) in tables.items()}
-    resampled = {task: _resample(tables[task][1], draws[task]) for task in tables}
-    rows = [
-        _row(task, count, {m: table[:, 0].sum() / count for m, table in by_method.items()}, resampled[task], subject)
-        for task, (_, by_method, count) in tables.items()
-    ]
-    if len(rows) > 1:
-        methods = rows[0].scores
-        means = {m: float(np.mean([row.scores[m].mean for row in rows])) for m in methods}
-        spread = {m: np.mean([resampled[task][m] for task in tables], axis=0) for m in methods}
-        rows.append(_row(AVERAGE, sum(row.questions for row in rows), means, spread, subject))
+    resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
+
+    def row(label: str, kind: Kind, of: Sequence[str]) -> Row:
+        return _row(label, kind, [tasks[task] for task in of], [resampled[task] for task in of], subject)
+
+    rows = [row(task, "task", [task]) for task in tasks]
+    categories = dict.fromkeys(scores.category for scores in tasks.values())
+    if len(categories) > 1:
+        rows += [row(name, "category", [t for t in tasks if tasks[t].category == name]) for name in categories]
+    if len(tasks) > 1:
+        rows.append(row(AVERAGE, "average", list(tasks)))
     return rows
 
 
-Sums = dict[str, NDArray[np.float64]]
-
-
-def _table(samples: Sequence[Sample], task: str) -> tuple[list[str], dict[str, NDArray[np.float64]], int]:
-    """Contexts of a task, per method an array [contexts, 2] of score sum and question count, and the question count."""
+def _scores(samples: Sequence[Sample], task: str) -> _Scores:
     mine = [sample for sample in samples if sample.task == task]
-    keys = list(dict.fromkeys(sample.key for sample in mine))
-    index = {key: number for number, key in enumerate(keys)}
-    tables: dict[str, NDArray[np.float64]] = {}
+    contexts = {key: number for number, key in enumerate(dict.fromkeys(sample.key for sample in mine))}
+    questions = {asked: n for n, asked in enumerate(dict.fromkeys((sample.key, sample.question) for sample in mine))}
+    by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in mine)}
     for sample in mine:
-        table = tables.setdefault(sample.method, np.zeros((len(keys), 2)))
-        table[index[sample.key]] += (sample.score, 1)
-    counts = {int(table[:, 1].sum()) for table in tables.values()}
-    return keys, tables, max(counts)
+        by_method[sample.method][questions[sample.key, sample.question]] = sample.score
+    if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
+        raise InternalError(f"task {task}: the methods did not answer the same questions once each")
+    return _Scores(mine[0].category, np.array([contexts[key] for key, _ in questions]), by_method)
 
 
-def _resample(tables: Mapping[str, NDArray[np.float64]], draws: NDArray[np.int64]) -> Sums:
-    """Mean score of every method in every resample; all methods see the same contexts (paired)."""
-    return {m: table[draws, 0].sum(1) / table[draws, 1].sum(1) for m, table in tables.items()}
-
-
-def _row(task: str, questions: int, means: Mapping[str, float], resampled: Sums, subject: str) -> Row:
-    scores = {m: _estimate(float(means[m]), resampled[m]) for m in means}
+def _row(
+    label: str, kind: Kind, tasks: Sequence[_Scores], resampled: Sequence[Mapping[str, Floats]], subject: str
+) -> Row:
+    methods = tasks[0].by_method
+    means = {m: float(np.mean([task.means()[m] for task in tasks])) for m in methods}
+    spread = {m: np.mean([draws[m] for draws in resampled], axis=0) for m in methods}
     differences = {
-        m: _estimate(float(means[subject] - means[m]), resampled[subject] - resampled[m])
-        for m in means
-        if m != subject and subject in means
+        m: Difference(
+            means[subject] - means[m],
+            *_interval(spread[subject] - spread[m]),
+            *_outcomes([task.by_method[subject] - task.by_method[m] for task in tasks]),
+        )
+        for m in (methods if subject in methods else ())
+        if m != subject
     }
-    return Row(task, questions, scores, differences)
+    scores = {m: Estimate(means[m], *_interval(spread[m])) for m in methods}
+    return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences)
 
 
-def _estimate(mean: float, resampled: NDArray[np.float64]) -> Estimate:
+def _outcomes(differences: Sequence[Floats]) -> tuple[int, int, int]:
+    """Questions won, tied and lost."""
+    signs = np.sign(np.concatenate(differences))
+    return int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum())
+
+
+def _interval(resampled: Floats) -> tuple[float, float]:
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(mean, float(low), float(high))
+    return float(low), float(high)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.baselines import BASELINES, baselines, full_cache
-from kvsearch.evaluate.runner import Sample, run
+from kvsearch.evaluate.encoding import Coverage, encode_tasks, listed, most_tokens
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.evaluate.runner import Progress, run_encoded
+from kvsearch.evaluate.samples import Sample
 from kvsearch.evaluate.statistics import Row, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
@@ -20,12 +23,11 @@ from kvsearch.runtime import Program
 from kvsearch.tasks.base import Task
 
 FULL = "full"
-PROTOCOL = "question-agnostic"
 LEAST_USEFUL = 0.1
 
 
 class Held(NamedTuple):
-    """Entries and bytes after the context, and the most entries at a time until the reply was complete."""
+    """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
 
     entries: float
     bytes: float
@@ -34,13 +36,25 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """Samples and summary of an evaluation; differences are those of `subject`, the first plan."""
+    """Samples and summary of an evaluation. `subject` is the plan that the tables compare with the other methods.
+
+    `summaries` holds, per plan, the rows whose differences are that plan's. `most_tokens` is what prompt and reply
+    could have together.
+    """
 
     model: str
     subject: str
+    protocol: Protocol
+    coverage: list[Coverage]
     samples: list[Sample]
-    rows: list[Row]
+    summaries: dict[str, list[Row]]
     seed: int
+    most_tokens: int | None
+
+    @property
+    def rows(self) -> list[Row]:
+        """Tasks, categories and the average, with the differences of the subject."""
+        return self.summaries[self.subject]
 
     @property
     def doubt(self) -> str | None:
@@ -49,6 +63,11 @@ class Study:
         if full >= LEAST_USEFUL:
             return None
         return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not asked, or not as it was written; nothing if all went in."""
+        return [note for covered in self.coverage for note in _notes(covered, self.most_tokens)]
 
     @property
     def methods(self) -> list[str]:
@@ -60,11 +79,25 @@ class Study:
         return Held(*(fmean(getattr(sample, name) for sample in mine) for name in Held._fields))
 
 
-def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str]) -> dict[str, Plan]:
+def _notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
+    if covered.found < covered.wanted:
+        yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
+    if covered.truncated:
+        yield (
+            f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so that "
+            f"prompt and reply fit {most_tokens} tokens"
+        )
+    if covered.excluded:
+        yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
+
+
+def check_plans(
+    plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str], subject: str | None = None
+) -> dict[str, Plan]:
     """Find what is wrong with a request before a model is loaded.
 
     Raises:
-        UsageError: two plans of one name, different totals, unknown policies or baselines.
+        UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
     """
     if len(plans) != len(paths):
         raise UsageError("two plan files have the same name: rename one, the name labels its column")
@@ -75,10 +108,12 @@ def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequenc
         if label in (FULL, *BASELINES):
             raise UsageError(f"a plan file cannot be called {label}.json: the name is taken by a baseline")
         check_plan(plan, str(path))
+    if subject is not None and subject not in plans:
+        raise UsageError(f"unknown plan {subject!r}{suggest(subject, list(plans))}: the subject is one of the plans")
     totals = {label: _totals(plan) for label, plan in plans.items()}
     if len({(*total.items(), plans[label].scaling, _length(plans[label])) for label, total in totals.items()}) > 1:
-        listed = ", ".join(f"{label}: {_listed(total)}" for label, total in totals.items())
-        raise UsageError(f"plans are compared at equal entries, these have different totals ({listed})")
+        told = ", ".join(f"{label}: {_listed(total)}" for label, total in totals.items())
+        raise UsageError(f"plans are compared at equal entries, these have different totals ({told})")
     return dict(plans)
 
 
@@ -104,13 +139,21 @@ def study(
     samples: int,
     seed: int = 0,
     batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    *,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    max_length: int | None = None,
+    subject: str | None = None,
 ) -> Study:
-    """Run everything and summarise it; see `check_plans` and `Program.from_plan` for the errors."""
+    """Run everything and summarise it; see `check_plans`, `encode_tasks` and `Program.from_plan` for the errors.
+
+    `subject` (default: the first plan) is compared with the other methods, and lends "uniform" its policy.
+    """
     programs: dict[str, Program] = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
-    subject = next(iter(programs))
-    methods: dict[str, Any] = {
-        FULL: full_cache(loaded.model), **programs, **baselines(loaded.model, programs[subject], tuple(names)),
-    }  # fmt: skip
-    results = run(loaded, methods, tasks, samples, seed, batch, progress)
-    return Study(loaded.name, subject, results, summarize(results, subject, seed), seed)
+    subject = subject or next(iter(programs))
+    methods = {FULL: full_cache(loaded.model), **programs, **baselines(loaded.model, programs[subject], tuple(names))}
+    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
+    results = run_encoded(loaded, methods, encoded, protocol, batch, progress)
+    summaries = {label: summarize(results, label, seed) for label in programs}
+    coverage, most = [task.coverage for task in encoded], most_tokens(loaded.model, max_length)
+    return Study(loaded.name, subject, protocol, coverage, results, summaries, seed, most)

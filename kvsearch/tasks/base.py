@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
 TokenCount = Callable[[str], int]  # how many tokens a text has
 
 

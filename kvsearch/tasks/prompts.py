@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError
 
+if TYPE_CHECKING:
+    from kvsearch.tasks.base import Task
+
 _MARK = "\u241e"  # a symbol no template contains: the place where the context ends and the question begins
 PLACE = "{question}"
 PLAIN_PROMPT = f"\n\nQuestion: {PLACE}\nAnswer:"
+TEMPLATE_OPTIONS = {
+    "enable_thinking": False,  # hybrid models (Qwen3) would spend the whole reply on thinking
+    "date_string": "26 Jul 2024",  # Llama 3's own default; templates that ask the clock make every day's prompt another
+}
+
+
+class EmptyTextError(IncompatibleError):
+    """A text of which nothing is left once it is tokenised."""
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Question-agnostic prompts: the context is tokenised alone, the question and the template's tail come after it.
+    """Prompts in two pieces: the context is tokenised alone, the question and the template's tail come after it.
 
-    `plain` is how a question follows the context where there is no chat template.
+    `plain` is how a question follows the context where there is no chat template; `template` off leaves the template
+    out even where there is one.
     """
 
     tokenizer: Any
     plain: str = PLAIN_PROMPT
+    template: bool = True
+
+    @classmethod
+    def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
+        """The format that a task wants."""
+        return cls(tokenizer, task.prompt, task.chat)
 
     @property
     def chat(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        """Whether prompts go through a chat template."""
+        return self.template and bool(getattr(self.tokenizer, "chat_template", None))
+
+    @cached_property
+    def lead(self) -> int:
+        """How many tokens come before a context's own: the template's head, or the special ones."""
+        return len(self._encode(self._head, special=not self.chat))
 
     def context(self, text: str) -> Tensor:
-        """Token ids [1, T] of everything before the question; IncompatibleError if there is nothing."""
-        head = self._wrapped()[0] if self.chat else ""
-        ids = self._encode(head + text, special=not self.chat)
+        """Token ids [1, T] of everything before the question; EmptyTextError if there is nothing."""
+        ids = self._encode(self._head + text, special=not self.chat)
         if not ids:
-            raise IncompatibleError("a context is empty once it is tokenised")
+            raise EmptyTextError("a context is empty once it is tokenised")
         return _row(ids)
 
-    def question(self, text: str) -> Tensor:
-        """Token ids [1, K] of a question and of what leads to the answer."""
-        if self.chat:
-            return _row(self._encode("\n\n" + text + self._wrapped()[1], special=False))
-        return _row(self._encode(self.plain.replace(PLACE, text), special=False))
+    def question(self, text: str, prefix: str = "") -> Tensor:
+        """Token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning."""
+        asked = "\n\n" + text + self._wrapped[1] if self.chat else self.plain.replace(PLACE, text)
+        return _row(self._encode(asked + prefix, special=False))
 
-    def answer(self, text: str) -> Tensor:
-        """Token ids [1, K] of an answer to be teacher-forced; IncompatibleError if there is none."""
-        ids = self._encode(text if self.chat else " " + text, special=False)
+    def answer(self, text: str, prefix: str = "") -> Tensor:
+        """Token ids [1, K] of an answer to be teacher-forced after `prefix`; EmptyTextError if there is none."""
+        before = prefix or ("" if self.chat else self.plain)
+        gap = " " if before and not before[-1].isspace() else ""
+        ids = self._encode(gap + text, special=False) if text.strip() else []  # the gap alone may be a token
         if not ids:
-            raise IncompatibleError(f"the answer {text!r} is empty once it is tokenised")
+            raise EmptyTextError(f"the answer {text!r} is empty once it is tokenised")
         return _row(ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -55,12 +81,14 @@ class PromptFormat:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    @property
+    def _head(self) -> str:
+        return self._wrapped[0] if self.chat else ""
+
+    @cached_property
     def _wrapped(self) -> tuple[str, str]:
         rendered: str = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}],
-            add_generation_prompt=True,
-            tokenize=False,
-            enable_thinking=False,  # hybrid models (Qwen3) would spend the whole reply on thinking; others ignore it
+            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False, **TEMPLATE_OPTIONS
         )
         head, found, tail = rendered.partition(_MARK)
         if not found:
@@ -70,6 +98,11 @@ class PromptFormat:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """What comes before the first of `stops` in a text: all of it, if none is there."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _row(ids: list[int]) -> Tensor:

@@ -223,10 +223,18 @@ def test_truncated_plan_and_profile(run: Run, calibrated: Path, tmp_path: Path) 
         (("--tasks", "jsonl:no.jsonl"), "no.jsonl"),
         (("--baselines", "uniform,steaming"), "did you mean 'streaming'?"),
         (("--length", "100"), "at least 512"),
+        (("--protocol", "question-awre"), "did you mean 'question-aware'?"),
+        (("--subject", "plam"), "did you mean 'plan'?"),
+        (("--samples-file", "replies.json"), "name a .csv or .parquet file"),
     ],
 )
 def test_bad_evaluations(run: Run, calibrated: Path, arguments: tuple[str, ...], words: str) -> None:
     refused(run, USAGE, words, "evaluate", "bundled", "--plan", calibrated / "plan.json", *arguments)
+
+
+def test_a_question_that_does_not_fit(run: Run, calibrated: Path) -> None:
+    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:single", "--samples", 1, "--max-length", 5)
+    refused(run, INCOMPATIBLE, "leave no room for the context within 5 tokens", "evaluate", "bundled", *arguments)
 
 
 def test_a_context_longer_than_the_model_takes(run: Run) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 
 from kvsearch.plan import load_plan
@@ -110,6 +111,37 @@ def test_evaluate_prints_scores_and_equal_entries(run: Run, calibrated: Path, tm
     assert scores["full"] >= scores["plan"] > scores["streaming"]
     rows = list(csv.DictReader(replies.open()))
     assert len(rows) == result["tasks"][0]["questions"] * len(held)
+
+
+def test_evaluate_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
+    arguments = (
+        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again",
+        "--tasks", "synthetic:multikey", "--samples", 2, "--length", 512, "--max-length", 400, "--json",
+        "--baselines", "streaming", "--protocol", "question-aware", "--samples-file", tmp_path / "replies.parquet",
+    )  # fmt: skip
+    code, out, talk = run("evaluate", "bundled", *arguments)
+    assert code == 0, talk
+    result = json.loads(out)
+    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 400)
+    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 2)
+    differences = result["tasks"][0]["differences"]
+    assert set(differences["plan"]) == {"full", "again", "streaming"}
+    assert differences["plan"]["again"]["ties"] == result["tasks"][0]["questions"]
+    rows = pandas.read_parquet(tmp_path / "replies.parquet")
+    assert len(rows) == 4 * result["tasks"][0]["questions"]
+    assert set(rows["protocol"]) == {"question-aware"}
+    assert rows["prompt_tokens"].max() < 400
+    code, again, _ = run("evaluate", "bundled", *arguments)
+    assert again == out
+
+
+def test_evaluate_tells_its_plan_without_doing_it(run: Run, calibrated: Path) -> None:
+    plan = ("--plan", calibrated / "plan.json")
+    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["protocol"], told["subject"], told["plans"]) == ("question-aware", "plan", ["plan"])
 
 
 def test_evaluate_table_is_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -> None:

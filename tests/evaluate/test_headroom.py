@@ -11,7 +11,7 @@ import torch
 
 from kvsearch.budgets.curves import eviction_loss
 from kvsearch.calibrate.capture import Capture
-from kvsearch.errors import InternalError
+from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluate import headroom as module
 from kvsearch.evaluate.headroom import ORACLE, ORACLE_UNIFORM, context_importance, headroom
 from kvsearch.models.loading import LoadedModel
@@ -106,3 +106,32 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
 def test_an_example_without_questions(model: LoadedModel) -> None:
     with pytest.raises(InternalError, match="without questions"):
         importance_of(model, Example("t", "k", "the calm fox .", ()))
+
+
+def test_an_example_that_cannot_be_asked(model: LoadedModel) -> None:
+    """Importance would come from a question that is not scored."""
+    row = TASK.rows[0]
+    queries = (row.queries[0], replace(row.queries[1], answers=("anchor", "")))
+    task = replace(TASK, rows=(replace(row, queries=queries),))
+    with pytest.raises(IncompatibleError, match="task listed, example 0: empty answer: 1"):
+        headroom(model, [task], 0.7, 1)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat: bool) -> None:
+    """With the prefix of the reply, and with the chat template only where the task wants it."""
+    row = replace(TASK.rows[1], queries=(replace(TASK.rows[1].queries[0], prefix=" recall the"),))
+    seen: list[list[int]] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"][0].tolist()), with_kwargs=True
+    )
+    headroom(replace(model, tokenizer=tiny.chat_tokenizer()), [replace(TASK, rows=(row,), chat=chat)], 0.7, 1)
+    handle.remove()
+    context = tiny.ids_of(f"recall {row.context}" if chat else row.context)[0].tolist()
+    asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])
+    question = tiny.ids_of(asked)[0, 1:].tolist()
+    read = [ids for ids in seen if len(ids) > 1]  # the rest are tokens of replies
+    assert [ids for ids in read if len(ids) > 40] == [context] * (1 + len(METHODS))
+    begun = [ids[: len(question)] for ids in read if len(ids) <= 40]
+    assert len(begun) > len(METHODS)
+    assert all(ids == question for ids in begun)

@@ -1,4 +1,4 @@
-"""Replies from compressed batches: against single contexts, plain generation, and caches that saw one question only."""
+"""Tasks under several programs: every question once, the same at any batch size, with all that is said of a reply."""
 
 from __future__ import annotations
 
@@ -8,153 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.runner import Replies, Sample, held_entries, left_padded, run, stop_tokens
+from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, Protocol
+from kvsearch.evaluate.runner import held_entries, run, stop_tokens
+from kvsearch.evaluate.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.synthetic.vocabulary import WORDS
 
 from .. import tiny
-from ..families import FAMILIES, build, prompts
-from ..runtime.helpers import feed, held_tokens, running
-
-LENGTHS, ASKED, NEW = (23, 40, 31), (3, 7, 5), 6
-families = pytest.mark.parametrize("family", FAMILIES)
-some_families = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+from ..families import prompts
+from ..runtime.helpers import feed, running
 
 
 def third(model: Any, window: int = 4) -> Program:
     policy = create_policy("snapkv", {"window": window, "kernel": 3, "sinks": 2})
     return Program.uniform(model, policy, lambda length: max(7, length // 3))
-
-
-def rows(lengths: Sequence[int], seed: int) -> list[Tensor]:
-    return [prompts(1, length, seed=seed + index)[0][0] for index, length in enumerate(lengths)]
-
-
-CONTEXTS, QUESTIONS, OTHERS = rows(LENGTHS, 0), rows(ASKED, 10), rows((6, 2, 4), 20)
-
-
-def replies_of(model: Any, program: Program, contexts: list[Tensor], stop: set[int] | None = None) -> Replies:
-    return Replies(model, PlanCache(model, program), contexts, 0, stop or set())
-
-
-@families
-def test_a_batch_replies_as_its_contexts_do_alone(family: str) -> None:
-    model = build(family)
-    with running(model, NAME):
-        together = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        for context, question, reply in zip(CONTEXTS, QUESTIONS, together, strict=True):
-            alone = replies_of(model, third(model), [context]).ask([question], [NEW])
-            assert alone == [reply]
-    assert all(len(reply) == NEW for reply in together)
-
-
-@families
-def test_a_full_cache_replies_as_plain_generation_does(family: str) -> None:
-    model = build(family)
-    with running(model, NAME):
-        together = replies_of(model, full_cache(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
-    for context, question, reply in zip(CONTEXTS, QUESTIONS, together, strict=True):
-        ids = torch.cat([context, question])[None]
-        plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-        assert plain[0, ids.shape[1] :].tolist() == reply
-
-
-@some_families
-def test_a_compressed_cache_replies_as_greedy_decoding_token_by_token(family: str) -> None:
-    model = build(family)
-    with running(model, NAME):
-        cache = PlanCache(model, third(model))
-        ids = [CONTEXTS[1][None], QUESTIONS[1][None]]
-        logits = feed(model, cache, [(piece, torch.ones_like(piece)) for piece in ids])[-1]
-        mask, expected = torch.ones(1, sum(piece.shape[1] for piece in ids), dtype=torch.long), []
-        for _ in range(NEW):
-            expected.append(int(logits[0, -1].argmax()))
-            mask = torch.cat([mask, mask[:, :1]], 1)
-            token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
-            with torch.no_grad():
-                logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
-        assert replies_of(model, third(model), CONTEXTS[1:2]).ask(QUESTIONS[1:2], [NEW]) == [expected]
-
-
-@families
-def test_questions_do_not_see_each_other(family: str) -> None:
-    """Contexts are longer than the sliding window of Gemma (16): it must be brought back after every question."""
-    model = build(family)
-    with running(model, NAME):
-        replies = replies_of(model, third(model), CONTEXTS)
-        first = replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        second = replies.ask(OTHERS, [NEW] * len(OTHERS))
-        assert replies.ask(QUESTIONS, [NEW] * len(QUESTIONS)) == first
-        assert replies_of(model, third(model), CONTEXTS).ask(OTHERS, [NEW] * len(OTHERS)) == second
-        assert first != second
-
-
-@families
-def test_a_question_is_forgotten_without_a_trace(family: str) -> None:
-    model = build(family)
-    with running(model, NAME):
-        replies = replies_of(model, third(model), CONTEXTS)
-        cache = replies.cache
-        entries, length = cache.entries(), cache.get_seq_length()
-        columns = {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned}
-        replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        assert torch.equal(cache.entries(), entries)
-        assert cache.get_seq_length() == length
-        assert {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned} == columns
-        for layer in cache.layers:
-            assert layer.get_seq_length() == length
-
-
-def test_replies_end_before_a_stop_token() -> None:
-    model = build("llama")
-    with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        stop = whole[1][2]
-        assert all(stop not in reply for reply in (whole[0], whole[2]))  # the others go on
-        cut = replies_of(model, third(model), CONTEXTS, {stop}).ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
-
-
-def test_a_batch_ends_when_all_its_replies_did() -> None:
-    model = build("llama")
-    calls: list[int] = []
-    with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).ask(QUESTIONS, [NEW] * len(QUESTIONS))
-        replies = replies_of(model, third(model), CONTEXTS, {reply[0] for reply in whole})
-        handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
-        assert replies.ask(QUESTIONS, [NEW] * len(QUESTIONS)) == [[], [], []]
-        handle.remove()
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_replies_are_as_long_as_allowed(count: int) -> None:
-    model = build("llama")
-    with running(model, NAME):
-        replies = replies_of(model, third(model), CONTEXTS)
-        short = replies.ask(QUESTIONS, [count] * len(QUESTIONS))
-        assert short == [reply[:count] for reply in replies.ask(QUESTIONS, [NEW] * len(QUESTIONS))]
-
-
-def test_nan_is_refused() -> None:
-    model = build("llama")
-    with torch.no_grad():
-        model.lm_head.weight[3] = float("inf")
-    with running(model, NAME), pytest.raises(IncompatibleError, match="NaN or infinite logits"):
-        replies_of(model, third(model), CONTEXTS)
-
-
-def test_left_padded() -> None:
-    ids, mask = left_padded([torch.tensor([5, 6]), torch.tensor([7]), torch.tensor([8, 9, 10])], 4, "cpu")
-    assert ids.tolist() == [[4, 5, 6], [4, 4, 7], [8, 9, 10]]
-    assert mask.tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8}), (0, {0, 2})])
@@ -272,3 +147,100 @@ def test_a_tokenizer_without_padding_token(model: LoadedModel) -> None:
     bare.tokenizer.pad_token = None
     expected = without_bytes(run(model, programs(model), [TASK], 4))
     assert without_bytes(run(bare, programs(model), [TASK], 4)) == expected
+
+
+# --- stop texts ------------------------------------------------------------------------------------------------------
+
+
+LONG = dataclasses.replace(
+    TASK,
+    rows=tuple(
+        dataclasses.replace(row, queries=tuple(dataclasses.replace(q, max_new_tokens=12) for q in row.queries))
+        for row in TASK.rows
+    ),
+)
+
+
+def by_question(samples: Sequence[Sample]) -> dict[tuple[str, str, int], Sample]:
+    return {(sample.method, sample.key, sample.question): sample for sample in samples}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+    """Of two words, so that no single token is one; some replies have it, some do not."""
+    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    told = whole["third", "3", 1].reply.split()
+    stop, never = f"{told[2]} {told[3]}", "anchor bell anchor"
+    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4, protocol=protocol)
+    ended = 0
+    for key, sample in by_question(stopped).items():
+        before, found, _ = whole[key].reply.partition(stop)
+        assert sample.reply == before
+        ended += bool(found)
+        assert sample.reply_tokens == (len((before + found).split()) if found else whole[key].reply_tokens)
+    assert 0 < ended < len(stopped)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+    one = dataclasses.replace(LONG, rows=LONG.rows[1:2])
+    full = {"full": full_cache(model.model)}
+    (whole,) = run(model, full, [one], 1, protocol=protocol)
+    stop = whole.reply.split()[1]
+    assert whole.reply_tokens == 12
+    fed: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: fed.append(1))
+    (cut,) = run(model, full, [dataclasses.replace(one, stops=(stop,))], 1, protocol=protocol)
+    handle.remove()
+    assert len(fed) == (3 if protocol == QUESTION_AGNOSTIC else 2)  # what is read, and one token of two
+    assert cut.most == whole.most - 10 * 8
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("place", ["context", "question"])
+def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str) -> None:
+    broken = tiny.loaded()
+    with torch.no_grad():
+        broken.model.model.embed_tokens.weight[WORDS.index("navy")] = float("nan")
+    clean = [
+        dataclasses.replace(
+            row,
+            context=row.context.replace("navy", "red"),
+            queries=tuple(dataclasses.replace(q, question=q.question.replace("navy", "red")) for q in row.queries),
+        )
+        for row in TASK.rows
+    ]
+    row = clean[2]
+    if place == "context":
+        clean[2], asked = dataclasses.replace(row, context=row.context + " navy"), 0
+    else:
+        queries = (row.queries[0], dataclasses.replace(row.queries[1], question="? navy"))
+        clean[2], asked = dataclasses.replace(row, queries=queries), 1
+    words = f"task listed, method full, example 2, question {asked}: the model emits NaN"
+    with pytest.raises(IncompatibleError, match=words):
+        run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
+
+
+@pytest.mark.parametrize("score", [float("nan"), 1.5, -0.1])
+def test_a_metric_out_of_its_range(model: LoadedModel, score: float) -> None:
+    class Odd(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return score
+
+    with pytest.raises(UsageError, match="task odd, example 0, question 0: the metric gives"):
+        run(model, programs(model), [Odd("odd", TASK.rows)], 1)
+
+
+def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:
+    samples = run(model, {"full": full_cache(model.model)}, [TASK], 4, max_length=70)
+    for row in TASK.rows:
+        mine = [sample for sample in samples if sample.key == row.key]
+        allowed = [query.max_new_tokens for query in row.queries]
+        longest = max(sample.prompt_tokens + limit for sample, limit in zip(mine, allowed, strict=True))
+        whole = len(row.context.split()) + 1
+        assert {sample.truncated for sample in mine} == {mine[0].context_tokens < whole}
+        assert longest == 70 if mine[0].truncated else longest < 70
+    assert {sample.truncated for sample in samples} == {True, False}

@@ -6,15 +6,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvsearch.evaluate.runner import Sample
-from kvsearch.evaluate.statistics import AVERAGE, Estimate, Row, summarize
+from kvsearch.errors import InternalError
+from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluate.statistics import AVERAGE, Difference, Estimate, Row, summarize
 
 
-def samples(scores: Sequence[Sequence[float]], method: str = "plan", task: str = "t") -> list[Sample]:
+def samples(
+    scores: Sequence[Sequence[float]], method: str = "plan", task: str = "t", category: str = "c"
+) -> list[Sample]:
     """One list of question scores per context."""
+    rest = ("", False, 100, 110, 3, 10, 1.0, 10, 0.5, 0.5)
     return [
-        Sample(task, method, str(context), question, "", score, 100, 10, 1.0, 10)
+        Sample(task, category, method, "question-agnostic", str(context), question, "", score, *rest)
         for context, row in enumerate(scores)
         for question, score in enumerate(row)
     ]
@@ -66,7 +72,7 @@ def paired(change: Callable[[float], float], seed: int = 0) -> Row:
 
 def test_identical_methods_do_not_differ() -> None:
     row = paired(lambda score: score)
-    assert row.differences == {"other": Estimate(0.0, 0.0, 0.0)}
+    assert row.differences == {"other": Difference(0.0, 0.0, 0.0, 0, 60, 0)}
     assert row.scores["plan"] == row.scores["other"]
     assert width(row.scores["plan"]) > 0.05
 
@@ -142,3 +148,67 @@ def test_intervals_are_plain_numbers() -> None:
     row = paired(lambda score: score / 3)
     for estimate in (*row.scores.values(), *row.differences.values()):
         assert {type(value) for value in (estimate.mean, estimate.low, estimate.high)} == {float}
+
+
+# --- worked by hand --------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_by_hand() -> None:
+    """Context A: 1, 0 against 0, 0; context B: 0.5 against 0.5. Resamples: A A 2/4, A B and B A 1/3, B B 0."""
+    made = samples([[1.0, 0.0], [0.5]]) + samples([[0.0, 0.0], [0.5]], "other")
+    (row,) = summarize(made, "plan")
+    assert row.differences["other"] == Difference(pytest.approx(1 / 3), 0.0, 0.5, 1, 2, 0)
+    assert row.scores["plan"] == Estimate(0.5, 0.5, 0.5)  # 2/4, 1.5/3 and 1/2
+    assert row.scores["other"] == Estimate(pytest.approx(0.5 / 3), 0.0, 0.5)
+    (other,) = summarize(made, "other")
+    assert other.differences["plan"] == Difference(pytest.approx(-1 / 3), -0.5, 0.0, 0, 2, 1)
+
+
+def test_categories_by_hand() -> None:
+    """The average is over tasks, not over categories."""
+    scores = {"a": ("x", 0.2, 0.4), "b": ("y", 1.0, 0.25), "c": ("x", 0.6, 0.6)}
+    made = [
+        sample
+        for task, (category, plan, other) in scores.items()
+        for sample in samples([[plan]] * 2, "plan", task, category) + samples([[other]] * 2, "other", task, category)
+    ]
+    rows = summarize(made, "plan")
+    assert [(row.task, row.kind, row.questions) for row in rows] == [
+        ("a", "task", 2), ("b", "task", 2), ("c", "task", 2), ("x", "category", 4), ("y", "category", 2),
+        ("average", "average", 6),
+    ]  # fmt: skip
+    assert [round(row.scores["plan"].mean, 6) for row in rows] == [
+        0.2,
+        1.0,
+        0.6,
+        0.4,
+        1.0,
+        0.6,
+    ]  # the average: of tasks
+    assert [round(row.scores["other"].mean, 6) for row in rows] == [0.4, 0.25, 0.6, 0.5, 0.25, 0.416667]
+    told = [row.differences["other"] for row in rows]
+    assert [round(found.mean, 6) for found in told] == [-0.2, 0.75, 0.0, -0.1, 0.75, 0.183333]
+    assert [(found.wins, found.ties, found.losses) for found in told] == [
+        (0, 0, 2), (2, 0, 0), (0, 2, 0), (0, 2, 2), (2, 0, 0), (2, 2, 2),
+    ]  # fmt: skip
+
+
+def test_one_category_needs_no_row() -> None:
+    made = samples([[1.0]], task="a") + samples([[0.0]], task="b")
+    assert [row.kind for row in summarize(made, "plan")] == ["task", "task", "average"]
+
+
+def test_methods_must_have_answered_the_same_questions() -> None:
+    with pytest.raises(InternalError, match="did not answer the same questions"):
+        summarize(samples([[1.0], [1.0]]) + samples([[1.0]], "other"), "plan")
+    with pytest.raises(InternalError, match="did not answer the same questions"):
+        summarize(samples([[1.0]]) * 2, "plan")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=12))
+def test_wins_and_losses_mirror_each_other(pairs: list[tuple[int, int]]) -> None:
+    made = samples([[a / 2] for a, _ in pairs]) + samples([[b / 2] for _, b in pairs], "other")
+    mine, theirs = summarize(made, "plan")[0].differences["other"], summarize(made, "other")[0].differences["plan"]
+    assert (mine.wins, mine.ties, mine.losses) == (theirs.losses, theirs.ties, theirs.wins)
+    assert mine.wins + mine.ties + mine.losses == len(pairs)
+    assert (mine.mean, mine.low, mine.high) == pytest.approx((-theirs.mean, -theirs.high, -theirs.low))

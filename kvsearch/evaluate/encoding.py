@@ -1,0 +1,190 @@
+"""The questions of a task in token ids: what is cut to fit the model and what is left out, both counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
+
+NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty answer"
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One question: its number within its example, and token ids [K] up to where the model takes over."""
+
+    number: int
+    query: Query
+    ids: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A context, token ids [T], and its questions. `truncated`: the middle of the context was cut out."""
+
+    key: str
+    context: Tensor
+    questions: tuple[Question, ...]
+    truncated: bool
+
+    def with_question(self, question: Question) -> Tensor:
+        """Token ids of everything before the reply; the same under every protocol."""
+        return torch.cat([self.context, question.ids])
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a task is asked."""
+
+    task: str
+    category: str
+    wanted: int  # contexts that the evaluation asked for
+    found: int  # contexts that the task has
+    contexts: int  # contexts with a usable question
+    truncated: int  # contexts whose middle was cut out
+    questions: int
+    excluded: dict[str, int]  # questions left out, by reason
+
+
+@dataclass(frozen=True, eq=False)
+class TaskPrompts:
+    """A task in token ids."""
+
+    task: Task
+    format: PromptFormat
+    prompts: tuple[Prompt, ...]
+    coverage: Coverage
+
+
+def encode_tasks(
+    loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int = 0, max_length: int | None = None
+) -> list[TaskPrompts]:
+    """Up to `samples` examples of every task, cut to what the model and `max_length` allow.
+
+    Raises:
+        UsageError: two tasks of one name, or a task without a usable question.
+        IncompatibleError: a question leaves no room for its context.
+    """
+    doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
+    if doubled:
+        raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
+    count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
+    return [encode(loaded.tokenizer, task, task.examples(samples, seed, count), samples, limit) for task in tasks]
+
+
+def counter(tokenizer: Any) -> TokenCount:
+    """How many tokens a text has, without special ones."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def most_tokens(model: Any, max_length: int | None = None) -> int | None:
+    """How many tokens prompt and reply may have together: what the model takes, or `max_length` where that is less."""
+    limits = [limit for limit in (describe(model).max_positions, max_length) if limit]
+    return min(limits, default=None)
+
+
+def encode(
+    tokenizer: Any, task: Task, examples: Sequence[Example], wanted: int | None = None, limit: int | None = None
+) -> TaskPrompts:
+    """Examples in token ids, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`."""
+    _check(task, examples)
+    form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
+    prompts = tuple(_prompts(form, examples, limit, excluded))
+    if not prompts:
+        raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
+    coverage = Coverage(
+        task.name,
+        task.category,
+        wanted=len(examples) if wanted is None else wanted,
+        found=len(examples),
+        contexts=len(prompts),
+        truncated=sum(prompt.truncated for prompt in prompts),
+        questions=sum(len(prompt.questions) for prompt in prompts),
+        excluded=dict(sorted(excluded.items())),
+    )
+    return TaskPrompts(task, form, prompts, coverage)
+
+
+def listed(excluded: dict[str, int]) -> str:
+    """Reasons and counts in words, for people."""
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(excluded.items()))
+
+
+def middle_cut(ids: Tensor, lead: int, room: int) -> Tensor:
+    """At most `room` of the token ids [T]: the first `lead`, and of the others half from the head, half from the tail.
+
+    An odd one goes to the head.
+    """
+    if len(ids) <= room:
+        return ids
+    tail = (room - lead) // 2
+    return torch.cat([ids[: room - tail], ids[len(ids) - tail :]])
+
+
+def _check(task: Task, examples: Sequence[Example]) -> None:
+    if "" in task.stops:
+        raise UsageError(f"task {task.name} stops at an empty text: every reply would end at once")
+    silent = [example.key for example in examples if not example.queries]
+    if silent:
+        raise UsageError(f"task {task.name}, example {silent[0]}: a context without questions")
+    doubled = [key for key, times in Counter(example.key for example in examples).items() if times > 1]
+    if doubled:
+        raise UsageError(f"task {task.name}: two examples have the key {doubled[0]!r}, keys must be unique")
+
+
+def _prompts(
+    form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
+) -> Iterator[Prompt]:
+    for example in examples:
+        try:
+            whole = form.context(example.context)[0]
+        except EmptyTextError:
+            excluded[NO_CONTEXT] += len(example.queries)
+            continue
+        questions = tuple(_questions(form, example, excluded))
+        if questions:
+            context = whole if limit is None else _fitted(form, example, whole, questions, limit)
+            yield Prompt(example.key, context, questions, len(context) < len(whole))
+
+
+def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
+    for number, query in enumerate(example.queries):
+        ids = form.question(query.question, query.prefix)[0]
+        if not len(ids):
+            excluded[NO_QUESTION] += 1
+        elif _has_empty_answer(form, query):  # metrics that look for an answer in the reply would always find it
+            excluded[NO_ANSWER] += 1
+        else:
+            yield Question(number, query, ids)
+
+
+def _has_empty_answer(form: PromptFormat, query: Query) -> bool:
+    try:
+        for answer in query.answers:
+            form.answer(answer, query.prefix)
+    except EmptyTextError:
+        return True
+    return False
+
+
+def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:
+    """The context cut so that the longest of its questions fits; all of them, under any protocol, see the same."""
+    longest = max(questions, key=lambda question: len(question.ids) + question.query.max_new_tokens)
+    room = limit - len(longest.ids) - longest.query.max_new_tokens
+    if room < min(len(context), form.lead + 2):
+        raise IncompatibleError(
+            f"task {example.task}, example {example.key}, question {longest.number}: {len(longest.ids)} tokens and a "
+            f"reply of up to {longest.query.max_new_tokens} leave no room for the context within {limit} tokens: "
+            "shorten them or raise the limit"
+        )
+    return middle_cut(context, form.lead, room)

@@ -1,0 +1,142 @@
+"""Greedy replies of a compressed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.runtime import PlanCache
+from kvsearch.runtime.cache import CacheMark
+
+Finished = Callable[[list[int]], bool]
+
+
+class NonFiniteError(IncompatibleError):
+    """The logits of sequence `row` of a batch are no numbers."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__("the model emits NaN or infinite logits: check its dtype and weights")
+        self.row = row
+
+
+class Replies:
+    """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
+
+    Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
+    the token that makes `finished` true of it (None: nothing does).
+
+    Raises:
+        IncompatibleError: a prompt is longer than the model takes.
+        NonFiniteError: from the constructor and from both kinds of reply.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PlanCache,
+        prompts: Sequence[Tensor],
+        pad: int,
+        stop: set[int],
+        finished: Finished | None = None,
+    ) -> None:
+        self.model, self.cache, self.pad, self.stop, self.finished = model, cache, pad, stop, finished
+        ids, self.mask = left_padded(prompts, pad, model.device)
+        limit = describe(model).max_positions
+        if limit and ids.shape[1] >= limit:
+            raise IncompatibleError(f"a context has {ids.shape[1]} tokens, the model takes at most {limit}: shorten it")
+        self.lengths = self.mask.sum(-1, keepdim=True)
+        self._first = self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
+        self._compressed: CacheMark | None = None
+        self.most = [0] * len(prompts)  # entries held at a time while the last replies were made
+
+    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """One question per sequence, any number of times: no question sees another.
+
+        Raises:
+            UsageError: questions of different lengths, where padding between context and question would take the place
+                of tokens in the model's sliding windows.
+        """
+        if has_windows(self.model) and len({len(question) for question in questions}) > 1:
+            raise UsageError("questions of different lengths cannot share a batch on a model with sliding windows")
+        if self._compressed is None:
+            self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+            self._compressed = self.cache.mark()
+        ids, mask = left_padded(questions, self.pad, self.model.device)
+        positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
+        seen = torch.cat([self.mask, mask], 1)
+        first = self._forward(ids, seen, positions)
+        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens)
+        self.cache.rewind(self._compressed)
+        return replies
+
+    def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """What follows the prompts themselves, once; their last logits give the first token."""
+        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens)
+
+    def _generate(self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """Replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
+        replies: list[list[int]] = [[] for _ in max_new_tokens]
+        running = list(range(len(replies)))
+        while True:
+            tokens = ids[:, 0].tolist()
+            for row in running:
+                replies[row].append(tokens[row])
+            ended = [row for row in running if self._ended(replies[row], max_new_tokens[row])]
+            if ended:
+                self._count(ended)
+            running = [row for row in running if row not in ended]
+            if not running:
+                return [reply[:-1] if reply[-1] in self.stop else reply for reply in replies]
+            seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
+            ids = self._forward(ids, seen, positions)
+
+    def _ended(self, reply: list[int], limit: int) -> bool:
+        if reply[-1] in self.stop or len(reply) >= limit:
+            return True
+        return self.finished is not None and self.finished(reply)
+
+    def _count(self, ended: Sequence[int]) -> None:
+        """Note the most entries held at a time for the sequences whose reply has ended."""
+        most = self._most_entries()
+        for row in ended:
+            self.most[row] = most[row]
+
+    def _most_entries(self) -> list[int]:
+        """The most entries held at a time so far, per sequence; layers outside the plan hold every token."""
+        planned = self.cache.most_entries().sum((0, 2))
+        shape = describe(self.model)
+        tokens = self.cache.get_seq_length() - self.mask.shape[1] + self.lengths[:, 0].cpu()
+        unplanned = (len(shape.full_layers) - len(self.cache.planned)) * shape.kv_heads
+        return [int(most) for most in planned + unplanned * tokens]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+            ).logits
+        finite = logits[:, -1].isfinite().all(-1)
+        if not bool(finite.all()):
+            raise NonFiniteError(int((~finite).nonzero()[0]))
+        chosen: Tensor = logits[:, -1:].argmax(-1)
+        return chosen
+
+
+def has_windows(model: Any) -> bool:
+    """Whether some layers of a model see a sliding window only."""
+    shape = describe(model)
+    return len(shape.full_layers) < shape.layers
+
+
+def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
+    return ids.to(device), mask.to(device)
