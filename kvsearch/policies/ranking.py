@@ -7,6 +7,8 @@ first stage): `keep_under` applies that at given budgets, `rank_under` finds the
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -52,13 +54,36 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
     """Scores [B, Hkv, T] whose best entries are those kept at `budgets` [B, Hkv]: the first stage's score +inf."""
-    scores = policy.score(observation)
+    scores = scored(policy, observation)
     first = policy.first_stage(observation)
     if first is None:
         return scores
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.window_count)
     taken = torch.minimum(policy.quota(budgets), budgets)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
+
+
+def scored(policy: Policy, observation: Observation) -> Tensor:
+    """The policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried."""
+    return observation.shared(("scores", _identity(policy)), lambda: policy.score(observation))
+
+
+def rank_scored(policy: Policy, observation: Observation) -> Tensor:
+    """Rank of every entry by the policy's score alone, [B, Hkv, T] int32, computed once per observation."""
+
+    def rank() -> Tensor:
+        return rank_entries(scored(policy, observation), observation.valid, policy.sink_count, policy.window_count)
+
+    return observation.shared(("ranks", _identity(policy)), rank)
+
+
+def _identity(policy: Policy) -> Hashable:
+    """What equal policies have in common; only the object itself where parameters cannot be hashed."""
+    try:
+        hash(policy)
+    except TypeError:
+        return id(policy)
+    return policy
 
 
 def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
@@ -69,8 +94,11 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
     budgets = budgets.to(observation.keys.device)
     lengths = observation.lengths[:, None]
     budgets = torch.where(policy.exempt(budgets, lengths.expand_as(budgets)), lengths, budgets)
-    scores = scores_at(policy, observation, budgets)
-    ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
+    if policy.first_stage(observation) is None:
+        ranks = rank_scored(policy, observation)
+    else:
+        scores = scores_at(policy, observation, budgets)
+        ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
     return keep_mask(ranks, budgets, observation.valid)
 
 
@@ -80,7 +108,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     At every budget, the entries ranked below it are those of `keep_under`.
     """
     valid, sinks, window = observation.valid, policy.sink_count, policy.window_count
-    ranks = rank_entries(policy.score(observation), valid, sinks, window)
+    ranks = rank_scored(policy, observation)
     first = policy.first_stage(observation)
     if first is None:
         return ranks

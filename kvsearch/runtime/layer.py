@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
+from kvsearch.policies.base import Needs, Observation
 from kvsearch.runtime.attention import (
     NAME,
     Logits,
@@ -77,9 +78,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._collector = self._new_collector()
 
     def _new_collector(self) -> Collector:
+        return Collector(self.needs(), self.rotary)
+
+    def needs(self) -> list[Needs]:
+        """What eviction must be given of the prompt."""
         needs = [] if self.prefill is None else [self.prefill.policy.needs()]
         needs += [] if self.decode is None else [decode_needs(self.decode.policy)]
-        return Collector(needs + ([] if self.sharing is None else self.sharing.needs(self.index)), self.rotary)
+        return needs + ([] if self.sharing is None else self.sharing.needs(self.index))
 
     @property
     def is_croppable(self) -> bool:
@@ -275,13 +280,16 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             return output
         if not bool(valid[:, -1].all()):
             raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
-        observation = self._collector.observation(key, value, valid, positions, logits, self.index)
+        self.conclude(self._collector.observation(key, value, valid, positions, logits, self.index))
+        self._dense, self._collector = None, self._new_collector()
+        return output
+
+    def conclude(self, observation: Observation) -> None:
+        """The prompt has passed: evict, or state what this layer wants of what all layers share."""
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode, self.rotary)
         else:
             self.sharing.end(self, observation, self.rotary)
-        self._dense, self._collector = None, self._new_collector()
-        return output
 
     def _logits(self, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
         projection = OutputProjection(module, query.shape[1], key.shape[1])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.runtime.slots import Source
-from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, right_aligned
+from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, regrouped, right_aligned
 
 Ints = NDArray[np.int64]
 
@@ -47,22 +46,6 @@ class Part:
         block = Block(old.segments[index], old.keys[where], old.values[where], positions, width, padded)
         state = {name: tensor[where] for name, tensor in self.state.items()}
         return Part(block, self.ranks[where], state, counts[rows])
-
-    def narrowed(self, rows: Ints, width: int) -> Part:
-        """Some rows in `width` columns, which must hold their entries."""
-        index = torch.from_numpy(rows).to(self.ranks.device)
-
-        def cut(tensor: Tensor, empty: int) -> Tensor:
-            chosen = tensor[index, -width:]
-            missing = width - chosen.shape[1]
-            front = chosen.new_full((len(rows), missing, *chosen.shape[2:]), empty)
-            return torch.cat([front, chosen], 1) if missing else chosen
-
-        old = self.block
-        padded = bool((self.counts[rows] < width).any())
-        block = Block(old.segments[index], cut(old.keys, 0), cut(old.values, 0), cut(old.positions, -1), width, padded)
-        state = {name: cut(tensor, 0) for name, tensor in self.state.items()}
-        return Part(block, cut(self.ranks, 0), state, self.counts[rows])
 
 
 @dataclass
@@ -107,8 +90,8 @@ class Pool:
 
     def store(self) -> RaggedStore:
         """What is held, as storage that tokens can be appended to."""
-        self._regroup()
-        return RaggedStore([part.block for part in self.parts], self.heads, self.tokens, len(set(self.lengths)) == 1)
+        blocks = regrouped([part.block for part in self.parts])
+        return RaggedStore(blocks, self.heads, self.tokens, len(set(self.lengths)) == 1)
 
     def sources(self) -> list[Source]:
         """What is held, as the storage of a decode phase takes it."""
@@ -122,38 +105,6 @@ class Pool:
         state = State(part.state, {name: tensor[names] for name, tensor in self.per_head.items()})
         cached = Cached(block.keys, block.values, block.positions.long(), state, self.layer, names % self.heads)
         return Source(names.cpu().numpy(), cached, order, part.counts, self.tokens.long()[names // self.heads])
-
-    def _regroup(self) -> None:
-        """Put segments of nearly equal counts together again, if that makes fewer blocks for attention to call."""
-        counts = np.concatenate([part.counts for part in self.parts])
-        groups = bucket(counts.tolist())
-        if len(groups) >= len(self.parts):
-            return
-        home = np.concatenate([np.full(len(part.counts), number) for number, part in enumerate(self.parts)])
-        row = np.concatenate([np.arange(len(part.counts)) for part in self.parts])
-        self.parts = [self._joined(np.array(group), home, row, int(counts[group].max())) for group in groups]
-
-    def _joined(self, group: Ints, home: Ints, row: Ints, width: int) -> Part:
-        pieces = [self.parts[p].narrowed(row[group[home[group] == p]], width) for p in np.unique(home[group])]
-        segments = torch.cat([piece.block.segments for piece in pieces])
-        order = torch.argsort(segments)
-
-        def both(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.cat(list(tensors))[order]
-
-        blocks = [piece.block for piece in pieces]
-        block = replace(
-            blocks[0],
-            segments=segments[order],
-            keys=both([b.keys for b in blocks]),
-            values=both([b.values for b in blocks]),
-            positions=both([b.positions for b in blocks]),
-            padded=any(b.padded for b in blocks),
-            _bias=None,
-        )
-        counts = np.concatenate([piece.counts for piece in pieces])[order.cpu().numpy()]
-        state = {name: both([piece.state[name] for piece in pieces]) for name in pieces[0].state}
-        return Part(block, both([piece.ranks for piece in pieces]), state, counts)
 
     def nbytes(self) -> int:
         """Bytes of storage allocated: entries, ranks and state."""

@@ -28,6 +28,7 @@ class Replay:
     """What came of K tokens in one layer."""
 
     outputs: Tensor  # [B, Hq, K, Dv] attention outputs
+    shown: Tensor  # [B, Hkv, K, T + K] bool, what each token attended to: the prompt's entries, then the tokens'
     kept: list[list[list[int]]]  # per sequence and kv head: token indices held at the end, ascending
     most: Tensor  # [B, Hkv] int64, the most entries held at a time
 
@@ -100,13 +101,18 @@ class _Course:
                 if changing:
                     outputs.append(weights.to(self.cached.values.dtype) @ self.cached.values)
             self._evict(self.rule, self.limits, token, row)
+        mask = torch.stack(shown, 1)
         if scores is not None:
-            mask = torch.stack(shown, 1)[:, None]
-            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(self.cached.values.dtype)
+            weights = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).to(self.cached.values.dtype)
             result = (weights.flatten(1, 2) @ self.cached.values).view(*weights.shape[:3], -1)
         else:
             result = torch.stack(outputs, 2)
-        return Replay(result.reshape(self.batch, -1, *result.shape[2:]), self._kept(), self._shaped(self.most))
+        return Replay(
+            result.reshape(self.batch, -1, *result.shape[2:]),
+            mask.view(self.batch, self.heads, *mask.shape[1:]),
+            self._kept(),
+            self._shaped(self.most),
+        )
 
     def _scores(self, tokens: slice) -> Tensor:
         """Attention logits of some tokens over all columns, [S, G, k, T + K] fp32."""

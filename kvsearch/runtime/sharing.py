@@ -18,9 +18,10 @@ from torch import Tensor
 
 from kvsearch.budgets.dynamic import Allocation, Order, Shares, Wish
 from kvsearch.errors import IncompatibleError
-from kvsearch.policies import Observation, Policy, rank_entries, rank_under
+from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.policies.decoding import State
+from kvsearch.policies.ranking import rank_scored, scored
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict
@@ -108,7 +109,7 @@ class Sharing:
         index, layers = layer.index, self.program.layers
         if index == layers[0]:
             self._begin(observation)
-        wished = _Wished(self.allocation, self._policy(index), observation)
+        wished = Wished(self.allocation, self._policy(index), observation)
         for phase in self._phases:
             if phase is not None and index in phase.rows:
                 wished.tell(phase, index)
@@ -148,7 +149,7 @@ class Sharing:
         return evict(observation, rule(self._phases.prefill), rule(self._phases.decode), rotary)
 
     def _pool(
-        self, index: int, observation: Observation, wished: _Wished, rotary: Rotary
+        self, index: int, observation: Observation, wished: Wished, rotary: Rotary
     ) -> tuple[Pool, DecodeRule | None]:
         rule, state = None, State()
         decode, prefill = self._phases.decode, self._phases.prefill
@@ -191,13 +192,13 @@ def _unknown(observation: Observation) -> Tensor:
     return torch.full(observation.keys.shape[:2], NO_CAP)
 
 
-class _Wished:
-    """The scores of one layer, as its wishes need them."""
+class Wished:
+    """What the wishes of one layer rest on: its entries by score, and how much it wants; per sequence of a batch."""
 
     def __init__(self, allocation: Allocation, policy: Policy, observation: Observation) -> None:
         self.allocation, self.policy, self.observation = allocation, policy, observation
-        scores = policy.score(observation)
-        self.by_score = rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
+        scores = scored(policy, observation)
+        self.by_score = rank_scored(policy, observation)
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
         self.ordered = torch.empty_like(scores).scatter_(-1, self.by_score.long(), scores)
         self.lengths: list[int] = observation.lengths.tolist()
@@ -219,15 +220,25 @@ class _Wished:
 
     def tell(self, phase: PhaseShares, layer: int) -> None:
         """State the wish of every sequence."""
-        for sequence, length in enumerate(self.lengths):
-            order: Order = np.zeros(0, dtype=np.uint8)
-            if self.allocation.shares_heads:
-                order = self._order(sequence, length, phase.floor(sequence, layer), phase.open_to(sequence, layer))
-            phase.add(sequence, layer, Wish(self.weights[sequence], order))
+        for sequence in range(len(self.lengths)):
+            floor, free = phase.floor(sequence, layer), phase.open_to(sequence, layer)
+            phase.add(sequence, layer, self.wish(sequence, floor, free))
 
-    def _order(self, sequence: int, length: int, floor: int, free: int) -> Order:
+    def wish(self, sequence: int, floor: int, free: int) -> Wish:
+        """The wish of a sequence whose heads have `floor` entries each, for at least `free` entries beyond them.
+
+        Raises:
+            IncompatibleError: heads are compared, and scores are not finite.
+        """
+        order: Order = np.zeros(0, dtype=np.uint8)
+        if self.allocation.shares_heads:
+            order = self._order(sequence, floor, free)
+        return Wish(self.weights[sequence], order)
+
+    def _order(self, sequence: int, floor: int, free: int) -> Order:
         key = (sequence, floor, free)
         if key not in self._orders:
+            length = self.lengths[sequence]
             ranked = self.ordered[sequence, :, max(floor, self.policy.protected(length)) : length]
             if not bool(ranked.isfinite().all()):
                 raise IncompatibleError(

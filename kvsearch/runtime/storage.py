@@ -11,8 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from kvsearch.errors import InternalError
 
 WASTE = 1 / 64  # padding allowed inside blocks, as a share of the entries of the layer
 GROWTH = 1 / 8
@@ -77,6 +81,29 @@ class Block:
         keys, values, positions = self.keys[rows], self.values[rows], self.positions[rows]
         return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None)
 
+    def narrowed(self, rows: NDArray[np.int64], width: int) -> Block:
+        """Some rows in `width` columns, which must hold all of their entries."""
+        index = torch.from_numpy(rows).to(self.keys.device)
+
+        def cut(tensor: Tensor, empty: int) -> Tensor:
+            chosen = tensor[index, max(self.end - width, 0) : self.end]
+            missing = width - chosen.shape[1]
+            front = chosen.new_full((len(rows), missing, *chosen.shape[2:]), empty)
+            return torch.cat([front, chosen], 1) if missing else chosen
+
+        keys, values, positions = cut(self.keys, 0), cut(self.values, 0), cut(self.positions, -1)
+        return Block(self.segments[index], keys, values, positions, width, padded=True)
+
+    @classmethod
+    def stacked(cls, blocks: Sequence[Block], padded: bool) -> Block:
+        """The segments of blocks of one width together, in ascending order."""
+        segments = torch.cat([block.segments for block in blocks])
+        order = torch.argsort(segments)
+        keys, values, positions = (
+            torch.cat([getattr(block, name) for block in blocks])[order] for name in ("keys", "values", "positions")
+        )
+        return cls(segments[order], keys, values, positions, blocks[0].end, padded)
+
 
 class Segmented:
     """Segments (sequence * Hkv + kv head) spread over blocks; `names` [S] per block says which are where."""
@@ -120,6 +147,19 @@ class RaggedStore(Segmented):
         lengths, lasting = counts[: batch * heads], counts[batch * heads :]
         blocks = [block for block, _ in dense_blocks(keys, values, keep, index, lengths)]
         return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
+
+    @classmethod
+    def joined(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
+        """The sequences of several stores as one batch, in their order; nothing may have been appended to them."""
+        heads, blocks, first = stores[0].heads, [], 0
+        for store in stores:
+            if store.appended:
+                raise InternalError("stores that have taken in tokens cannot be joined")
+            blocks += [replace(block, segments=block.segments + first * heads) for block in store.blocks]
+            first += store.batch
+        tokens = torch.cat([store.tokens for store in stores])
+        even = all(store.even for store in stores) and len({int(store.tokens[0]) for store in stores}) == 1
+        return cls(regrouped(blocks), heads, tokens, even)
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
         """Add q tokens to every segment.
@@ -209,6 +249,22 @@ class RaggedStore(Segmented):
             for tensor in (block.keys, block.values, block.positions, block._bias)
             if tensor is not None
         )
+
+
+def regrouped(blocks: list[Block]) -> list[Block]:
+    """The same segments in as few blocks as is economical, if that is fewer: attention is one call for each."""
+    counts = np.concatenate([(block.positions[:, : block.end] >= 0).sum(-1).cpu().numpy() for block in blocks])
+    groups = bucket(counts.tolist())
+    if len(groups) >= len(blocks):
+        return blocks
+    home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
+    row = np.concatenate([np.arange(len(block.segments)) for block in blocks])
+    made = []
+    for members in groups:
+        group, width = np.array(members), int(counts[members].max())
+        parts = [blocks[b].narrowed(row[group[home[group] == b]], width) for b in np.unique(home[group])]
+        made.append(Block.stacked(parts, padded=bool((counts[group] < width).any())))
+    return made
 
 
 def dense_blocks(

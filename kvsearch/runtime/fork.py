@@ -1,0 +1,97 @@
+"""One prefill for many plans: what eviction leaves under each of them, as it would be alone.
+
+Evicting after a layer's own attention over the prompt changes nothing that later layers compute, so one forward pass
+over the prompt serves every plan. What several plans want of a layer (scores, ranks) is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.policies import Observation
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.cache import PlanCache, stock_layers
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.storage import RaggedStore
+
+
+class ForkLayer(EvictingLayer):
+    """Shows the dense prompt to the model and hands it to the same layer of several caches."""
+
+    def __init__(self, index: int, targets: Sequence[Any], model: Any) -> None:
+        self.targets = targets
+        config = text_config(model)
+        super().__init__(index, None, None, lambda: str(config._attn_implementation), rotary(model))
+
+    def needs(self) -> list[Needs]:
+        """What all targets need."""
+        return [need for target in self.targets if isinstance(target, EvictingLayer) for need in target.needs()]
+
+    def conclude(self, observation: Observation) -> None:
+        """Let every target evict; those without a plan take the prompt as it is."""
+        for target in self.targets:
+            if isinstance(target, EvictingLayer):
+                target.lazy_initialization(observation.keys, observation.values)
+                target.seen = self.seen
+                target.conclude(observation)
+            else:
+                target.update(observation.keys, observation.values)
+
+
+def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """Run the prompt `ids` [B, T] once and leave every (empty) cache as if it had been run under it alone.
+
+    `mask` [B, T] is 0 where padding (on the left), `positions` [B, T] are the rotary positions. The model must run the
+    attention implementation "kvsearch".
+
+    Returns:
+        Logits of the last position, [B, 1, V].
+
+    Raises:
+        UsageError: a cache is not empty.
+    """
+    if any(cache.get_seq_length() for cache in caches):
+        raise UsageError("a prompt is shared by empty caches only: make new ones")
+    shape, layers = describe(model), stock_layers(model)
+    for index in shape.full_layers:
+        layers[index] = ForkLayer(index, [cache.layers[index] for cache in caches], model)
+    shared = Cache(layers=layers)
+    with torch.no_grad():
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=shared, logits_to_keep=1
+        )
+    for index, layer in enumerate(shared.layers):
+        if not isinstance(layer, ForkLayer):
+            for cache in caches:
+                cache.layers[index] = copy(layer)  # these layers replace their tensors and never write into them
+    logits: Tensor = output.logits
+    return logits
+
+
+def can_join(cache: PlanCache) -> bool:
+    """Whether a cache can become part of a larger batch: nothing leaves it while decoding."""
+    return all(isinstance(layer.holder, RaggedStore) for layer in cache.planned.values())
+
+
+def joined(caches: Sequence[PlanCache]) -> PlanCache:
+    """Caches that hold the same prompts under different plans as one, with the sequences of all of them as its batch.
+
+    The caches must plan the same layers and `can_join`; they are used up.
+    """
+    whole = caches[0]
+    for index, layer in enumerate(whole.layers):
+        others = [cache.layers[index] for cache in caches]
+        if isinstance(layer, EvictingLayer):
+            layer.holder = RaggedStore.joined([other.holder for other in others])
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None:
+            layer.keys = torch.cat([other.keys for other in others])
+            layer.values = torch.cat([other.values for other in others])
+    return whole

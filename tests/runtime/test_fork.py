@@ -1,0 +1,147 @@
+"""One prefill for many plans leaves every cache as a prefill of its own would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.budgets.adaptive import AdaKV
+from kvsearch.budgets.entropy import LAVa
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.fork import can_join, joined, prefill_all
+from kvsearch.runtime.program import PhaseProgram
+
+from ..families import DEVICES, FAMILIES, build, prompts
+from .helpers import assert_close, keep_everything, running
+from .policies import SMALL
+from .test_sharing import go_on, read
+
+
+def programs(model: Any) -> list[Program]:
+    """Plans of many kinds: several policies, phases and allocations, one that governs the second half only."""
+    layers = describe(model).full_layers
+
+    def phase(policy: Policy, budget: int, of: tuple[int, ...] = layers) -> PhaseProgram:
+        return PhaseProgram(
+            dict.fromkeys(of, policy), lambda _: budget + np.arange(len(of))[:, None] + np.array([[0, 2]])
+        )
+
+    snapkv, lava, h2o = SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"], create_policy("lava"), SMALL["h2o"]
+    small = create_policy("lava", {"window": 3, "kernel": 3})
+    return [
+        keep_everything(model),
+        Program(phase(snapkv, 9)),
+        Program(phase(snapkv, 14)),
+        Program(phase(h2o, 9), phase(h2o, 9)),
+        Program(None, phase(SMALL["tova"], 12)),
+        Program(phase(small, 9), allocation=LAVa()),
+        Program(phase(snapkv, 9), allocation=AdaKV()),
+        Program(phase(small, 9), phase(small, 9), LAVa()),
+        Program(phase(snapkv, 9, layers[len(layers) // 2 :])),
+        Program(phase(lava, 35)),
+        Program(phase(SMALL["criticalkv{'window': 2, 'kernel': 3}"], 9)),
+    ]
+
+
+def fork(model: Any, made: list[Program], ids: Tensor, mask: Tensor) -> tuple[list[PlanCache], Tensor]:
+    caches = [PlanCache(model, program) for program in made]
+    with running(model, NAME):
+        logits = prefill_all(model, caches, ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    return caches, logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_it_is_as_if_every_plan_had_run_alone(family: str, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 40, pads=9, device=device)
+    made = programs(model)
+    if describe(model).kv_heads != 2:
+        pytest.fail("the budgets of this test are for two kv heads")
+    caches, logits = fork(model, made, ids, mask)
+    for number, (cache, program) in enumerate(zip(caches, made, strict=True)):
+        alone = read(model, program, ids, mask)
+        assert cache.get_seq_length() == alone.get_seq_length() == 40
+        assert cache.entries().tolist() == alone.entries().tolist(), number
+        for layer in alone.planned:
+            for row in range(2):
+                for head in range(2):
+                    assert cache.kept_positions(layer, row, head) == alone.kept_positions(layer, row, head), number
+        ours, theirs = (go_on(model, one, ids[:, :5], mask) for one in (cache, alone))
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other), number
+    with running(model, NAME), torch.no_grad():
+        expected = model(
+            ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=PlanCache(model, made[0]), logits_to_keep=1,
+        ).logits  # fmt: skip
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_joined_caches_answer_as_each_does(family: str, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 40, pads=9, device=device)
+    made = [program for program in programs(model) if program.decode is None]
+    made = [program for program in made if program.layers == describe(model).full_layers]
+    caches, _ = fork(model, made, ids, mask)
+    apart, _ = fork(model, made, ids, mask)
+    assert all(can_join(cache) for cache in caches)
+    entries = torch.cat([cache.entries() for cache in caches], 1)
+    whole = joined(caches)
+    assert whole.entries().tolist() == entries.tolist()
+    count = len(made)
+    for cache in (whole, *apart):
+        cache.activate_past_recording()
+    mark = whole.mark()
+    for _ in range(2):  # the second time after going back
+        together = go_on(model, whole, ids[:, :5].repeat(count, 1), mask.repeat(count, 1))
+        for number, cache in enumerate(apart):
+            back = cache.mark()
+            for mine, other in zip(together, go_on(model, cache, ids[:, :5], mask), strict=True):
+                assert_close(mine[2 * number : 2 * number + 2], other)
+            cache.rewind(back)
+        whole.rewind(mark)
+
+
+def test_a_cache_that_evicts_while_decoding_cannot_join() -> None:
+    model = build("llama")
+    caches, _ = fork(model, programs(model)[2:4], *prompts(1, 30))
+    assert [can_join(cache) for cache in caches] == [True, False]
+
+
+def test_equal_policies_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    policy = type(SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"])
+    calls: list[int] = []
+    score = policy.score
+
+    def counted(self: Any, observation: Observation) -> Tensor:
+        calls.append(observation.layer)
+        return score(self, observation)
+
+    monkeypatch.setattr(policy, "score", counted)
+    made = [
+        Program.uniform(model, create_policy("snapkv", {"window": 4}), lambda _, budget=budget: budget)  # type: ignore[misc]
+        for budget in range(5, 15)
+    ]
+    fork(model, made, *prompts(1, 30))
+    assert calls == [0, 1, 2, 3]
+
+
+def test_caches_in_use_are_refused() -> None:
+    model = build("llama")
+    program = programs(model)[1]
+    cache = read(model, program, *prompts(1, 30))
+    with running(model, NAME), pytest.raises(UsageError, match="shared by empty caches only"):
+        ids, mask = prompts(1, 30)
+        prefill_all(model, [cache], ids, mask, mask.cumsum(-1) - 1)
