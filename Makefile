@@ -30,6 +30,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_policies.py
 	$(BIN)/python benchmarks/bench_policies.py --bundled
 	$(BIN)/python benchmarks/bench_allocation.py
+	$(BIN)/python benchmarks/bench_evaluation.py
 
 # About an hour on two cores.
 train: setup

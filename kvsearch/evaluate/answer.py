@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsearch.errors import UsageError
+from kvsearch.evaluate.bank import held_entries, read
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.replies import Replies
-from kvsearch.evaluate.runner import held_entries, stop_tokens
+from kvsearch.evaluate.runner import stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.plan import Plan
@@ -94,7 +94,7 @@ def answer(
     shape = describe(loaded.model)
     with running(loaded.model):
         cache = PlanCache(loaded.model, program, exact=exact)
-        replies = Replies(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
+        replies = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
         entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
         sliding = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
         tokens = replies.ask([question[0]], [max_new_tokens])[0]

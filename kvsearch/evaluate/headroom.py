@@ -65,8 +65,7 @@ def headroom(
         for done, (task, example) in enumerate(examples):
             prompts = _usable(loaded, task, example)
             batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
-            for method, program in _programs(loaded, task, example, ratio):
-                results += answer_all(loaded, prompts, batch, method, program)
+            results += answer_all(loaded, prompts, batch, dict(_programs(loaded, task, example, ratio)))
             if progress is not None:
                 progress(done + 1, len(examples))
     return results

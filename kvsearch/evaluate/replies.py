@@ -30,29 +30,27 @@ class Replies:
     Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
     the token that makes `finished` true of it (None: nothing does).
 
+    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them.
+
     Raises:
-        IncompatibleError: a prompt is longer than the model takes.
-        NonFiniteError: from the constructor and from both kinds of reply.
+        NonFiniteError: from both kinds of reply.
     """
 
     def __init__(
         self,
         model: Any,
         cache: PlanCache,
-        prompts: Sequence[Tensor],
+        mask: Tensor,
+        first: Tensor,
         pad: int,
         stop: set[int],
         finished: Finished | None = None,
     ) -> None:
-        self.model, self.cache, self.pad, self.stop, self.finished = model, cache, pad, stop, finished
-        ids, self.mask = left_padded(prompts, pad, model.device)
-        limit = describe(model).max_positions
-        if limit and ids.shape[1] >= limit:
-            raise IncompatibleError(f"a context has {ids.shape[1]} tokens, the model takes at most {limit}: shorten it")
-        self.lengths = self.mask.sum(-1, keepdim=True)
-        self._first = self._forward(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
+        self.model, self.cache, self.mask, self._first = model, cache, mask, first
+        self.pad, self.stop, self.finished = pad, stop, finished
+        self.lengths = mask.sum(-1, keepdim=True)
         self._compressed: CacheMark | None = None
-        self.most = [0] * len(prompts)  # entries held at a time while the last replies were made
+        self.most = [0] * len(mask)  # entries held at a time while the last replies were made
 
     def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
         """One question per sequence, any number of times: no question sees another.
@@ -119,11 +117,23 @@ class Replies:
             logits = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
             ).logits
-        finite = logits[:, -1].isfinite().all(-1)
-        if not bool(finite.all()):
-            raise NonFiniteError(int((~finite).nonzero()[0]))
-        chosen: Tensor = logits[:, -1:].argmax(-1)
-        return chosen
+        return next_tokens(logits)
+
+
+def next_tokens(logits: Tensor) -> Tensor:
+    """The likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
+    finite = logits[:, -1].isfinite().all(-1)
+    if not bool(finite.all()):
+        raise NonFiniteError(int((~finite).nonzero()[0]))
+    chosen: Tensor = logits[:, -1:].argmax(-1)
+    return chosen
+
+
+def check_length(model: Any, tokens: int) -> None:
+    """IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
+    limit = describe(model).max_positions
+    if limit and tokens >= limit:
+        raise IncompatibleError(f"a context has {tokens} tokens, the model takes at most {limit}: shorten it")
 
 
 def has_windows(model: Any) -> bool:

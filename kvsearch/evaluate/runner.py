@@ -9,13 +9,13 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.bank import Joint, compressed
 from kvsearch.evaluate.encoding import Question, TaskPrompts, encode_tasks
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
 from kvsearch.evaluate.replies import NonFiniteError, Replies, has_windows
 from kvsearch.evaluate.samples import Cost, Sample, token_hash
-from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.prompts import cut
@@ -53,39 +53,60 @@ def run_encoded(
     protocol: Protocol,
     batch: int = 8,
     progress: Progress | None = None,
+    memory: int | None = None,
 ) -> list[Sample]:
-    """As `run`, of what `encode_tasks` made."""
+    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`."""
+    order = {method: number for number, method in enumerate(programs)}
     parted = has_windows(loaded.model)
     batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, part) in enumerate(batches):
-            for position, (method, program) in enumerate(programs.items()):
-                results += answer_all(loaded, task, part, method, program)
-                if progress is not None:
-                    progress(done * len(programs) + position + 1, len(batches) * len(programs))
+            answered = answer_all(loaded, task, part, programs, memory)
+            results += sorted(answered, key=lambda sample: order[sample.method])
+            if progress is not None:
+                progress(done + 1, len(batches))
     return results
 
 
 def answer_all(
-    loaded: LoadedModel, prompts: TaskPrompts, batch: Sequence[Reading], method: str, program: Program
+    loaded: LoadedModel,
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None = None,
 ) -> Iterator[Sample]:
-    """All questions of one batch under one program; the model must run the attention "kvsearch"."""
-    ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}, method {method}"
-    cache = PlanCache(loaded.model, program)
-    special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts))
-    with _naming(where, batch, [reading.questions[0] for reading in batch]):
-        replies, prefill = _timed(lambda: Replies(loaded.model, cache, ids, *special))
-    entries, held = held_entries(loaded.model, cache, [len(row) for row in ids]), cache.nbytes() / len(batch)
+    """All questions of one batch under every program; the model must run the attention "kvsearch".
+
+    The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
+    """
+    ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}"
+    special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts), memory)
+    joints = compressed(loaded.model, programs, ids, *special)
+    while True:
+        with _naming(where, batch, [reading.questions[0] for reading in batch]):
+            joint = next(joints, None)
+        if joint is None:
+            return
+        yield from _replied(prompts, batch, joint, where)
+
+
+def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: Joint, where: str) -> Iterator[Sample]:
+    """Replies of the methods that reply together to all questions of the batch."""
+    where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
         questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
-        with _naming(where, batch, questions):
-            answered, seconds = _timed(partial(_answered, replies, questions, batch[0].protocol))
-        for row, (reading, question) in enumerate(zip(batch, questions, strict=True)):
-            if asked < len(reading.questions):
-                cost = Cost(entries[row], held, replies.most[row], prefill / len(batch), seconds / len(batch))
-                yield _sample(prompts, method, reading, question, answered[row], cost)
+        everyone = questions * len(joint.methods)
+        with _naming(where, list(batch) * len(joint.methods), everyone):
+            answered, seconds = _timed(partial(_answered, joint.replies, everyone, batch[0].protocol))
+        for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
+            method, sequence = joint.methods[row // len(batch)], row % len(batch)
+            if asked < len(batch[sequence].questions):
+                held = joint.held[method]
+                shared = (joint.seconds / len(batch), seconds / len(answered))
+                cost = Cost(held.entries[sequence], held.bytes / len(batch), most, *shared)
+                yield _sample(prompts, method, batch[sequence], questions[sequence], tokens, cost)
 
 
 def _sample(
@@ -130,17 +151,6 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
     except NonFiniteError as error:
         sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
         raise IncompatibleError(f"{where}, {sample}: {error}") from error
-
-
-def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
-    """Entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
-
-    Layers outside the plan hold their full cache.
-    """
-    shape = describe(model)
-    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
-    planned = cache.entries().sum((0, 2)).tolist()
-    return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
 
 
 def stop_tokens(loaded: LoadedModel) -> set[int]:

@@ -24,7 +24,8 @@ class Sample:
 
     `entries` and `bytes` are what the cache held once context (question-agnostic) or prompt (question-aware) were
     compressed, `most` the most entries it held at a time from then until the reply was complete. `prompt_sha256` is of
-    the token ids before the reply as little-endian 64-bit integers. Seconds are those of the batch by its size.
+    the token ids before the reply as little-endian 64-bit integers. Seconds are those of the batch by its size; reading
+    the prompts is shared by all methods that are evaluated together, replying by those that reply together.
     """
 
     task: str

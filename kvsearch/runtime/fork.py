@@ -84,9 +84,11 @@ def can_join(cache: PlanCache) -> bool:
 def joined(caches: Sequence[PlanCache]) -> PlanCache:
     """Caches that hold the same prompts under different plans as one, with the sequences of all of them as its batch.
 
-    The caches must plan the same layers and `can_join`; they are used up.
+    Several caches must plan the same layers and `can_join`; they are used up.
     """
     whole = caches[0]
+    if len(caches) == 1:
+        return whole
     for index, layer in enumerate(whole.layers):
         others = [cache.layers[index] for cache in caches]
         if isinstance(layer, EvictingLayer):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.bank import read
 from kvsearch.evaluate.baselines import equal_uniform, full_cache
 from kvsearch.evaluate.replies import Finished, NonFiniteError, Replies, left_padded
 from kvsearch.models.architecture import describe
@@ -53,7 +54,9 @@ def replies_of(
     stop: set[int] | None = None,
     finished: Finished | None = None,
 ) -> Replies:
-    return Replies(model, PlanCache(model, program), contexts, 0, stop or set(), finished)
+    replies = read(model, PlanCache(model, program), contexts, 0, stop or set())
+    replies.finished = finished
+    return replies
 
 
 def both_phases(model: Any) -> Program:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvsearch.budgets.entropy import LAVa
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.bank import held_entries
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, Protocol
-from kvsearch.evaluate.runner import held_entries, run, stop_tokens
+from kvsearch.evaluate.encoding import encode_tasks
+from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.evaluate.runner import run, run_encoded, stop_tokens
 from kvsearch.evaluate.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
@@ -128,7 +131,7 @@ def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
 def test_progress_and_samples(model: LoadedModel) -> None:
     told: list[tuple[int, int]] = []
     samples = run(model, programs(model), [TASK], 3, batch=2, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert told == [(1, 2), (2, 2)]
     assert {sample.key for sample in samples} == {"0", "1", "2"}
 
 
@@ -219,7 +222,8 @@ def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str)
     else:
         queries = (row.queries[0], dataclasses.replace(row.queries[1], question="? navy"))
         clean[2], asked = dataclasses.replace(row, queries=queries), 1
-    words = f"task listed, method full, example 2, question {asked}: the model emits NaN"
+    method = "" if place == "context" or protocol == QUESTION_AWARE else ", method full"
+    words = f"task listed{method}, example 2, question {asked}: the model emits NaN"
     with pytest.raises(IncompatibleError, match=words):
         run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
 
@@ -244,3 +248,49 @@ def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:
         assert {sample.truncated for sample in mine} == {mine[0].context_tokens < whole}
         assert longest == 70 if mine[0].truncated else longest < 70
     assert {sample.truncated for sample in samples} == {True, False}
+
+
+# --- many methods at once --------------------------------------------------------------------------------------------
+
+
+def many(model: LoadedModel) -> dict[str, Program]:
+    """Programs that can and that cannot reply together."""
+    snapkv, h2o = create_policy("snapkv", {"window": 4}), create_policy("h2o")
+    lava = create_policy("lava", {"window": 3})
+    some = {f"snapkv {n}": Program.uniform(model.model, snapkv, lambda _, n=n: n) for n in (6, 9, 12)}  # type: ignore[misc]
+    phase = Program.uniform(model.model, h2o, lambda _: 8).prefill
+    return {
+        "full": full_cache(model.model),
+        "h2o, both": Program(phase, phase),
+        **some,
+        "lava": Program.uniform(model.model, lava, lambda _: 8, LAVa()),
+    }
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("memory", [None, 1, 40_000])
+def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol, memory: int | None) -> None:
+    programs = many(model)
+    encoded = encode_tasks(model, [TASK], 4)
+    together = run_encoded(model, programs, encoded, protocol, 3, memory=memory)
+    alone = {method: run_encoded(model, {method: one}, encoded, protocol, 3) for method, one in programs.items()}
+    assert sorted(together, key=by_method) == sorted([s for method in alone for s in alone[method]], key=by_method)
+    assert len(together) == len(programs) * len(alone["full"])
+
+
+def by_method(sample: Sample) -> tuple[str, str, int]:
+    return sample.method, sample.key, sample.question
+
+
+def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> None:
+    read: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    encoded = encode_tasks(model, [TASK], 4)
+    longest = max(len(prompt.context) for prompt in encoded[0].prompts)
+    for memory, times in ((None, 1), (1, len(many(model)))):
+        read.clear()
+        run_encoded(model, many(model), encoded, QUESTION_AGNOSTIC, 4, memory=memory)
+        assert read.count(longest) == times
+    handle.remove()
