@@ -1,0 +1,200 @@
+"""Layer attention output loss and its bounds: a worked example, the identity behind the bound, and brute force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.signals import output_loss as module
+from kvsearch.signals.output_loss import attention_change, loss_bounds, output_loss
+
+
+def example(*hidden: int) -> tuple[Tensor, ...]:
+    """One query that attends with [.5, .3, .2]; W_O is the identity."""
+    keys = torch.tensor([0.5, 0.3, 0.2]).log().view(1, 1, 3, 1)
+    values = torch.tensor([[1.0, 0.0], [0.0, 2.0], [4.0, 0.0]]).view(1, 1, 3, 2)
+    shown = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    shown[..., list(hidden)] = False
+    return torch.ones(1, 1, 1, 1), keys, values, shown
+
+
+def test_a_worked_example() -> None:
+    query, keys, values, shown = example(2)
+    change = attention_change(query, keys, values, shown, scaling=1.0)
+    expected = torch.tensor([1.3, 0.6]) - torch.tensor([0.625, 0.75])
+    torch.testing.assert_close(change.outputs.flatten(), expected)
+    assert change.evicted.item() == pytest.approx(0.2)
+    weight = torch.eye(2)[None]
+    assert output_loss(change.outputs, weight).item() == pytest.approx(0.825)
+    bounds = loss_bounds(change.evicted, values, weight)
+    assert bounds.by_layer.item() == pytest.approx(2 * 4 * 0.2)
+    assert bounds.by_head.item() == pytest.approx(1.6)
+
+
+def test_nothing_hidden_loses_nothing() -> None:
+    query, keys, values, shown = example()
+    change = attention_change(query, keys, values, shown, scaling=1.0)
+    assert output_loss(change.outputs, torch.eye(2)[None]).item() == 0.0
+    assert change.evicted.item() == 0.0
+
+
+def test_bounds_of_heads_of_different_weight() -> None:
+    """Rows of W_O with L1 norms 3 and 1 in head 0, 7 and 2 in head 1; the heads share one kv head."""
+    weight = torch.tensor([[[1.0, -2.0], [0.5, 0.5]], [[-3.0, 4.0], [2.0, 0.0]]])
+    values = torch.tensor([[1.0, -1.0], [2.0, 3.0]]).view(1, 1, 2, 2)
+    bounds = loss_bounds(torch.tensor([0.1, 0.4]).view(1, 2, 1), values, weight)
+    assert bounds.by_layer.item() == pytest.approx(2 * 7 * (5 * 0.1 + 5 * 0.4))
+    assert bounds.by_head.item() == pytest.approx(2 * (3 * 5 * 0.1 + 7 * 5 * 0.4))
+
+
+def test_a_value_bounds_only_the_queries_that_see_it() -> None:
+    values = torch.tensor([1.0, 2.0, 8.0]).view(1, 1, 3, 1)
+    bounds = loss_bounds(torch.full((1, 1, 2), 0.5), values, torch.ones(1, 1, 1))
+    assert bounds.by_layer.tolist() == [[2.0, 8.0]]
+
+
+def test_a_small_mass_does_not_drown_in_rounding() -> None:
+    keys = torch.tensor([0.0, 0.0, -30.0]).view(1, 1, 3, 1)
+    values = torch.tensor([1.0, 3.0, 2.0]).view(1, 1, 3, 1)
+    shown = torch.tensor([True, True, False]).view(1, 1, 1, 3)
+    change = attention_change(torch.ones(1, 1, 1, 1), keys, values, shown, scaling=1.0)
+    mass = torch.tensor(-30.0).double().exp().item() / 2
+    assert change.evicted.item() == pytest.approx(mass, rel=1e-5)
+    # 2 m - m * (1 + 3) / 2 is 0 to first order in m
+    assert abs(change.outputs.item()) < 1e-6 * mass
+
+
+def test_a_kept_entry_that_was_hardly_looked_at() -> None:
+    keys = torch.tensor([0.0, -500.0]).view(1, 1, 2, 1)
+    values = torch.tensor([1.0, 5.0]).view(1, 1, 2, 1)
+    shown = torch.tensor([False, True]).view(1, 1, 1, 2)
+    change = attention_change(torch.ones(1, 1, 1, 1), keys, values, shown, scaling=1.0)
+    assert change.outputs.item() == pytest.approx(1.0 - 5.0)
+    assert change.evicted.item() == pytest.approx(1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random states of a layer and what its queries are shown."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    shown: Tensor
+    weight: Tensor
+    softcap: float | None
+
+    def attention(self, hidden: bool) -> Tensor:
+        """Attention in float64 without any of the shortcuts, [B, Hq, K, N]."""
+        rows, length = self.shown.shape[2:]
+        group = self.query.shape[1] // self.keys.shape[1]
+        scores = self.query.double() @ self.keys.double().repeat_interleave(group, 1).transpose(-1, -2) * 0.7
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        allowed = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+        if hidden:
+            allowed = allowed & self.shown.repeat_interleave(group, 1)
+        exponentials = (scores - scores.amax(-1, keepdim=True)).exp() * allowed
+        return exponentials / exponentials.sum(-1, keepdim=True)
+
+    def change(self) -> Tensor:
+        """Change of the heads' outputs, [B, Hq, K, Dv] float64."""
+        group = self.query.shape[1] // self.keys.shape[1]
+        return (self.attention(False) - self.attention(True)) @ self.values.double().repeat_interleave(group, 1)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    heads, group, dim, rows = (draw(st.integers(1, most)) for most in (3, 4, 5, 4))
+    length, width, batch = rows + draw(st.integers(0, 12)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    spread = draw(st.sampled_from([0.1, 1.0, 4.0]))  # of the logits: from even to sharp attention
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shown = torch.rand(batch, heads, rows, length, generator=generator) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+    shown |= torch.arange(length) == torch.arange(length - rows, length)[:, None]  # a token sees itself
+    return Case(
+        spread * normal(batch, heads * group, rows, dim), normal(batch, heads, length, dim),
+        normal(batch, heads, length, dim + 1), shown, normal(heads * group, dim + 1, width),
+        draw(st.sampled_from([None, 3.0])),
+    )  # fmt: skip
+
+
+def measured(case: Case) -> tuple[Any, Tensor, Any]:
+    change = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)
+    bounds = loss_bounds(change.evicted, case.values, case.weight)
+    return change, output_loss(change.outputs, case.weight), bounds
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> None:
+    change, loss, bounds = measured(case)
+    torch.testing.assert_close(change.outputs.double(), case.change(), atol=1e-5, rtol=1e-4)
+    moved = torch.einsum("bhkd,hdm->bkm", case.change(), case.weight.double())
+    torch.testing.assert_close(loss.double(), moved.abs().sum(-1), atol=1e-4, rtol=1e-4)
+    assert (loss <= bounds.by_head * (1 + 1e-4)).all()
+    assert (bounds.by_head <= bounds.by_layer * (1 + 1e-5)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_attention_moves_by_twice_the_evicted_mass(case: Case) -> None:
+    change = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)
+    moved = (case.attention(False) - case.attention(True)).abs().sum(-1)
+    torch.testing.assert_close(2 * change.evicted.double(), moved, atol=1e-6, rtol=1e-4)
+
+
+def test_the_bound_holds_for_thousands_of_random_layers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for group in (1, 4):
+        for spread in (0.1, 1.0, 5.0):
+            query = spread * torch.randn(1000, 2 * group, 2, 4, generator=generator)
+            keys, values = torch.randn(2, 1000, 2, 9, 4, generator=generator)
+            shown = torch.rand(1000, 2, 2, 9, generator=generator) < 0.5
+            shown[..., 0, 7], shown[..., 1, 8] = True, True
+            weight = torch.randn(2 * group, 4, 5, generator=generator)
+            case = Case(query, keys, values, shown, weight, None)
+            _, loss, bounds = measured(case)
+            assert (loss <= bounds.by_head * (1 + 1e-4)).all()
+            assert (loss > 0.1 * bounds.by_head).any(), "a bound that is never near says nothing"
+
+
+def test_the_bound_is_reached() -> None:
+    """One head, W_O a multiple of the identity, the evicted value opposite to the kept one: nothing is left over."""
+    values = torch.tensor([3.0, -3.0]).view(1, 1, 2, 1)
+    shown = torch.tensor([True, False]).view(1, 1, 1, 2)
+    change = attention_change(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 2, 1), values, shown, scaling=1.0)
+    weight = torch.full((1, 1, 1), 2.0)
+    bounds = loss_bounds(change.evicted, values, weight)
+    assert output_loss(change.outputs, weight).item() == pytest.approx(bounds.by_head.item()) == pytest.approx(6.0)
+
+
+def test_kv_heads_are_taken_in_parts_that_fit_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, shown = torch.randn(2, 8, 3, 4, generator=generator), torch.rand(2, 4, 3, 7, generator=generator) < 0.7
+    keys, values = torch.randn(2, 2, 4, 7, 4, generator=generator)
+    shown[..., 6] = shown[..., 5] = shown[..., 4] = True
+    whole = attention_change(query, keys, values, shown, 0.5)
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    parts = attention_change(query, keys, values, shown, 0.5)
+    assert torch.equal(whole.outputs, parts.outputs)
+    assert torch.equal(whole.evicted, parts.evicted)
+
+
+def test_half_precision_states_are_measured_in_float() -> None:
+    generator = torch.Generator().manual_seed(2)
+    query, keys, values = (torch.randn(1, 2, 5, 4, generator=generator).bfloat16() for _ in range(3))
+    shown = torch.eye(5, dtype=torch.bool).expand(1, 2, -1, -1)
+    found = attention_change(query, keys, values, shown, 0.5)
+    same = attention_change(query.float(), keys.float(), values.float(), shown, 0.5)
+    assert torch.equal(found.outputs, same.outputs)
+    assert loss_bounds(found.evicted, values, torch.ones(2, 4, 3)).by_layer.dtype == torch.float32
