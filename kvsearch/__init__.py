@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvsearch.calibrate.dynamic import calibrate_dynamic
     from kvsearch.calibrate.lukv import calibrate_lukv
     from kvsearch.errors import KvsearchError
     from kvsearch.export.build import Target, plan_from_profile
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "Target": "kvsearch.export.build", "attach": "kvsearch.runtime",
-    "calibrate_lukv": "kvsearch.calibrate.lukv", "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
+    "calibrate_dynamic": "kvsearch.calibrate.dynamic", "calibrate_lukv": "kvsearch.calibrate.lukv",
+    "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
     "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.export.build", "save_plan": "kvsearch.plan",
     "save_profile": "kvsearch.plan.profile",
 }  # fmt: skip
 
 __all__ = [
-    "KvsearchError", "Plan", "PlanCache", "Profile", "Target", "attach", "calibrate_lukv", "load", "load_plan",
+    "KvsearchError", "Plan", "PlanCache", "Profile", "Target", "attach", "calibrate_dynamic", "calibrate_lukv",
+    "load", "load_plan",
     "load_profile", "plan_from_profile", "save_plan", "save_profile",
 ]  # fmt: skip
 

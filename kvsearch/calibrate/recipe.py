@@ -4,88 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from kvsearch.calibrate.options import Aggregate, Group, LukvOptions, Normalization
+from kvsearch.calibrate.methods import RECIPES, CalibrationRecipe
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.fields import ScalarField
 from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import describe_validation_error
-from kvsearch.policies import Policy, create_policy, policy_class
+from kvsearch.plan.parsing import describe_validation_error, list_problems
 from kvsearch.resources import resource
 
-# LU-KV's protection (App. E): four sinks; 32 recent tokens under SnapKV, one under policies that score every key
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "snapkv": {"sinks": 4},
-    "keydiff": {"sinks": 4, "window": 1},
-    "expected_attention": {"sinks": 4, "window": 1, "epsilon": 0.02},
-}
-UNRANKED = ("full",)
-CHOICES = {"method": ("lukv",), "normalization": Normalization.__args__, "aggregate": Aggregate.__args__}  # type: ignore[attr-defined]
-
-
-class CalibrationRecipe(BaseModel):
-    """A calibration as a recipe file states it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: Literal["lukv"] = "lukv"
-    policy: str = "snapkv"
-    params: dict[str, ScalarField] = Field(default_factory=dict)
-    normalization: Normalization = "effect"
-    aggregate: Aggregate = "ratios"
-    group: Group = "sum"
-    gap: bool = True
-    minimum: float = Field(default=0.01, ge=0, lt=1)
-    answer_tokens: int = Field(default=128, ge=1)
-
-    def make_policy(self) -> Policy:
-        """The policy with LU-KV's protected entries, unless `params` differ; UsageError if it cannot be calibrated."""
-        if self.policy in UNRANKED:
-            raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
-        policy_class(self.policy)
-        return create_policy(self.policy, {**DEFAULTS.get(self.policy, {}), **self.params})
-
-    def options(self, seed: int) -> LukvOptions:
-        """The settings of the calibration."""
-        return LukvOptions(**self.model_dump(exclude={"method", "policy", "params"}), seed=seed)
+DEFAULT_METHOD = "lukv"
 
 
 def resolve_recipe(
-    path: Path | None, typed: Mapping[str, Any], settings: Sequence[str], no_gap: bool = False
+    path: Path | None, typed: Mapping[str, Any], settings: Sequence[str], options: Sequence[str] = ()
 ) -> CalibrationRecipe:
-    """Merge defaults, the recipe file, `--set key=value` and options the user typed (None: not typed), in this order.
+    """Merge defaults, the recipe file and what the user typed, in this order; the method decides which options exist.
+
+    Args:
+        path: a YAML file, or None.
+        typed: options by name, `method` and `policy` among them; None: not typed.
+        settings: policy parameters, as key=value.
+        options: options of the method, as key=value; they win over `typed`.
 
     Raises:
-        UsageError: an unreadable file, or settings that do not exist; all of them in one message.
+        UsageError: an unreadable file, or settings that do not exist; those of the file all in one message.
     """
     merged = _read(path) if path is not None else {}
     given = {key: value for key, value in typed.items() if value is not None}
-    for key, value in given.items():
-        if key in CHOICES and value not in CHOICES[key]:
-            raise UsageError(f"unknown {key} {value!r}{suggest(str(value), CHOICES[key])}")
-    own = merged.get("policy", CalibrationRecipe.model_fields["policy"].default)
-    if given.get("policy", own) != own:
+    method = _method(path, merged.pop("method", None), given.pop("method", None))
+    policy = given.pop("policy", None)
+    given |= dict(parse_setting(item, "--option") for item in options)
+    _check_typed(method, given)
+    own = merged.get("policy", RECIPES[method].model_fields["policy"].default)
+    if policy not in (None, own):
         merged.pop("params", None)  # they belong to the recipe's own policy
-    merged |= given | ({"gap": False} if no_gap else {})
+    if policy is not None:
+        merged["policy"] = policy
     set_here, params = dict(parse_setting(item) for item in settings), merged.get("params", {})
     if set_here and isinstance(params, dict):
         merged["params"] = {**params, **set_here}
     try:
-        return CalibrationRecipe.model_validate(merged)
+        return RECIPES[method].model_validate({**merged, **given})
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path or "the calibration settings"))) from error
 
 
-def parse_setting(text: str) -> tuple[str, bool | int | float | str]:
-    """Split "key=value" and read the value as true/false, a number, or a word."""
+def _method(path: Path | None, stated: object, typed: str | None) -> str:
+    """The method of a recipe file, or the one that was typed; UsageError if they differ or there is no such method."""
+    if typed is not None and typed not in RECIPES:
+        raise UsageError(f"unknown method {typed!r}{suggest(typed, list(RECIPES))}")
+    if stated is None:
+        return typed or DEFAULT_METHOD
+    if not isinstance(stated, str) or stated not in RECIPES:
+        problem = f"method: {stated!r} is unknown{suggest(str(stated), list(RECIPES))}"
+        raise UsageError(list_problems([problem], str(path)))
+    if typed not in (None, stated):
+        raise UsageError(f"{path} is a recipe of method {stated}, not {typed}: leave --method or --recipe out")
+    return stated
+
+
+def _check_typed(method: str, given: Mapping[str, Any]) -> None:
+    """UsageError names the first typed option that the method does not have, or a value that is no choice of it."""
+    recipe = RECIPES[method]
+    for key, value in given.items():
+        if key not in recipe.option_names():
+            raise UsageError(f"method {method} has no option {key!r}{suggest(key, recipe.option_names())}")
+        choices = recipe.choices(key)
+        if choices and value not in choices:
+            raise UsageError(f"unknown {key} {value!r}{suggest(str(value), choices)}")
+
+
+def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
+    """Split "key=value" and read the value as true/false, a number, or a word; `flag` is where it was typed."""
     key, found, value = text.partition("=")
     if not found or not key.strip():
-        raise UsageError(f"--set {text!r} is not of the form key=value")
+        raise UsageError(f"{flag} {text!r} is not of the form key=value")
     value = value.strip()
     if value.lower() in ("true", "false"):
         return key.strip(), value.lower() == "true"

@@ -32,8 +32,9 @@ def show(
 ) -> None:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
-    For a profile: local eviction ratios, whether they are stable across questions and texts, how far the policy's
-    ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's.
+    For a profile: local eviction ratios and whether they are stable across questions and texts; of LU-KV, how far the
+    policy's ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's; of a dynamic method,
+    how many entries a static table moves.
     """
     from kvsearch.plan.profile import load_profile
 
@@ -78,6 +79,11 @@ def _shared(allocation: AllocationSpec) -> str:
 
 
 def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Common) -> None:
+    from kvsearch.cli.show_dynamic import is_dynamic, show_dynamic
+
+    if is_dynamic(profile):
+        show_dynamic(profile, ratio, common, plan is not None)
+        return
     import numpy as np
 
     from kvsearch.calibrate.analysis import lost_mass, ranking_gap, stability

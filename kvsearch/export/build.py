@@ -38,7 +38,7 @@ class Target:
 
 
 def plan_from_profile(profile: Profile, target: Target) -> Plan:
-    """The plan of a LU-KV profile at `target`: interpolated lookup, one global exact rounding.
+    """The static plan of a profile at `target`: interpolated lookup, one global exact rounding.
 
     Raises:
         UsageError: the target is below the protected entries or above the length.

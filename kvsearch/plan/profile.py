@@ -27,8 +27,9 @@ Array = NDArray[Any]
 
 PROFILE_FORMAT = "kvsearch.profile"
 PROFILE_VERSION = 1
-# Row i of the LU-KV table is the global eviction ratio (i + 1) / 100.
+# Row i of a table of local ratios is the global eviction ratio (i + 1) / 100.
 GRID = 99
+TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
 
 _HEADER_KEY = "kvsearch"
@@ -78,8 +79,9 @@ class ProfileMetadata(Record):
 class Profile:
     """Calibration results; the arrays are read-only copies, checked against the metadata.
 
-    LU-KV (method "lukv") has "evicted_ratio", float32 [99, L, Hkv]: row i belongs to the global eviction ratio
-    (i + 1) / 100, its entries are the local eviction ratios in [0, 1] of each layer and kv head (arXiv 2602.08585).
+    LU-KV (method "lukv") and static tables of dynamic rules ("lava", "cake", "adakv") have "evicted_ratio", float32
+    [99, L, Hkv]: row i belongs to the global eviction ratio (i + 1) / 100, its entries are the local eviction ratios in
+    [0, 1] of each layer and kv head (arXiv 2602.08585).
 
     Raises:
         UsageError: arrays of a wrong type, shape or value; all problems in one message.
@@ -100,7 +102,7 @@ class Profile:
         return bytes(save(self.arrays, {_HEADER_KEY: canonical_json(self.metadata).decode()}))
 
     def local_ratios(self, ratio: float) -> NDArray[np.float64]:
-        """Look up local eviction ratios [L, Hkv] for a global `ratio`, linear between grid rows (LU-KV).
+        """Look up local eviction ratios [L, Hkv] for a global `ratio`, linear between grid rows.
 
         Below 0.01 the way leads from all zeros to the first row; above 0.99 the last row holds.
 
@@ -110,7 +112,8 @@ class Profile:
         if isinstance(ratio, bool) or not 0 < ratio < 1:
             raise UsageError(f"a global eviction ratio lies between 0 and 1, got {ratio}: say 0.8 to keep a fifth")
         if EVICTED_RATIO not in self.arrays:
-            raise UsageError(f"this {self.metadata.method!r} profile has no {EVICTED_RATIO!r} table: calibrate LU-KV")
+            known = ", ".join(TABLED)
+            raise UsageError(f"this {self.metadata.method!r} profile has no {EVICTED_RATIO!r} table: calibrate {known}")
         table = self.arrays[EVICTED_RATIO].astype(np.float64)
         position = min(ratio * (GRID + 1), float(GRID))
         nearest = round(position)
@@ -181,8 +184,8 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
             yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
     if EVICTED_RATIO in arrays:
         yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
-    elif metadata is not None and metadata.method == "lukv":
-        yield f"arrays.{EVICTED_RATIO}: is missing, a lukv profile needs it"
+    elif metadata is not None and metadata.method in TABLED:
+        yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
 
 
 def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:

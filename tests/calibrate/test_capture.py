@@ -129,7 +129,7 @@ def test_asking_leaves_the_context_as_it_was(family: str) -> None:
         capture = capture_of(model, context, POLICY)
         first = capture.ask(question)
         capture.ask(other)
-        capture.ask_without(other, 0, torch.zeros(2, CONTEXT, dtype=torch.bool))
+        capture.follow_seeing(other, {0: torch.zeros(2, CONTEXT, dtype=torch.bool)})
         again = capture.ask(question)
     for name in ("importance", "output_norm", "residual_norm", "logits"):
         assert torch.equal(getattr(first, name), getattr(again, name)), name
@@ -145,11 +145,39 @@ def test_a_hidden_part_of_one_layer_is_a_mask_of_minus_infinity(family: str) -> 
         capture = capture_of(model, context, POLICY)
         for row in (0, len(shape.full_layers) - 1):
             keep = torch.rand(shape.kv_heads, CONTEXT, generator=generator) < 0.3
-            got = capture.ask_without(question, row, keep)
+            got = capture.follow_seeing(question, {row: keep})
             pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
             with reference(model, {shape.full_layers[row]: keep[None]}) as cache:
                 expected = feed(model, cache, pieces)[1][0]
             assert_close(got, expected)
+
+
+@families
+def test_all_layers_can_be_hidden_from_at_once(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    layers = describe(model).full_layers
+    keep = torch.rand(len(layers), 2, CONTEXT, generator=torch.Generator().manual_seed(5)) < 0.4
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        got = capture.follow_seeing(question, dict(enumerate(keep)))
+        again = capture.ask(question).logits
+    pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
+    with reference(model, {layer: keep[row][None] for row, layer in enumerate(layers)}) as cache:
+        assert_close(got, feed(model, cache, pieces)[1][0])
+    with reference(model, {}) as cache:
+        assert_close(again, feed(model, cache, pieces)[1][0])
+
+
+def test_a_layer_sees_everything_again_when_a_pass_fails() -> None:
+    model = build("llama")
+    context, question = tokens()
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        before = capture.ask(question).logits
+        with pytest.raises(RuntimeError):
+            capture.follow_seeing(question, {0: torch.zeros(2, CONTEXT + 1, dtype=torch.bool)})
+        assert torch.equal(capture.ask(question).logits, before)
 
 
 @some_families
@@ -159,7 +187,7 @@ def test_a_layer_can_be_without_any_context(family: str) -> None:
     with running(model, NAME):
         capture = capture_of(model, context, POLICY)
         nothing = torch.zeros(2, CONTEXT, dtype=torch.bool)
-        without = capture.ask_without(question, 0, nothing)
+        without = capture.follow_seeing(question, {0: nothing})
         assert bool(without.isfinite().all())
         assert not torch.allclose(without, capture.ask(question).logits, atol=1e-2)
 
@@ -174,7 +202,7 @@ def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: 
         everything = torch.ones_like(captured.importance, dtype=torch.bool)
 
         def without(layer: int, keep: Tensor) -> Tensor:
-            return capture.ask_without(question, layer, keep)
+            return capture.follow_seeing(question, {layer: keep})
 
         assert layer_effects(captured.logits, without, everything).tolist() == pytest.approx(
             [0.0] * len(everything), abs=1e-5

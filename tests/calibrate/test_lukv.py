@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsearch.calibrate.analysis import lost_mass
 from kvsearch.calibrate.capture import Capture
 from kvsearch.calibrate.data import CalibrationData, Context, Pair
-from kvsearch.calibrate.lukv import Measured, calibrate_lukv, floor_entries, measure_importance
+from kvsearch.calibrate.lukv import Measured, calibrate_lukv, measure_importance
 from kvsearch.calibrate.options import STABILITY_RATIOS, LukvOptions
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -288,17 +288,6 @@ def test_a_chat_template(model: LoadedModel, data: CalibrationData) -> None:
     plain = calibrate_lukv(model, data.limited(1), POLICY, LAYER)
     templated = calibrate_lukv(chat, data.limited(1), POLICY, LAYER)
     assert templated.metadata.length == plain.metadata.length + 1  # "recall" opens the message
-
-
-@pytest.mark.parametrize(
-    ("minimum", "length", "expected"), [(0.01, 100, 6), (0.01, 600, 6), (0.01, 601, 7), (0.29, 100, 29), (0.0, 3, 3)]
-)
-def test_the_floor(minimum: float, length: int, expected: int) -> None:
-    assert floor_entries(length, POLICY, LukvOptions(minimum=minimum)) == expected
-
-
-def test_the_floor_is_one_entry_without_protection() -> None:
-    assert floor_entries(50, create_policy("keydiff"), LukvOptions(minimum=0.0)) == 1
 
 
 def refusal(model: LoadedModel, data: CalibrationData, policy: Policy = POLICY, options: Any = None) -> str:

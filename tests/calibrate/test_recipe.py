@@ -6,13 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from kvsearch.calibrate.options import LukvOptions
-from kvsearch.calibrate.recipe import CalibrationRecipe, parse_setting, resolve_recipe
+from kvsearch.budgets.adaptive import AdaKV
+from kvsearch.budgets.entropy import LAVa
+from kvsearch.budgets.preference import CAKE
+from kvsearch.calibrate.methods import (
+    RECIPES,
+    AdakvRecipe,
+    CakeRecipe,
+    CalibrationRecipe,
+    DynamicRecipe,
+    LavaRecipe,
+    LukvRecipe,
+)
+from kvsearch.calibrate.options import CakeOptions, DynamicOptions, LukvOptions
+from kvsearch.calibrate.recipe import parse_setting, recipe_path, resolve_recipe
 from kvsearch.errors import UsageError
 from kvsearch.policies import Policy, policy_names
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("lukv-*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+DYNAMIC = ["lava", "cake", "adakv"]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +62,23 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def typed(*settings: str, **values: Any) -> CalibrationRecipe:
+def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrationRecipe:
     """What the command line alone says."""
-    return resolve_recipe(None, values, settings)
+    return resolve_recipe(None, values, settings, options)
+
+
+def lukv(path: Path | None, values: dict[str, Any], settings: list[str]) -> LukvRecipe:
+    """A recipe of LU-KV."""
+    recipe = resolve_recipe(path, values, settings)
+    assert isinstance(recipe, LukvRecipe)
+    return recipe
+
+
+def dynamic(method: str, *options: str, **values: Any) -> DynamicRecipe:
+    """A dynamic method with options that were typed."""
+    recipe = typed(options=options, method=method, **values)
+    assert isinstance(recipe, DynamicRecipe)
+    return recipe
 
 
 def policy(name: str, *settings: str) -> Policy:
@@ -58,8 +86,8 @@ def policy(name: str, *settings: str) -> Policy:
 
 
 def test_defaults() -> None:
-    recipe = typed(method=None, policy=None, normalization=None, aggregate=None)
-    assert recipe == CalibrationRecipe()
+    recipe = lukv(None, {"method": None, "policy": None, "normalization": None, "aggregate": None}, [])
+    assert recipe == LukvRecipe()
     assert recipe.options(3) == LukvOptions(seed=3)
     assert recipe.make_policy().name == "snapkv"
 
@@ -90,36 +118,48 @@ def test_settings_come_before_the_method() -> None:
     assert made.parameters() == {"window": 9, "kernel": 7, "pooling": "avg", "group": "mean", "sinks": 0, "refresh": 0}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_recipes(path: Path) -> None:
     recipe = resolve_recipe(path, {}, [])
+    assert recipe.method == path.stem.partition("-")[0]
     made = recipe.make_policy()
-    assert made.sink_count == 4
-    assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
-    assert recipe.options(0).normalization == recipe.normalization
+    if isinstance(recipe, LukvRecipe):
+        assert made.sink_count == 4
+        assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
+        assert recipe.options(0).normalization == recipe.normalization
+    else:
+        assert made.window_count == 32
+        assert recipe.make_allocation().name == recipe.method
+
+
+def test_the_ablations_of_lava_differ() -> None:
+    made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-planned-heads")]
+    allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaRecipe)]
+    assert allocations == [LAVa(), LAVa(layers="planned"), LAVa(heads="planned")]
 
 
 def test_there_are_recipes() -> None:
-    assert "lukv-paper" in [path.stem for path in RECIPES]
+    names = [path.stem for path in SHIPPED]
+    assert {"lukv-paper", "lava", "cake", "cake-fit", "adakv"} <= set(names)
 
 
 def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
     path = write(
         tmp_path, "policy: snapkv\nparams: {window: 8, sinks: 2}\nnormalization: layer\nminimum: 0.05\ngap: no\n"
     )
-    plain = resolve_recipe(path, {"policy": None}, [])
+    plain = lukv(path, {"policy": None}, [])
     assert plain.options(0) == LukvOptions("layer", gap=False, minimum=0.05)
     assert plain.make_policy().parameters()["window"] == 8
-    over = resolve_recipe(path, {"policy": "snapkv", "normalization": "none"}, ["window=16"])
+    over = lukv(path, {"policy": "snapkv", "normalization": "none"}, ["window=16"])
     assert over.options(0) == LukvOptions("none", gap=False, minimum=0.05)
     assert over.params == {"window": 16, "sinks": 2}
 
 
 def test_the_ablation_is_typed_without_a_value(tmp_path: Path) -> None:
     path = write(tmp_path, "gap: true")
-    assert resolve_recipe(path, {}, []).gap
-    assert not resolve_recipe(path, {}, [], no_gap=True).gap
-    assert not resolve_recipe(None, {}, [], no_gap=True).gap
+    assert lukv(path, {"gap": None}, []).gap
+    assert not lukv(path, {"gap": False}, []).gap
+    assert not lukv(None, {"gap": False}, []).gap
 
 
 def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
@@ -142,7 +182,11 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "settings", "problem"),
     [
-        ({"method": "lukf"}, [], r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv\)"),
+        (
+            {"method": "lukf"},
+            [],
+            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv\)",
+        ),
         ({"normalization": "layers"}, [], r"unknown normalization 'layers'; did you mean 'layer'\? \(known: effect, "),
         ({"aggregate": "mean"}, [], r"unknown aggregate 'mean'.*\(known: ratios, importance\)"),
         ({}, ["window"], "'window' is not of the form key=value"),
@@ -168,7 +212,22 @@ def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], probl
         ("polcy: snapkv", ["polcy: unknown key"]),
         ("policy: [snapkv]", ["policy: "]),
         ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
-        ("method: evolkv", ["method: "]),
+        ("method: evolkv", ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv)"]),
+        ("method: laav", ["method: 'laav' is unknown; did you mean 'lava'?"]),
+        ("method: [lava]", ["method: ['lava'] is unknown"]),
+        ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
+        ("method: adakv\nfloor_share: 2\nvariant: official", ["floor_share: ", "variant: "]),
+        ("method: lava\nfloor_share: true", ["floor_share: "]),
+        ("method: lava\nminimum: 1.0\nprotocol: aware", ["minimum: ", "protocol: "]),
+        ("method: cake\nexponents: tuned", ["exponents: "]),
+        ("method: cake\nexponents: fixed\ntau1: 0\ntau2: .inf", ["tau1: ", "tau2: "]),
+        ("method: cake\nexponents: fit\nfit_ratio: 1", ["fit_ratio: "]),
+        ("method: cake\nwindow: -1\ntuned_for: 0", ["window: ", "tuned_for: "]),
+        ("method: cake\nwindow: 1.5", ["window: "]),
+        (
+            "method: cake\ntau1: 2\ntau2: 1.0\nfit_ratio: 0.5",
+            ["2 problems:", "tau1: is read with exponents fixed only, and they are auto", "fit_ratio: is read with"],
+        ),
         ("minimum: 1.0\nanswer_tokens: 0", ["minimum: ", "answer_tokens: "]),
         ("minimum: .nan", ["minimum: "]),
         ("gap: maybe", ["gap: "]),
@@ -210,3 +269,126 @@ def test_a_missing_recipe(tmp_path: Path) -> None:
 def test_options_that_do_not_exist(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         LukvOptions(**values)
+
+
+# --- dynamic methods ----------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_the_dynamic_methods() -> None:
+    for method, name, allocation in (("lava", "lava", LAVa()), ("cake", "cake", CAKE()), ("adakv", "snapkv", AdaKV())):
+        recipe = dynamic(method)
+        assert (recipe.method, recipe.make_policy().name) == (method, name)
+        assert recipe.make_policy().sink_count == 0, "the rule as published, without LU-KV's sinks"
+        assert recipe.make_allocation() == allocation
+        assert recipe.options(3) == DynamicOptions("question-agnostic", 0.0, 3)
+
+
+def test_options_of_the_methods() -> None:
+    lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
+    assert isinstance(lava, LavaRecipe)
+    assert lava.make_allocation() == LAVa(0.0, layers="planned")
+    assert lava.options(0) == DynamicOptions("question-aware", 0.05)
+    adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
+    assert isinstance(adakv, AdakvRecipe)
+    assert adakv.make_allocation() == AdaKV(0.5, "kvpress", normalize=True)
+    cake = dynamic("cake", "exponents=fixed", "tau1=1.6", "tau2=2", "window=16")
+    assert isinstance(cake, CakeRecipe)
+    assert cake.make_allocation() == CAKE(1.6, 2.0, 16)
+    assert cake.cake_options() == CakeOptions("fixed", 1.6, 2.0, 16)
+
+
+def test_where_exponents_come_from() -> None:
+    auto, fit = dynamic("cake", "tuned_for=128"), dynamic("cake", "exponents=fit", "answer_tokens=4", fit_ratio=0.9)
+    assert isinstance(auto, CakeRecipe)
+    assert isinstance(fit, CakeRecipe)
+    assert auto.cake_options() == CakeOptions("auto", tuned_for=128)
+    assert fit.cake_options() == CakeOptions("fit", fit_ratio=0.9, answer_tokens=4)
+
+
+def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: planned\n")
+    recipe = resolve_recipe(path, {"method": "lava"}, ["sinks=2"], ["floor_share=0.3"])
+    assert isinstance(recipe, LavaRecipe)
+    assert recipe.make_allocation() == LAVa(0.3, heads="planned")
+    assert recipe.params == {"window": 8, "sinks": 2}
+    assert resolve_recipe(path, {"policy": "lava"}, []).params == {}
+
+
+def test_options_of_lukv_can_be_typed_the_same_way() -> None:
+    recipe = typed(options=("minimum=0.1", "group=max"), normalization="layer")
+    assert isinstance(recipe, LukvRecipe)
+    assert recipe.options(0) == LukvOptions("layer", group="max", minimum=0.1)
+
+
+def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: lava\n")
+    with pytest.raises(UsageError, match=r"is a recipe of method lava, not cake: leave --method or --recipe out"):
+        resolve_recipe(path, {"method": "cake"}, [])
+    unstated = write(tmp_path, "policy: snapkv\n")
+    assert resolve_recipe(unstated, {"method": "adakv"}, []).method == "adakv"
+    assert resolve_recipe(unstated, {}, []).method == "lukv"
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
+    """config.json says everything, and saying everything again changes nothing."""
+    recipe = typed(method=method)
+    path = write(tmp_path, yaml.safe_dump(recipe.model_dump()))
+    assert resolve_recipe(path, {}, []) == recipe
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+@pytest.mark.parametrize(
+    ("key", "value"), [("normalization", "effect"), ("aggregate", "ratios"), ("gap", False), ("answer", 3)]
+)
+def test_options_of_another_method_are_refused_by_name(method: str, key: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^method {method} has no option '{key}'.*known: protocol, minimum, "):
+        typed(method=method, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "problem"),
+    [
+        ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
+        ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
+        ("lava", ["layers"], "--option 'layers' is not of the form key=value"),
+        ("lava", ["layers=planned", "heads=planned"], "shares nothing: use static"),
+        ("lava", ["policy=snapkv"], "method lava has no option 'policy'"),
+        ("lava", ["floor_share=1.5"], "floor_share: "),
+        ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
+        ("adakv", ["normalize=1"], "normalize: "),
+        ("adakv", ["protocol=question-awar"], "unknown protocol 'question-awar'; did you mean 'question-aware'?"),
+        ("cake", ["exponents=fitt"], "unknown exponents 'fitt'; did you mean 'fit'?"),
+        ("cake", ["exponents=fit", "tau1=2"], "tau1: is read with exponents fixed only, and they are fit"),
+        ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
+    ],
+)
+def test_options_that_cannot_be_typed(method: str, options: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        typed(method=method, options=tuple(options)).make_policy()
+
+
+def test_policies_whose_entries_cannot_be_shared() -> None:
+    for method in ("lava", "cake"):
+        with pytest.raises(UsageError, match=f"^method {method}: d2o merges what it evicts"):
+            dynamic(method, policy="d2o").make_policy()
+    assert dynamic("adakv", policy="d2o").make_policy().name == "d2o"
+    with pytest.raises(UsageError, match="evicts nothing"):
+        dynamic("adakv", policy="full").make_policy()
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: DynamicOptions("aware"), "protocol 'aware' is unknown; did you mean 'question-aware'"),
+        (lambda: DynamicOptions(minimum=1.0), r"minimum 1.0 is outside \[0, 1\)"),
+        (lambda: CakeOptions("tuned"), "exponents 'tuned' is unknown"),
+        (lambda: CakeOptions(fit_ratio=1.0), r"fit_ratio 1.0 is outside \(0, 1\)"),
+        (lambda: CakeOptions(fit_ratio=float("nan")), "fit_ratio nan is outside"),
+        (lambda: CakeOptions(tuned_for=0), "tuned_for must be 1 entry or more"),
+        (lambda: CakeOptions(answer_tokens=0), "answer_tokens must be 1 or more"),
+    ],
+)
+def test_dynamic_options_that_do_not_exist(made: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        made()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsearch.budgets.adaptive import AdaKV
+from kvsearch.budgets.entropy import LAVa
+from kvsearch.calibrate.data import CalibrationData
+from kvsearch.calibrate.dynamic import calibrate_dynamic
+from kvsearch.calibrate.exponents import calibrate_cake
 from kvsearch.calibrate.lukv import calibrate_lukv
-from kvsearch.calibrate.options import LukvOptions
+from kvsearch.calibrate.options import CakeOptions, LukvOptions
 from kvsearch.errors import UsageError
 from kvsearch.export.build import Target, phase_of, plan_from_profile, round_ratios
+from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata, canonical_json, load_plan, round_half_up, save_plan
-from kvsearch.policies import create_policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 
 from .. import tiny
@@ -180,7 +187,7 @@ def test_a_profile_without_floor_still_keeps_an_entry() -> None:
 
 def test_a_profile_of_another_method() -> None:
     metadata = ProfileMetadata.model_validate(metadata_dict(method="ppl"))
-    with pytest.raises(UsageError, match="has no 'evicted_ratio' table: calibrate LU-KV"):
+    with pytest.raises(UsageError, match="has no 'evicted_ratio' table: calibrate lukv, lava, cake, adakv"):
         plan_from_profile(Profile(metadata, {}), Target(ratio=0.5))
 
 
@@ -211,14 +218,25 @@ def test_numbers_of_numpy_do_not_leak(plain: Target, numpy: Target) -> None:
         assert all(type(plan.provenance.settings[key]) in (int, float, type(None)) for key in ("ratio", "budget"))
 
 
-def test_from_a_model_to_a_plan_file_that_runs(tmp_path: Path) -> None:
+Calibration = Callable[[LoadedModel, CalibrationData, Policy], Profile]
+CALIBRATIONS: dict[str, Calibration] = {
+    "lukv": lambda model, data, policy: calibrate_lukv(model, data, policy, LukvOptions("layer")),
+    "lava": lambda model, data, policy: calibrate_dynamic(model, data, policy, LAVa()),
+    "cake": lambda model, data, policy: calibrate_cake(model, data, policy, CakeOptions("fit", fit_ratio=0.7)),
+    "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKV()),
+}
+
+
+@pytest.mark.parametrize("method", CALIBRATIONS)
+def test_from_a_model_to_a_plan_file_that_runs(method: str, tmp_path: Path) -> None:
     model = tiny.loaded("gemma3")
     policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
-    made = calibrate_lukv(model, tiny.calibration_data(80), policy, LukvOptions("layer"))
+    made = CALIBRATIONS[method](model, tiny.calibration_data(80), policy)
     for target in (Target(ratio=0.7), Target(budget=20)):
         path = tmp_path / f"{target.budget}.json"
         save_plan(plan_from_profile(made, target), path)
         plan = load_plan(path)
+        assert (plan.provenance.method, plan.allocation.name) == (method, "static")
         assert plan.planned_layers("prefill") == (1, 3)
         program = Program.from_plan(model.model, plan)
         assert program.prefill is not None

@@ -139,11 +139,13 @@ def test_odd_arrays_never_cause_other_errors() -> None:
             make_profile(table)
 
 
-def test_a_lukv_profile_needs_its_table_and_others_do_not() -> None:
-    with pytest.raises(UsageError, match="evicted_ratio: is missing"):
-        Profile(ProfileMetadata.model_validate(metadata_dict()), {})
+def test_methods_that_make_a_table_need_it_and_others_do_not() -> None:
+    for method in ("lukv", "lava", "cake", "adakv"):
+        with pytest.raises(UsageError, match=f"evicted_ratio: is missing, a {method} profile needs it"):
+            Profile(ProfileMetadata.model_validate(metadata_dict(method=method)), {})
+        assert make_profile(method=method).local_ratios(0.5).mean() == pytest.approx(0.5)
     other = Profile(ProfileMetadata.model_validate(metadata_dict(method="cosine")), {"score": np.ones((2, 3))})
-    with pytest.raises(UsageError, match="this 'cosine' profile has no 'evicted_ratio' table"):
+    with pytest.raises(UsageError, match="this 'cosine' profile has no 'evicted_ratio' table: calibrate lukv, lava"):
         other.local_ratios(0.5)
 
 
