@@ -64,6 +64,7 @@ class PerplexityText:
             raise UsageError(f"windows need lengths and a stride of at least 1, got {context}, {continuation}, {step}")
         ids = tuple(encode(self.text))
         if len(ids) < size:
-            raise UsageError(f"{self.name} has {len(ids)} tokens, a window of {context} + {continuation} needs {size}")
+            what = f"{self.name} has {len(ids)} tokens, a window of {context} + {continuation} needs {size}"
+            raise UsageError(f"{what}: give a longer text or shorter windows")
         starts = range(0, len(ids) - size + 1, step)
         return [Window(at, ids[at : at + context], ids[at + context : at + size]) for at in starts]

@@ -1,55 +1,247 @@
-"""Tasks by name."""
+"""Tasks by name, the options they read, and what is told of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-from kvsearch.tasks.catalog import find_tasks
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.catalog import TaskOptions, find_tasks, flag
+from kvsearch.tasks.entries import ENTRIES, KINDS, SETS
+from kvsearch.tasks.facts import describe_tasks
+from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask, synthetic_suite
+from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask, synthetic_suite
+
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+
+
+def names(spec: str, **options: Any) -> list[str]:
+    return [task.name for task in find_tasks(spec, TaskOptions(**options))]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A file for every option that takes one; their content is looked at later, but for the haystack and prompts."""
+    contents = {
+        "haystack": "A story.", "squad": "{}", "hotpot": "[]", "prompts": '{"trec": "Read.\\n{context}\\n{input}"}',
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    return {name: tmp_path / name for name in contents}
+
+
+# --- specs --------------------------------------------------------------------------------------------------------
 
 
 def test_the_suite() -> None:
-    assert find_tasks("synthetic", 512, "select") == synthetic_suite(512, "select")
-    assert [task.name for task in find_tasks("synthetic:")] == list(BUILDERS)
+    assert find_tasks("synthetic", TaskOptions(lengths=(512,), split="select")) == synthetic_suite(512, "select")
+    assert names("synthetic:") == list(SUITES["core"])
+    assert names("synthetic:core,ruler") == list(dict.fromkeys(SUITES["core"] + SUITES["ruler"]))
 
 
-def test_some_of_the_suite() -> None:
+def test_some_of_a_kind() -> None:
     assert find_tasks("synthetic:vote, chain", 2048) == [SyntheticTask("vote", 2048), SyntheticTask("chain", 2048)]
-    assert find_tasks("synthetic:vote,vote") == [SyntheticTask("vote")]
+    assert find_tasks("synthetic:vote,vote+synthetic:vote") == [SyntheticTask("vote")]
+    assert find_tasks("ruler:vt,niah_single_1") == [RulerTask("vt"), RulerTask("niah_single_1")]
+    assert find_tasks("longbench:trec") == [LongBenchTask("trec")]
 
 
-def test_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "a:b.jsonl"
+def test_whole_kinds_and_sets(files: dict[str, Path]) -> None:
+    assert names("ruler", squad=files["squad"], hotpot=files["hotpot"]) == list(RULER_TASKS)
+    assert names("ruler:no-qa") == [name for name in RULER_TASKS if not name.startswith("qa")]
+    assert names("longbench") == list(LONGBENCH_TASKS)
+    assert names("longbench:english") == list(LONGBENCH_ENGLISH)
+    assert names("longbench:e") == list(LONGBENCH_E)
+    assert names("longbench:trec_e,english,lsht") == ["trec_e", *LONGBENCH_ENGLISH, "lsht"]
+    assert find_tasks("gsm8k") == [Gsm8kTask()]
+    assert find_tasks("niah") == [NiahTask()]
+
+
+def test_several_kinds() -> None:
+    assert names("gsm8k+ruler:vt,cwe+longbench:e") == ["gsm8k", "vt", "cwe", *LONGBENCH_E]
+
+
+def write(path: Path) -> Path:
     path.write_text(json.dumps({"context": "c", "question": "q", "answers": ["a"]}))
-    (task,) = find_tasks(f"jsonl:{path}")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a:b.jsonl", "a+b.jsonl", "a,b.jsonl", "gsm8k.jsonl"])
+def test_a_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    (task, other) = find_tasks(f"jsonl:{path}+niah")
     assert isinstance(task, JsonlTask)
-    assert task.name == "a:b"
+    assert (task.name, other.name) == (path.stem, "niah")
+
+
+def test_several_files(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "one.jsonl"), write(tmp_path / "other.jsonl")
+    assert names(f"jsonl:{one}+jsonl:{other}", split="all") == ["one", "other"]
+
+
+@given(st.lists(st.sampled_from([spec for spec in (*ENTRIES, *SETS) if "ruler:qa_" not in spec and spec != "ruler"])))
+def test_any_specs_joined(specs: list[str]) -> None:
+    expected = [member for spec in specs or ["gsm8k"] for member in SETS.get(spec, (spec,))]
+    found = describe_tasks("+".join(specs) or "gsm8k")
+    assert [facts.spec for facts in found] == list(dict.fromkeys(expected))
 
 
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
         ("synthetik", "unknown task 'synthetik'; did you mean 'synthetic'"),
-        ("", r"unknown task '' \(known: synthetic, jsonl\); a file is given as jsonl:FILE"),
-        ("jsonl", "a file is given as jsonl:FILE"),
-        ("jsonl:", "a file is given as jsonl:FILE"),
+        ("", r"unknown task '' \(known: synthetic, ruler, longbench, .*\); a file is given as jsonl:FILE"),
+        ("jsonl", "names no file: a file is given as jsonl:FILE"),
+        ("jsonl:", "names no file: a file is given as jsonl:FILE"),
         ("mine.jsonl", "a file is given as jsonl:FILE"),
         ("jsonl:/no/such/file", "there is no file /no/such/file"),
+        ("jsonl:/no/such/file+longbnch", r"there is no file /no/such/file\+longbnch"),
         ("synthetic:votes", "unknown synthetic task 'votes'; did you mean 'vote'"),
         ("synthetic:vote,", "unknown synthetic task ''"),
-        ("longbench", "unknown task 'longbench'"),
+        ("ruler:vr", "unknown ruler task 'vr'; did you mean 'vt'"),
+        ("longbench:qaspr", "unknown longbench task 'qaspr'; did you mean 'qasper'"),
+        ("longbench:chinese", r"unknown longbench task 'chinese'.*english, e\)"),
+        ("hotpotqa", "unknown task 'hotpotqa'; did you mean 'longbench:hotpotqa'"),
+        ("qa_1", "unknown task 'qa_1'; did you mean 'synthetic:qa_1' or 'ruler:qa_1'"),
+        ("no-qa", "unknown task 'no-qa'; did you mean 'ruler:no-qa'"),
+        ("gsm8k:easy", "unknown task 'gsm8k:easy': gsm8k is a single task, name it alone"),
+        ("ruler:vt,gsm8k", r"unknown ruler task 'gsm8k': several tasks are joined by \+, as in ruler\+gsm8k"),
+        ("gsm8k+", "unknown task ''"),
+        (
+            "ruler",
+            r"ruler:qa_1 needs questions: give a JSON file in SQuAD's format .* with --squad, or choose ruler:no",
+        ),
+        ("ruler:qa_2", "in HotpotQA's format .* with --hotpot"),
     ],
 )
 def test_unknown_tasks(spec: str, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(UsageError, match=problem) as caught:
         find_tasks(spec)
+    assert "\n" not in str(caught.value)
 
 
-def test_the_suite_needs_length() -> None:
-    with pytest.raises(UsageError, match="at least 512 tokens"):
-        find_tasks("synthetic", 100)
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
+    common = {"split": "select"}
+    hay, squad, hotpot = files["haystack"], files["squad"], files["hotpot"]
+    assert find_tasks("ruler:niah_single_2,vt", TaskOptions(haystack=hay, lengths=(512,), **common)) == [
+        RulerTask("niah_single_2", 512, "select", haystack=hay), RulerTask("vt", 512, "select"),
+    ]  # fmt: skip
+    assert find_tasks("ruler:qa_1,qa_2", TaskOptions(squad=squad, hotpot=hotpot)) == [
+        RulerTask("qa_1", qa_file=squad), RulerTask("qa_2", qa_file=hotpot),
+    ]  # fmt: skip
+    rows = TaskOptions(data="me/mine", data_revision="v2", prompts=files["prompts"], **common)
+    expected = LongBenchTask("trec", "me/mine", "v2", files["prompts"], "select")
+    assert find_tasks("longbench:trec", rows) == [expected]
+    maths = TaskOptions(data="a", data_revision="v", shots=2, shots_from="b", metric="gsm8k_official", **common)
+    assert find_tasks("gsm8k", maths) == [Gsm8kTask("a", "v", 2, "b", "gsm8k_official", split="select")]
+    grid = TaskOptions(lengths=(500, 900), depths=(0, 99), haystack=hay, metric="niah_recall_lava", **common)
+    assert find_tasks("niah", grid) == [NiahTask((500, 900), (0, 99), hay, metric="niah_recall_lava", split="select")]
+
+
+def test_an_option_reaches_those_that_read_it() -> None:
+    synthetic, needle, maths = find_tasks("synthetic:vote+niah+gsm8k", TaskOptions(lengths=(600,), shots=1))
+    assert (synthetic, needle, maths) == (SyntheticTask("vote", 600), NiahTask((600,)), Gsm8kTask(shots=1))
+
+
+def test_a_plain_length_is_for_those_that_have_one() -> None:
+    assert find_tasks("gsm8k+ruler:vt", 700) == [Gsm8kTask(), RulerTask("vt", 700)]
+
+
+def test_zero_is_a_value() -> None:
+    assert find_tasks("gsm8k", TaskOptions(shots=0)) == [Gsm8kTask(shots=0)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "problem"),
+    [
+        ("gsm8k", {"haystack": Path("h")}, "none of the chosen tasks reads --haystack: --haystack is for ruler:niah_s"),
+        ("gsm8k", {"lengths": (9,)}, "reads --length: --length is for synthetic, ruler, niah$"),
+        ("longbench:trec", {"shots": 3}, "reads --shots: --shots is for gsm8k"),
+        ("ruler:vt", {"haystack": Path("h")}, f"for {', '.join(f'ruler:{name}' for name in ESSAYS)}, niah$"),
+        ("ruler:qa_1", {"squad": Path("s"), "hotpot": Path("h")}, "reads --hotpot: --hotpot is for ruler:qa_2"),
+        (
+            "niah",
+            {"data": "d", "data_revision": "r"},
+            "reads --data, --data-revision: --data is for longbench, gsm8k; ",
+        ),
+        ("ruler:vt", {"lengths": (1, 2)}, "ruler tasks take one length, got 1, 2: evaluate one length after the other"),
+        ("synthetic+niah", {"lengths": ()}, "synthetic tasks take one length, got none"),
+        ("synthetic", {"lengths": (100,)}, "at least 512 tokens"),
+        ("gsm8k", {"metric": "niah_recall"}, "unknown GSM8K metric 'niah_recall'"),
+        ("niah", {"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
+        ("niah", {"depths": (50, 10)}, "depths must be rising whole numbers from 0 to 100, got 50, 10"),
+        ("longbench", {"split": "test"}, "unknown split 'test'"),
+        ("niah", {"haystack": Path("/no/such/hay")}, "there is no file /no/such/hay"),
+    ],
+)
+def test_options_that_do_not_fit(spec: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        find_tasks(spec, TaskOptions(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_option_is_read_by_some_task() -> None:
+    read = {option for entry in ENTRIES.values() for option in entry.reads}
+    assert read == {field.name for field in dataclasses.fields(TaskOptions)}
+
+
+# --- facts --------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_those_of_the_tasks(files: dict[str, Path]) -> None:
+    """Of tasks made without options (but for the files they need); metrics are told apart by what they score."""
+    query, maths = Query("q", ("Paragraph 7 段落7", "Paragraph 8 段落8"), options=("7", "9")), Query("q", ("7",))
+    for facts in describe_tasks():
+        if facts.spec == "jsonl:FILE":
+            continue
+        own = {name: files[name] for name in ("squad", "hotpot") if f"--{name}" in facts.options}
+        (task,) = find_tasks(facts.spec, TaskOptions(**own))
+        assert facts.category == task.category
+        assert facts.split == task.split  # type: ignore[attr-defined]
+        assert bool(facts.needs) == bool(own)
+        for reply in ("7", "7 6", "paragraph 7 段落7", "Paragraph 8 段落8 and paragraph 7", "no"):
+            asked = maths if facts.spec == "gsm8k" else query
+            assert task.score(reply, asked) == METRICS[facts.metric](reply, asked), (facts.spec, reply)
+
+
+def test_facts_in_full() -> None:
+    (facts,) = describe_tasks("longbench:dureader")
+    assert (facts.metric, facts.packages) == ("rouge_l_zh", ("jieba", "rouge==1.0.1"))
+    assert (facts.source, facts.needs) == ("zai-org/LongBench, or --data", "")
+    (facts,) = describe_tasks("ruler:qa_1")
+    assert (facts.source, facts.needs) == ("your file", "--squad FILE, SQuAD's JSON")
+    assert facts.options == ("--length", "--split", "--squad")
+    (facts,) = describe_tasks("jsonl:mine.jsonl")  # which need not be there
+    assert (facts.spec, facts.category, facts.metric) == ("jsonl:mine.jsonl", "own", "contains")
+
+
+def test_everything_is_described() -> None:
+    every = [facts.spec for facts in describe_tasks()]
+    assert every == [*ENTRIES, "jsonl:FILE"]
+    assert len(every) == len(set(every)) == len(FORMS) + 13 + 21 + 13 + 3
+    assert list(dict.fromkeys(spec.partition(":")[0] for spec in every)) == list(KINDS)
+    assert {spec for members in SETS.values() for spec in members} < set(ENTRIES)
+    assert [flag(name) for name in ("lengths", "data_revision")] == ["--length", "--data-revision"]
+
+
+def test_splits_that_are_told_can_be_had(files: dict[str, Path]) -> None:
+    for facts in describe_tasks("synthetic:vote+ruler:vt+longbench:trec+gsm8k+niah"):
+        for split in facts.splits:
+            assert find_tasks(facts.spec, TaskOptions(split=split))
+        with pytest.raises(UsageError, match="unknown split"):
+            find_tasks(facts.spec, TaskOptions(split="none"))

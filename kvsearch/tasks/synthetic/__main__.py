@@ -7,16 +7,16 @@ import random
 import sys
 from typing import Any
 
-from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
+from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
 
 LENGTH = 1024
 CONTEXTS_PER_TASK = 2
 
 
 def calibration_file(seed: int = 0) -> dict[str, Any]:
-    """Two contexts of every task and about 30 questions, in the format of `kvsearch.calibrate.data`."""
+    """Two contexts of every core task and about 30 questions, in the format of `kvsearch.calibrate.data`."""
     contexts = []
-    for name in BUILDERS:
+    for name in SUITES["core"]:
         rng = random.Random(f"calibrate/{name}/{LENGTH}/{seed}")
         for _ in range(CONTEXTS_PER_TASK):
             document = SyntheticTask(name, LENGTH, "calibrate").document(rng)

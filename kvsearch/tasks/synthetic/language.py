@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvsearch.tasks.synthetic import vocabulary as v
-
-Sentence = tuple[str, ...]
+from kvsearch.tasks.synthetic.haystacks import FILLER_WORDS, Haystack, Prose, Sentence, interleave
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,14 @@ class Needles:
     @property
     def tokens(self) -> int:
         return sum(len(sentence) for sentence in self.sentences)
+
+    def asked_in(self, task: str) -> Needles:
+        """The same evidence with all its questions in `task`."""
+        return replace(self, questions=tuple(replace(question, task=task) for question in self.questions))
+
+    def unasked(self) -> Needles:
+        """The same evidence as a distractor."""
+        return replace(self, questions=())
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,20 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Needles:
     return Needles(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
 
 
+def whole_items(rng: random.Random, names: Names, count: int) -> Needles:
+    """`count` items, each with its three values told one after another: facts with long values."""
+    items = [item_facts(rng, names, 1) for _ in range(count)]
+    return Needles(
+        tuple(tuple(word for part in _by_ordinal(item) for word in part) for item in items),
+        tuple(question for item in items for question in item.questions),
+        tuple(mention for item in items for mention in item.mentions),
+    )
+
+
+def _by_ordinal(item: Needles) -> list[Sentence]:
+    return sorted(item.sentences, key=lambda sentence: v.ORDINALS.index(sentence[2]))
+
+
 def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Needles:
     """`count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
     told: list[list[Sentence]] = []
@@ -120,7 +141,7 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Need
         answer = tuple(word for name in back for word in (name, "set", name, "="))
         questions.append(Question("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
-    return Needles(tuple(_interleave(rng, told)), tuple(questions), tuple(mentions))
+    return Needles(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
 
 
 def votes(rng: random.Random, count: int, candidates: int = 3) -> Needles:
@@ -140,45 +161,25 @@ def bells(count: int) -> Needles:
     return Needles((("bell", "."),) * count, (Question("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
-def _interleave(rng: random.Random, groups: list[list[Sentence]]) -> list[Sentence]:
-    """A random merge of the groups that keeps the order inside each."""
-    order = [i for i, group in enumerate(groups) for _ in group]
-    rng.shuffle(order)
-    iterators = [iter(group) for group in groups]
-    return [next(iterators[i]) for i in order]
-
-
-_grammar = random.Random(20260)
-_NOUN_VERBS = {noun: _grammar.sample(v.VERBS, 4) for noun in v.NOUNS}
-_NOUN_ADJECTIVES = {noun: _grammar.sample(v.ADJECTIVES, 4) for noun in v.NOUNS}
-_VERB_PLACES = {verb: _grammar.sample(v.PLACES, 3) for verb in v.VERBS}
-
-
-def filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
-    """One nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
-    noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(v.NOUNS)
-    verb = rng.choice(_NOUN_VERBS[noun])
-    return (
-        "the", rng.choice(_NOUN_ADJECTIVES[noun]), noun, verb,
-        "the", rng.choice(v.NOUNS), "in", rng.choice(_VERB_PLACES[verb]), ".",
-    )  # fmt: skip
-
-
 def compose(
-    rng: random.Random, length: int, needles: Sequence[Needles], mentions: int = 0, tail_mentions: int = 0
+    rng: random.Random,
+    length: int,
+    needles: Sequence[Needles],
+    mentions: int = 0,
+    tail_mentions: int = 0,
+    haystack: type[Haystack] = Prose,
 ) -> Document:
     """A document of at most `length` words: the needles in order at random places, filled up with filler.
 
     `mentions` recall sentences go to random places after their fact, `tail_mentions` more to the last sentences.
     """
-    topic = rng.sample(v.NOUNS, 6)
+    hay = haystack(rng)
     evidence = sum(group.tokens for group in needles)
     pool = [mention for group in needles for mention in group.mentions]
     middle = rng.sample(pool, min(mentions, len(pool)))
     tail = rng.sample(pool, min(tail_mentions, len(pool)))
     room = length - 1 - evidence - sum(map(len, middle)) - sum(map(len, tail))
-    fillers = [filler(rng, topic) for _ in range(max(0, room) // 9)]
-    told = _interleave(rng, [fillers, *[list(group.sentences) for group in needles]])
+    told = hay.tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
     for mention in middle:
         told.insert(rng.randint(_after_fact(told, mention), len(told)), mention)
     for mention in tail:

@@ -1,19 +1,43 @@
-"""The synthetic suite: five recall tasks and a frequency task in the bundled model's language.
+"""The synthetic tasks in the bundled model's language, in two suites.
 
-Evidence is at most 5% of a context's words. Every task draws its documents from one seeded stream per split, so the
-train, calibration, select and report splits cannot share a document.
+"core" is five recall tasks and a frequency task. "ruler" has RULER's 13 forms:
+
+    RULER             here          what is asked of what
+    niah_single_1     single_1      a code in one sentence that repeats
+    niah_single_2     single        a code in prose
+    niah_single_3     single_3      an item told at once: a longer value, in prose
+    niah_multikey_1   multikey      one of a few codes
+    niah_multikey_2   multikey_2    one of the codes in a haystack made of facts
+    niah_multikey_3   multikey_3    one of eight items, each told at once, in a haystack made of facts
+    niah_multivalue   multivalue    the three values of an item, told in three places
+    niah_multiquery   multiquery    two codes in one question
+    vt                chain         the value at the end of three links
+    cwe               common        the one candidate whose votes repeat, among many with one vote each
+    fwe               vote          the most frequent candidate of three
+    qa_1              qa_1          a code, told in one of several paragraphs that have nouns of their own
+    qa_2              qa_2          the value at the end of two links, told in two such paragraphs
+
+The language has 64 keys and 32 variables, which sets limits: a haystack made of facts takes codes, items and chains to
+fill 1,024 words (multikey_2), and eight items, codes of all other keys and chains fill 550 (multikey_3); filler takes
+the rest.
+
+Evidence is at most 5% of a context's words. The two haystacks made of facts are the exception: up to 90%.
+
+Every task draws its documents from one seeded stream per split, named after split, task, length and seed, so train,
+calibrate, select and report do not share a document. What the bundled model was trained on is one more stream.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import exact_match
+from kvsearch.tasks.synthetic.forms import GROWN, QUESTIONS_PER_CONTEXT, Builder, Form, codes_in
 from kvsearch.tasks.synthetic.language import (
     Document,
     Names,
@@ -27,25 +51,23 @@ from kvsearch.tasks.synthetic.language import (
 )  # fmt: skip
 from kvsearch.tasks.synthetic.vocabulary import KEYS, VARIABLES
 
-EVIDENCE_SHARE = 0.05
 SHORTEST = 512
-SPLITS = ("calibrate", "select", "report")
-QUESTIONS_PER_CONTEXT = 4
+SPLITS = ("train", "calibrate", "select", "report")
 MENTIONS, TAIL_MENTIONS = 2, 1
 
 
 def _single(rng: random.Random, names: Names, room: int) -> list[Needles]:
     fact = code_facts(rng, names, 1, "single")
     others = item_facts(rng, names, 1) if room >= fact.tokens + 15 else Needles()
-    return [fact, Needles(others.sentences, (), others.mentions)]
+    return [fact, others.unasked()]
 
 
 def _multikey(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [code_facts(rng, names, _codes(room, names))]
+    return [code_facts(rng, names, codes_in(room, names))]
 
 
 def _multiquery(rng: random.Random, names: Names, room: int) -> list[Needles]:
-    return [code_pairs(rng, names, _codes(room, names))]
+    return [code_pairs(rng, names, codes_in(room, names))]
 
 
 def _multivalue(rng: random.Random, names: Names, room: int) -> list[Needles]:
@@ -58,24 +80,30 @@ def _chain(rng: random.Random, names: Names, room: int) -> list[Needles]:
 
 def _vote(rng: random.Random, names: Names, room: int) -> list[Needles]:
     cast = votes(rng, 8)
-    others = code_facts(rng, names, _codes(room - cast.tokens, names))
-    return [cast, Needles(others.sentences, (), others.mentions)]
+    return [cast, code_facts(rng, names, codes_in(room - cast.tokens, names)).unasked()]
 
 
-def _codes(room: int, names: Names) -> int:
-    """How many code facts fit into `room` words, as far as there are keys left."""
-    return max(0, min(room // 5, names.left("key", KEYS)))
-
-
-BUILDERS: dict[str, Callable[[random.Random, Names, int], list[Needles]]] = {
+BUILDERS: dict[str, Builder] = {
     "single": _single, "multikey": _multikey, "multiquery": _multiquery, "multivalue": _multivalue, "chain": _chain,
     "vote": _vote,
+}  # fmt: skip
+FORMS: dict[str, Form] = {**{name: Form(build) for name, build in BUILDERS.items()}, **GROWN}
+SUITES: dict[str, tuple[str, ...]] = {
+    "core": tuple(BUILDERS),
+    "ruler": (
+        "single_1", "single", "single_3", "multikey", "multikey_2", "multikey_3", "multivalue", "multiquery", "chain",
+        "common", "vote", "qa_1", "qa_2",
+    ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """One task of the suite at a context of at most `length` tokens."""
+    """One task of `FORMS` at a context of at most `length` tokens.
+
+    Raises:
+        UsageError: an unknown name or split, or a length too short for sparse evidence.
+    """
 
     name: str
     length: int = 1024
@@ -86,12 +114,14 @@ class SyntheticTask:
     stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        if self.name not in FORMS:
+            raise UsageError(f"unknown synthetic task {self.name!r}{suggest(self.name, list(FORMS))}")
         if self.length < SHORTEST:
             raise UsageError(
                 f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
             )
         if self.split not in SPLITS:
-            raise UsageError(f"unknown split {self.split!r} (known: {', '.join(SPLITS)})")
+            raise UsageError(f"unknown split {self.split!r}{suggest(self.split, SPLITS)}")
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """`samples` contexts with up to four questions each; the same seed gives the same examples.
@@ -114,10 +144,13 @@ class SyntheticTask:
 
     def document(self, rng: random.Random) -> Document:
         """One document of this task; its questions are all of this task."""
-        needles = BUILDERS[self.name](rng, Names(rng), int(self.length * EVIDENCE_SHARE))
-        return compose(rng, self.length, needles, MENTIONS, TAIL_MENTIONS)
+        form = FORMS[self.name]
+        needles = form.build(rng, Names(rng), int(self.length * form.share))
+        return compose(rng, self.length, needles, MENTIONS, TAIL_MENTIONS, form.haystack)
 
 
-def synthetic_suite(length: int = 1024, split: str = "report") -> list[SyntheticTask]:
-    """All tasks of the suite."""
-    return [SyntheticTask(name, length, split) for name in BUILDERS]
+def synthetic_suite(length: int = 1024, split: str = "report", suite: str = "core") -> list[SyntheticTask]:
+    """All tasks of a suite; UsageError for an unknown suite or split, or too short a length."""
+    if suite not in SUITES:
+        raise UsageError(f"unknown synthetic suite {suite!r}{suggest(suite, list(SUITES))}")
+    return [SyntheticTask(name, length, split) for name in SUITES[suite]]

@@ -1,0 +1,196 @@
+"""RULER's forms in the synthetic language: what each of them hides, and in what."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.synthetic.haystacks import Noise, Paragraphs, Prose
+from kvsearch.tasks.synthetic.language import Document, Names, Needles, Sentence, chains, code_facts, whole_items
+from kvsearch.tasks.synthetic.suite import BUILDERS, FORMS, SUITES, SyntheticTask, synthetic_suite
+
+from .solver import sentences
+
+quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+seeds = st.integers(0, 2**32)
+lengths = st.sampled_from((512, 1024, 2048))
+
+
+def made(task: str, seed: int, length: int) -> Document:
+    return SyntheticTask(task, length).document(random.Random(seed))
+
+
+def kinds(document: Document) -> Counter[str]:
+    """How many sentences there are of each kind, filler under "the"."""
+    return Counter(sentence[0] for sentence in sentences(document.words))
+
+
+def asked(document: Document) -> set[str]:
+    return {question.prompt[1] for question in document.questions}
+
+
+def test_the_suites() -> None:
+    assert SUITES["core"] == tuple(BUILDERS) == ("single", "multikey", "multiquery", "multivalue", "chain", "vote")
+    assert len(SUITES["ruler"]) == len(set(SUITES["ruler"])) == 13
+    assert set(SUITES["ruler"]) == set(FORMS)
+    assert synthetic_suite(512, "select") == [SyntheticTask(name, 512, "select") for name in SUITES["core"]]
+    assert [task.name for task in synthetic_suite(suite="ruler")] == list(SUITES["ruler"])
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_one_code_in_one_repeated_sentence(seed: int, length: int) -> None:
+    document = made("single_1", seed, length)
+    assert kinds(document)["code"] == 1
+    assert len({s for s in sentences(document.words) if s[0] == "the"}) == 1
+    assert document.evidence == 5
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_one_long_value_told_at_once(seed: int, length: int) -> None:
+    document = made("single_3", seed, length)
+    assert kinds(document)["item"] == 3
+    (question,) = document.questions
+    told = " ".join(document.words)
+    assert f"item {' '.join(question.answer[:2])}" not in told  # the question, not the answer, has the key
+    key = question.prompt[2]
+    whole = " . item ".join(" ".join((key, *question.answer[at : at + 2])) for at in (0, 3, 6))
+    assert f"item {whole} ." in told
+    assert len(question.answer) == 9
+
+
+@quick
+@given(seed=seeds, length=st.sampled_from((512, 1024)))
+def test_codes_in_a_haystack_made_of_facts(seed: int, length: int) -> None:
+    document = made("multikey_2", seed, length)
+    assert document.evidence > 0.88 * length
+    assert asked(document) == {"code"}
+    assert len(document.questions) == kinds(document)["code"] > 10
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_long_values_in_a_haystack_made_of_facts(seed: int, length: int) -> None:
+    """At 1,024 words and more all keys and all chains are told."""
+    document = made("multikey_3", seed, length)
+    count = kinds(document)
+    assert document.evidence > (0.88 * 512 if length == 512 else 549)
+    assert asked(document) == {"item"}
+    assert len(document.questions) == 8 == count["item"] // 3
+    assert count["set"] == 30
+    assert count["code"] == (38 if length == 512 else 56)
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_no_key_left_is_no_question_left(seed: int, length: int) -> None:
+    """Where items take the keys, enough codes to ask for remain."""
+    assert len(made("multikey_2", seed, 8 * length).questions) == 4
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_one_common_candidate(seed: int, length: int) -> None:
+    document = made("common", seed, length)
+    (question,) = document.questions
+    tally = Counter(s[1] for s in sentences(document.words) if s[0] == "vote")
+    assert tally.pop(question.answer[0]) == (3 if length == 512 else 6)
+    assert list(tally.values()) == [1] * (5 if length == 512 else 11)
+
+
+@quick
+@given(seed=seeds, length=lengths)
+def test_paragraphs_are_asked_in_one_and_in_two_hops(seed: int, length: int) -> None:
+    one, two = made("qa_1", seed, length), made("qa_2", seed, length)
+    assert asked(one) == {"code"}
+    assert kinds(one)["set"] == 2
+    assert asked(two) == {"set"}
+    assert kinds(two)["set"] == 4
+    assert kinds(two)["code"] >= 1
+    links = {s[1]: s[3] for s in sentences(two.words) if s[0] == "set"}
+    for question in two.questions:
+        middle = links[question.prompt[2]]
+        assert question.answer == (middle, "set", middle, "=", links[middle])
+
+
+def test_two_hops_end_with_the_value() -> None:
+    """A reply has room for both links and no more."""
+    task = SyntheticTask("qa_2")
+    (query, *_) = task.examples(1, 0)[0].queries
+    (right,) = query.answers
+    assert query.max_new_tokens == len(right.split()) == 5
+    assert right.split()[-1] in v.VALUES
+    assert task.score(right, query) == 1
+    for wrong in (" ".join(right.split()[:-1]), right.split()[-1]):
+        assert task.score(wrong, query) == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_haystacks_tell_all_they_are_given(count: int) -> None:
+    names = Names(random.Random(1))
+    groups = [chains(random.Random(2), names, 2).sentences, code_facts(random.Random(3), names, 4).sentences]
+    for haystack in (Prose, Noise, Paragraphs):
+        told = haystack(random.Random(0)).tell(count, groups)
+        assert sum(s[0] == "the" for s in told) == count
+        for group in groups:
+            order = iter(told)
+            assert all(sentence in order for sentence in group)
+        assert len(told) == count + 10
+        assert told == haystack(random.Random(0)).tell(count, groups)
+
+
+@quick
+@given(seed=seeds, facts=st.integers(1, 9), each=st.integers(1, 9))
+def test_each_fact_has_a_paragraph_of_its_own(seed: int, facts: int, each: int) -> None:
+    rng = random.Random(seed)
+    told = Paragraphs(rng).tell(facts * each, [code_facts(rng, Names(rng), facts).sentences])
+    paragraphs = [told[at : at + each + 1] for at in range(0, len(told), each + 1)]
+    assert [sum(s[0] == "code" for s in paragraph) for paragraph in paragraphs] == [1] * facts
+
+
+def test_paragraphs_have_nouns_of_their_own() -> None:
+    """In prose one half of the text is about what the other half is about, in paragraphs it is not."""
+
+    def shared(haystack: type[Prose] | type[Paragraphs]) -> float:
+        found: list[float] = []
+        for seed in range(20):
+            told = haystack(random.Random(seed)).tell(400, [[("code", "amber", "anchor", "anchor", ".")] * 2])
+            halves = (told[:200], told[202:])
+            tops = [{noun for noun, _ in Counter(s[2] for s in half).most_common(6)} for half in halves]
+            found.append(len(tops[0] & tops[1]) / 6)
+        return sum(found) / len(found)
+
+    assert shared(Prose) > 0.8
+    assert shared(Paragraphs) < 0.4
+
+
+def test_items_told_at_once() -> None:
+    group = whole_items(random.Random(0), Names(random.Random(0)), 3)
+    for sentence, question in zip(group.sentences, group.questions, strict=True):
+        first, second, third = sentences(sentence)
+        assert {part[:2] for part in (first, second, third)} == {("item", question.prompt[2])}
+        assert [part[2] for part in (first, second, third)] == list(v.ORDINALS)
+        assert question.answer[1::3] == (first[3], second[3], third[3])
+    assert group.tokens == 45
+
+
+def test_needles_asked_elsewhere_or_not_at_all() -> None:
+    group = code_facts(random.Random(0), Names(random.Random(0)), 2)
+    renamed = group.asked_in("single")
+    assert [q.task for q in renamed.questions] == ["single", "single"]
+    assert [(q.prompt, q.answer) for q in renamed.questions] == [(q.prompt, q.answer) for q in group.questions]
+    assert group.unasked() == Needles(group.sentences, (), group.mentions)
+
+
+def test_sentences_join_to_documents() -> None:
+    words: Sentence = made("multikey_3", 0, 1024).words
+    ends = [at for at, word in enumerate(words) if word == "."]
+    assert ends[-1] == len(words) - 1
+    assert max(b - a for a, b in pairwise(ends)) <= 9
