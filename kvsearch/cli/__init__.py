@@ -12,9 +12,11 @@ from kvsearch.cli.evaluate import evaluate
 from kvsearch.cli.export import export
 from kvsearch.cli.generate import generate
 from kvsearch.cli.headroom import headroom
+from kvsearch.cli.lm_eval import lm_eval
 from kvsearch.cli.plan import plan_app
 from kvsearch.cli.policies import policies
 from kvsearch.cli.show import show
+from kvsearch.cli.tasks import tasks
 
 app = typer.Typer(
     name="kvsearch",
@@ -24,8 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (calibrate, export, evaluate, generate, show, headroom, policies, doctor):
-    app.command(no_args_is_help=verb not in (policies, doctor))(verb)
+for verb in (calibrate, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor):
+    app.command(no_args_is_help=verb not in (policies, tasks, doctor))(verb)
 app.add_typer(plan_app, name="plan")
 
 

@@ -1,0 +1,156 @@
+"""kvsearch lm-eval, end to end on the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvsearch.cli.lm_eval import lm_eval
+
+from ..evaluate.lm_eval_folder import DOCUMENTS, write_folder
+
+USAGE, ENVIRONMENT = 2, 3
+installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm-eval")
+app = typer.Typer()
+app.command()(lm_eval)
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def refused(code: int, *arguments: object) -> str:
+    """What the command, which must fail with `code`, says in its one line about it."""
+    got, out, talk = call(*arguments)
+    assert got == code, talk
+    assert out == ""
+    line = talk[talk.index("kvsearch: error: ") :]
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets, and pytest takes back."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture
+def request_of(folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> partial[tuple[Any, ...]]:
+    """Arguments that run given tasks, with only the folder's to choose from: indexing the others takes seconds."""
+    from kvsearch.evaluate import lm_eval_tasks
+
+    own = lm_eval_tasks.TaskManager
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **given: own(**{**given, "include_defaults": False}))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    return partial(arguments, folder, calibrated / "plan.json")
+
+
+def arguments(folder: Path, plan: Path, tasks: str, *more: object) -> tuple[Any, ...]:
+    return ("bundled", "--plan", plan, "--include-path", folder, "--tasks", tasks, *more)
+
+
+def test_help_and_common_options() -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    for option in ("--tasks", "--num-fewshot", "--include-path", "--log-samples", "--device", "--json", "--dry-run"):
+        assert option in out
+
+
+def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in [name for name in sys.modules if name.startswith("kvsearch.evaluate.lm_eval")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    line = refused(ENVIRONMENT, "bundled", "--plan", tmp_path / "plan.json", "--tasks", "arc_easy")
+    assert line.startswith("kvsearch: error: lm-evaluation-harness cannot be imported")
+    assert line.endswith("run `pip install kvsearch[lm-eval]`\n")
+
+
+@installed
+def test_scores_and_what_they_were_made_with(request_of: partial[Any], tmp_path: Path) -> None:
+    samples = tmp_path / "samples.jsonl"
+    code, out, talk = call(*request_of("small_generate,small_likelihood", "--limit", 3, "--log-samples", samples))
+    assert code == 0, talk
+    assert "warning" not in talk
+    for words in ("|small_generate  |", "exact_match", "question-aware", "small_likelihood: ", "entries ("):
+        assert words in out
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [(line["task"], line["doc_id"]) for line in lines] == [
+        (task, number) for task in ("small_generate", "small_likelihood") for number in range(3)
+    ]
+    assert all(line["resps"][0] for line in lines)
+
+
+@installed
+def test_json(request_of: partial[Any], calibrated: Path) -> None:
+    from kvsearch.plan import load_plan, sha256_of
+
+    code, out, talk = call(*request_of("small_choose", "--json", "--num-fewshot", 0, "--max-length", 60, "--seed", 1))
+    assert code == 0, talk
+    results = json.loads(out)
+    assert set(results["results"]["small_choose"]) >= {"acc,none", "acc_mutual_info,none"}
+    assert results["config"]["fewshot_seed"] == 1235
+    made = results["kvsearch"]
+    assert made["plan_sha256"] == sha256_of(load_plan(calibrated / "plan.json"))
+    assert made["max_length"] == 60
+    held = made["held"]["small_choose"]
+    assert held["truncated"] > DOCUMENTS
+    assert held["entries"] < held["full_entries"]
+    assert f"warning: small_choose: {held['truncated']} of {held['prompts']} prompts lost their beginning" in talk
+    assert f"warning: small_choose: 1 of {held['prompts']} contexts are one token, nothing to compress" in talk
+
+
+@installed
+def test_a_dry_run_loads_neither_tasks_nor_model(request_of: partial[Any]) -> None:
+    code, out, talk = call("nowhere", *request_of("small_s*,small_remote", "--limit", 2, "--dry-run")[1:])
+    assert code == 0, talk
+    names = ["small_sampling", "small_shots", "small_remote"]
+    assert json.loads(out) == {"tasks": names, "limit": 2, "num_fewshot": None}
+
+
+@installed
+def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
+    assert "unknown task 'small_choos'; did you mean 'small_choose'?" in refused(USAGE, *request_of("small_choos"))
+    assert "there is no task to evaluate" in refused(USAGE, *request_of(","))
+    assert "no context before them that a plan could compress" in refused(USAGE, *request_of("small_rolling"))
+    assert "there is no folder" in refused(USAGE, *request_of("small_choose", "--include-path", tmp_path / "no"))
+    assert "its folder does not exist" in refused(
+        USAGE, *request_of("small_choose", "--log-samples", tmp_path / "no" / "samples.jsonl")
+    )
+    assert "the tokenizer has no chat template" in refused(USAGE, *request_of("small_choose", "--apply-chat-template"))
+    plan = ("bundled", "--plan", tmp_path / "plan.json", "--tasks", "small_choose")
+    assert "there is no file" in refused(USAGE, *plan)
+
+
+@installed
+@pytest.mark.slow
+def test_offline_with_all_tasks_of_the_harness(folder: Path, calibrated: Path, tmp_path: Path) -> None:
+    """In a process of its own, as libraries read what --offline sets when they are imported."""
+    code = "import typer; from kvsearch.cli.lm_eval import lm_eval; app = typer.Typer(); app.command()(lm_eval); app()"
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    for tasks, exit_code, words in (
+        ("arc_easy", ENVIRONMENT, "the dataset of task 'arc_easy' cannot be read: check the network, HF_HUB_OFFLINE"),
+        ("hellaswagg", USAGE, "unknown task 'hellaswagg'; did you mean 'hellaswag'? (known: hellaswag, "),
+    ):
+        request = [str(part) for part in arguments(folder, calibrated / "plan.json", tasks, "--offline")]
+        found = subprocess.run([sys.executable, "-c", code, *request], capture_output=True, text=True, env=environment)
+        assert found.returncode == exit_code
+        assert found.stderr.startswith(f"kvsearch: error: {words}")
+        assert found.stderr.count("\n") == 1
