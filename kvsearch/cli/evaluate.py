@@ -1,91 +1,84 @@
-"""kvsearch evaluate: score plans against the full cache and equal-size baselines on the same samples."""
+"""kvsearch evaluate: score methods and plans on the same samples, at the same number of entries."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
+from kvsearch.cli import evaluate_options as own
+from kvsearch.cli import task_options as asked
 from kvsearch.cli.common import Common, command
 
 
 @command
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A hub id, a local directory, or `bundled`.", show_default=False)],
-    plan: Annotated[list[Path], typer.Option("--plan", help="A plan file; repeatable.", show_default=False)],
+    model: own.Model,
     common: Common,
-    tasks: Annotated[
-        str, typer.Option(help="synthetic, synthetic:NAME,NAME or jsonl:FILE (context, question, answers).")
-    ] = "synthetic",
-    protocol: Annotated[
-        str,
-        typer.Option(
-            help="question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
-            "context and question are compressed as one."
-        ),
-    ] = "question-agnostic",
-    samples: Annotated[int, typer.Option(help="Contexts per task.", min=1)] = 20,
-    length: Annotated[int, typer.Option(help="Tokens of a synthetic context.", min=1)] = 1024,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of prompt and reply together; the middle of longer contexts is cut out. At most, and by "
-            "default, what the model takes.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    baselines: Annotated[
-        str, typer.Option(help="What to compare with, at the plan's entries: uniform, snapkv, streaming, random.")
-    ] = "uniform,snapkv,streaming",
-    subject: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The plan that the tables compare with all other methods, by its file's name without suffix; by "
-            "default the first.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Prompts per forward pass.", min=1)] = 8,
-    samples_file: Annotated[
-        Path | None,
-        typer.Option("--samples-file", help="Write every reply to this .csv or .parquet file.", show_default=False),
-    ] = None,
+    plan: own.Plans = None,
+    methods: own.Methods = None,
+    budgets: own.Budgets = None,
+    ratios: own.Ratios = None,
+    phases: own.Phases = None,
+    settings: own.Settings = None,
+    baselines: own.Baselines = None,
+    subject: own.Subject = None,
+    tasks: asked.Tasks = "synthetic",
+    length: asked.Length = None,
+    split: asked.Split = None,
+    data: asked.Data = None,
+    data_revision: asked.DataRevision = None,
+    prompts: asked.Prompts = None,
+    haystack: asked.Haystack = None,
+    squad: asked.Squad = None,
+    hotpot: asked.Hotpot = None,
+    depths: asked.Depths = None,
+    shots: asked.Shots = None,
+    shots_from: asked.ShotsFrom = None,
+    metric: asked.Metric = None,
+    protocol: own.ProtocolName = "question-agnostic",
+    samples: own.Samples = 20,
+    max_length: own.MaxLength = None,
+    batch: own.Batch = 8,
+    max_memory: own.MaxMemory = None,
+    continuation: own.Continuation = None,
+    stride: own.Stride = None,
+    output: own.Directory = None,
+    force: own.Force = False,
+    reuse: own.Reuse = None,
+    samples_file: own.SamplesFile = None,
+    table: own.TableFile = None,
+    columns: own.ColumnsName = None,
+    losses: own.Losses = False,
 ) -> None:
-    """Score plans on the same questions as the full cache and baselines of the same size.
+    """Score methods or plans on the same questions as the full cache, all at the same size.
 
-    Example: kvsearch evaluate bundled --plan plan.json --samples 20
+    With --output, a run that is interrupted goes on where it stopped when the same command is given again. --tasks
+    ppl:FILE measures perplexity: contexts of --length tokens are compressed, what follows them is predicted.
+
+    Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
+    from kvsearch.cli.evaluate_output import Deliveries, deliver, kept, output_losses
+    from kvsearch.cli.evaluate_perplexity import PERPLEXITY, perplexity
+    from kvsearch.evaluate.contest import read_contest
     from kvsearch.evaluate.protocol import find_protocol
-    from kvsearch.evaluate.report import as_json, score_table
-    from kvsearch.evaluate.samples import check_samples_file, write_samples
-    from kvsearch.evaluate.study import check_plans, study
-    from kvsearch.plan import load_plan
+    from kvsearch.evaluate.study import Settings, prepare
     from kvsearch.tasks.catalog import find_tasks
 
-    names, asked = tuple(name for name in baselines.split(",") if name), find_protocol(protocol)
-    chosen = find_tasks(tasks, length)
-    plans = check_plans({path.stem: load_plan(path) for path in plan}, plan, names, subject)
-    if samples_file is not None:
-        check_samples_file(samples_file)
+    options = asked.task_options(
+        length=length, split=split, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack,
+        squad=squad, hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
+    )  # fmt: skip
+    contest = read_contest(plan or (), methods, budgets, ratios, phases, settings or (), baselines, subject)
+    files = Deliveries.checked(output, reuse, force, samples_file, table, columns)
+    how = Settings(samples, find_protocol(protocol), common.seed, batch, own.memory_bytes(max_memory), max_length)
+    if tasks.startswith(PERPLEXITY):
+        perplexity(model, common, contest, tasks, options, how, continuation, stride, files, losses)
+        return
+    own.refuse_perplexity_options(continuation, stride)
+    chosen = find_tasks(tasks, options)
     if common.dry_run:
-        request = {"tasks": [task.name for task in chosen], "plans": list(plans), "baselines": list(names)}
-        common.print_json({**request, "protocol": asked, "subject": subject or next(iter(plans))})
+        common.print_json({"tasks": [task.name for task in chosen], "protocol": how.protocol, **contest.as_json()})
         return
     loaded = common.load(model)
-    with common.progress("batches") as progress:
-        result = study(
-            loaded, plans, names, chosen, samples, common.seed, batch, progress,
-            protocol=asked, max_length=max_length, subject=subject,
-        )  # fmt: skip
-    if result.doubt is not None:
-        common.warn(result.doubt)
-    if samples_file is not None:
-        write_samples(result.samples, samples_file)
-    if common.as_json:
-        common.print_json(as_json(result))
-    else:
-        for table in score_table(result):
-            common.out.print(table)
+    evaluation = prepare(loaded, contest.contenders(loaded), contest.subject, chosen, how)
+    with kept(evaluation, files, common) as ledger, common.progress("batches") as progress:
+        result = evaluation.run(progress, ledger)
+        lost = output_losses(evaluation, chosen, files, progress) if losses else None
+    deliver(result, lost, files, common)

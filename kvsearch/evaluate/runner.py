@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluate.bank import Joint, compressed
-from kvsearch.evaluate.encoding import Question, TaskPrompts, encode_tasks
+from kvsearch.evaluate.encoding import Prompt, Question, TaskPrompts, encode_tasks
+from kvsearch.evaluate.journal import Journal, Known, Place
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
 from kvsearch.evaluate.replies import NonFiniteError, Replies, has_windows
 from kvsearch.evaluate.samples import Cost, Sample, token_hash
@@ -54,19 +55,53 @@ def run_encoded(
     batch: int = 8,
     progress: Progress | None = None,
     memory: int | None = None,
+    journal: Journal | None = None,
 ) -> list[Sample]:
-    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`."""
-    order = {method: number for number, method in enumerate(programs)}
+    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is in the `journal` is not done again.
+
+    What is left of a batch is done as if all of it were, so replies that share their arithmetic still do.
+    """
     parted = has_windows(loaded.model)
     batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, part) in enumerate(batches):
-            answered = answer_all(loaded, task, part, programs, memory)
-            results += sorted(answered, key=lambda sample: order[sample.method])
+            known = Known() if journal is None else journal.recall(task, part, programs)
+            found = {Place.of(sample): sample for sample in known.samples}
+            for samples in _missing(loaded, task, part, programs, memory, known):
+                if journal is not None:
+                    journal.note(task, part, samples)
+                found.update({Place.of(sample): sample for sample in samples})
+            results += [found[place] for place in places(task, part, programs)]
             if progress is not None:
                 progress(done + 1, len(batches))
     return results
+
+
+def places(task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Place]:
+    """Where the samples of a batch belong, in the order in which they are listed."""
+    return [Place(task.task.name, reading.prompt.key, question.number, method) for method in methods
+            for reading, question in questions_of(batch)]  # fmt: skip
+
+
+def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
+    """The questions of a batch with what they follow: the first of all readings, then the second, and so on."""
+    most = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]
+
+
+def _missing(
+    loaded: LoadedModel,
+    task: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None,
+    known: Known,
+) -> Iterator[list[Sample]]:
+    """The samples of a batch that are not known, by methods that reply together."""
+    wanted = {method: program for method, program in programs.items() if method not in known.left_out}
+    if set(wanted) - known.finished:
+        yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
 
 
 def answer_all(
@@ -80,6 +115,19 @@ def answer_all(
 
     The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
     """
+    for samples in answer_joints(loaded, prompts, batch, programs, memory):
+        yield from samples
+
+
+def answer_joints(
+    loaded: LoadedModel,
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None = None,
+    finished: Collection[str] = (),
+) -> Iterator[list[Sample]]:
+    """As `answer_all`, a list for methods that reply together; without those of which all are `finished`."""
     ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}"
     special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts), memory)
     joints = compressed(loaded.model, programs, ids, *special)
@@ -88,7 +136,8 @@ def answer_all(
             joint = next(joints, None)
         if joint is None:
             return
-        yield from _replied(prompts, batch, joint, where)
+        if not set(joint.methods) <= set(finished):
+            yield list(_replied(prompts, batch, joint, where))
 
 
 def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: Joint, where: str) -> Iterator[Sample]:
@@ -114,14 +163,20 @@ def _sample(
 ) -> Sample:
     task, prompt = prompts.task, reading.prompt
     text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
-    score = task.score(text, question.query)
-    if not -ROUNDING <= score <= 1 + ROUNDING:
-        place = f"task {task.name}, example {prompt.key}, question {question.number}"
-        raise UsageError(f"{place}: the metric gives {score}, a score must be in [0, 1]")
+    score = score_of(task, prompt, question, text)
     return Sample(
         task.name, task.category, method, reading.protocol, prompt.key, question.number, text, score,
         token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
     )  # fmt: skip
+
+
+def score_of(task: Task, prompt: Prompt, question: Question, reply: str) -> float:
+    """The score of a reply; UsageError if the metric gives something that is none."""
+    score = task.score(reply, question.query)
+    if not -ROUNDING <= score <= 1 + ROUNDING:
+        place = f"task {task.name}, example {prompt.key}, question {question.number}"
+        raise UsageError(f"{place}: the metric gives {score}, a score must be in [0, 1]")
+    return score
 
 
 def _answered(replies: Replies, questions: Sequence[Question], protocol: Protocol) -> list[list[int]]:

@@ -1,28 +1,26 @@
-"""One evaluation: plans, the full cache and baselines on the same samples, at the same entries."""
+"""One evaluation: methods and plans, the full cache and baselines on the same samples, at the same entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvsearch.errors import UsageError
-from kvsearch.evaluate.baselines import BASELINES, baselines, full_cache
-from kvsearch.evaluate.encoding import Coverage, encode_tasks, listed, most_tokens
-from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.evaluate.averages import Block, blocks_of, named_averages
+from kvsearch.evaluate.encoding import Coverage, TaskPrompts, encode_tasks, listed, most_tokens
+from kvsearch.evaluate.identity import ReplyKeys, run_config
+from kvsearch.evaluate.ledger import Ledger
+from kvsearch.evaluate.methods import FULL as FULL
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, readings
+from kvsearch.evaluate.resume import LedgerJournal
 from kvsearch.evaluate.runner import Progress, run_encoded
 from kvsearch.evaluate.samples import Sample
-from kvsearch.evaluate.statistics import Row, summarize
+from kvsearch.evaluate.sweep import Contender, check_totals
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
-from kvsearch.plan import Plan
-from kvsearch.policies.checks import check_plan
-from kvsearch.runtime import Program
 from kvsearch.tasks.base import Task
 
-FULL = "full"
 LEAST_USEFUL = 0.1
 
 
@@ -36,50 +34,129 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """Samples and summary of an evaluation. `subject` is the plan that the tables compare with the other methods.
+    """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
 
-    `summaries` holds, per plan, the rows whose differences are that plan's. `most_tokens` is what prompt and reply
-    could have together.
+    `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
     """
 
     model: str
     subject: str
     protocol: Protocol
+    contenders: tuple[Contender, ...]
     coverage: list[Coverage]
     samples: list[Sample]
-    summaries: dict[str, list[Row]]
+    averages: dict[str, tuple[str, ...]]
+    blocks: list[Block]
     seed: int
     most_tokens: int | None
 
     @property
-    def rows(self) -> list[Row]:
-        """Tasks, categories and the average, with the differences of the subject."""
-        return self.summaries[self.subject]
-
-    @property
     def doubt(self) -> str | None:
         """Why the comparison may say little, if it does."""
-        full = self.rows[-1].scores[FULL].mean
+        full = self.blocks[0].overall.scores[FULL].mean
         if full >= LEAST_USEFUL:
             return None
         return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
 
     @property
     def notes(self) -> list[str]:
-        """What was not asked, or not as it was written; nothing if all went in."""
-        return [note for covered in self.coverage for note in _notes(covered, self.most_tokens)]
+        """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
+        return [
+            *(note for covered in self.coverage for note in _coverage_notes(covered, self.most_tokens)),
+            *(note for block in self.blocks for note in self._size_notes(block)),
+        ]
 
     @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(sample.method for sample in self.samples))
+    def labels(self) -> list[str]:
+        """All that was compared, the full cache first."""
+        return [contender.label for contender in self.contenders]
 
-    def held(self, method: str) -> Held:
-        """What `method` held in the cache, means over the questions."""
-        mine = [sample for sample in self.samples if sample.method == method]
-        return Held(*(fmean(getattr(sample, name) for sample in mine) for name in Held._fields))
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """What each method (by label) held in the cache, means over the questions."""
+        mine: dict[str, list[Sample]] = {label: [] for label in self.labels}
+        for sample in self.samples:
+            mine[sample.method].append(sample)
+        return {
+            label: Held(*(fmean(getattr(sample, name) for sample in samples) for name in Held._fields))
+            for label, samples in mine.items()
+        }
+
+    def _size_notes(self, block: Block) -> Iterator[str]:
+        held = {name: self.held[label].entries for name, label in block.methods.items()}
+        if max(held.values()) - min(held.values()) > 0.5:
+            told = ", ".join(f"{name} {entries:.0f}" for name, entries in held.items())
+            yield f"not all hold the same, mean entries: {told}"
 
 
-def _notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
+@dataclass(frozen=True)
+class Settings:
+    """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
+
+    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`.
+    """
+
+    samples: int = 20
+    protocol: Protocol = QUESTION_AGNOSTIC
+    seed: int = 0
+    batch: int = 8
+    max_memory: int | None = None
+    max_length: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What is to be compared on which questions, checked and in token ids."""
+
+    loaded: LoadedModel
+    contenders: tuple[Contender, ...]
+    subject: str
+    encoded: list[TaskPrompts]
+    settings: Settings
+
+    @property
+    def replies(self) -> int:
+        """How many replies there are to be."""
+        return len(self.contenders) * sum(task.coverage.questions for task in self.encoded)
+
+    def config(self) -> dict[str, Any]:
+        """All that the samples depend on, as JSON."""
+        settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
+        return run_config(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
+
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Study:
+        """Ask everything that is not in the ledger, and summarise it; see `run_encoded` for the errors."""
+        asked, journal = self.settings, None
+        if ledger is not None:
+            journal = LedgerJournal(ledger, ReplyKeys(self.loaded, self.contenders, asked.protocol))
+        programs = {contender.label: contender.program for contender in self.contenders}
+        results = run_encoded(
+            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, journal
+        )
+        averages = named_averages([task.task for task in self.encoded])
+        blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed)
+        coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
+        return Study(
+            self.loaded.name, self.subject, asked.protocol, self.contenders, coverage, results, averages, blocks,
+            asked.seed, most,
+        )  # fmt: skip
+
+
+def prepare(
+    loaded: LoadedModel, contenders: Sequence[Contender], subject: str, tasks: Sequence[Task], settings: Settings
+) -> Evaluation:
+    """Draw the examples, and check that they and the contenders fit together; `subject` is a name.
+
+    Raises:
+        UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
+    """
+    encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length)
+    lengths = {len(one.ids) for task in encoded for one in readings(task.prompts, settings.protocol)}
+    check_totals(loaded, contenders, lengths)
+    return Evaluation(loaded, tuple(contenders), subject, encoded, settings)
+
+
+def _coverage_notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
     if covered.found < covered.wanted:
         yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
     if covered.truncated:
@@ -89,71 +166,3 @@ def _notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
         )
     if covered.excluded:
         yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
-
-
-def check_plans(
-    plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str], subject: str | None = None
-) -> dict[str, Plan]:
-    """Find what is wrong with a request before a model is loaded.
-
-    Raises:
-        UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
-    """
-    if len(plans) != len(paths):
-        raise UsageError("two plan files have the same name: rename one, the name labels its column")
-    for name in names:
-        if name not in BASELINES:
-            raise UsageError(f"unknown baseline {name!r}{suggest(name, BASELINES)}")
-    for (label, plan), path in zip(plans.items(), paths, strict=True):
-        if label in (FULL, *BASELINES):
-            raise UsageError(f"a plan file cannot be called {label}.json: the name is taken by a baseline")
-        check_plan(plan, str(path))
-    if subject is not None and subject not in plans:
-        raise UsageError(f"unknown plan {subject!r}{suggest(subject, list(plans))}: the subject is one of the plans")
-    totals = {label: _totals(plan) for label, plan in plans.items()}
-    if len({(*total.items(), plans[label].scaling, _length(plans[label])) for label, total in totals.items()}) > 1:
-        told = ", ".join(f"{label}: {_listed(total)}" for label, total in totals.items())
-        raise UsageError(f"plans are compared at equal entries, these have different totals ({told})")
-    return dict(plans)
-
-
-def _totals(plan: Plan) -> dict[str, int]:
-    """Entries of each phase of a plan."""
-    phases = {"prefill": plan.prefill, "decode": plan.decode}
-    return {name: phase.total for name, phase in phases.items() if phase is not None}
-
-
-def _length(plan: Plan) -> int | None:
-    return plan.length if plan.scaling == "proportional" else None
-
-
-def _listed(totals: dict[str, int]) -> str:
-    return " and ".join(f"{total} in {name}" for name, total in totals.items())
-
-
-def study(
-    loaded: LoadedModel,
-    plans: Mapping[str, Plan],
-    names: Sequence[str],
-    tasks: Sequence[Task],
-    samples: int,
-    seed: int = 0,
-    batch: int = 8,
-    progress: Progress | None = None,
-    *,
-    protocol: Protocol = QUESTION_AGNOSTIC,
-    max_length: int | None = None,
-    subject: str | None = None,
-) -> Study:
-    """Run everything and summarise it; see `check_plans`, `encode_tasks` and `Program.from_plan` for the errors.
-
-    `subject` (default: the first plan) is compared with the other methods, and lends "uniform" its policy.
-    """
-    programs: dict[str, Program] = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
-    subject = subject or next(iter(programs))
-    methods = {FULL: full_cache(loaded.model), **programs, **baselines(loaded.model, programs[subject], tuple(names))}
-    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
-    results = run_encoded(loaded, methods, encoded, protocol, batch, progress)
-    summaries = {label: summarize(results, label, seed) for label in programs}
-    coverage, most = [task.coverage for task in encoded], most_tokens(loaded.model, max_length)
-    return Study(loaded.name, subject, protocol, coverage, results, summaries, seed, most)

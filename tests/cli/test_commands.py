@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
 
 from kvsearch.plan import load_plan
@@ -29,7 +27,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-VERBS = ("calibrate", "export", "evaluate", "generate", "show", "headroom", "policies", "doctor")
+VERBS = ("calibrate", "export", "evaluate", "generate", "show", "headroom", "lm-eval", "policies", "tasks", "doctor")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -95,74 +93,6 @@ def test_export_dry_run_writes_nothing(run: Run, calibrated: Path, tmp_path: Pat
     assert code == 0
     assert "would write" in talk
     assert not (tmp_path / "a.json").exists()
-
-
-def test_evaluate_prints_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:multikey", "--samples", 4, "--length", 512)
-    replies = tmp_path / "replies.csv"
-    code, out, _ = run("evaluate", "bundled", *arguments, "--json", "--samples-file", replies)
-    assert code == 0
-    result = json.loads(out)
-    assert result["protocol"] == "question-agnostic"
-    held = {method: values["entries"] for method, values in result["held"].items()}
-    assert held["plan"] == held["uniform"] == held["streaming"]
-    assert held["full"] > 4.9 * held["plan"]
-    scores = {method: value["mean"] for method, value in result["tasks"][0]["scores"].items()}
-    assert scores["full"] >= scores["plan"] > scores["streaming"]
-    rows = list(csv.DictReader(replies.open()))
-    assert len(rows) == result["tasks"][0]["questions"] * len(held)
-
-
-def test_evaluate_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
-    arguments = (
-        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again",
-        "--tasks", "synthetic:multikey", "--samples", 2, "--length", 512, "--max-length", 400, "--json",
-        "--baselines", "streaming", "--protocol", "question-aware", "--samples-file", tmp_path / "replies.parquet",
-    )  # fmt: skip
-    code, out, talk = run("evaluate", "bundled", *arguments)
-    assert code == 0, talk
-    result = json.loads(out)
-    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 400)
-    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 2)
-    differences = result["tasks"][0]["differences"]
-    assert set(differences["plan"]) == {"full", "again", "streaming"}
-    assert differences["plan"]["again"]["ties"] == result["tasks"][0]["questions"]
-    rows = pandas.read_parquet(tmp_path / "replies.parquet")
-    assert len(rows) == 4 * result["tasks"][0]["questions"]
-    assert set(rows["protocol"]) == {"question-aware"}
-    assert rows["prompt_tokens"].max() < 400
-    code, again, _ = run("evaluate", "bundled", *arguments)
-    assert again == out
-
-
-def test_evaluate_tells_its_plan_without_doing_it(run: Run, calibrated: Path) -> None:
-    plan = ("--plan", calibrated / "plan.json")
-    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run")
-    assert code == 0
-    told = json.loads(out)
-    assert (told["protocol"], told["subject"], told["plans"]) == ("question-aware", "plan", ["plan"])
-
-
-def test_evaluate_table_is_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -> None:
-    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:single", "--samples", 2, "--length", 512)
-    code, out, _ = run("evaluate", "bundled", *arguments)
-    assert code == 0
-    assert "\x1b" not in out
-    assert "paired difference" in out
-    assert "held after the context" in out
-
-
-def test_evaluate_a_file_of_ones_own(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    context = "the calm fox greets the nurse in barn . " * 20 + "code amber anchor kettle . " + "bell . " * 20
-    rows = [{"context": context, "question": "? code amber", "answers": ["anchor kettle ."], "max_new_tokens": 3}]
-    file = tmp_path / "mine.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    code, out, talk = run(
-        "evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", f"jsonl:{file}", "--json"
-    )
-    assert code == 0, talk
-    assert json.loads(out)["tasks"][0]["task"] == "mine"
 
 
 def test_generate_answers_from_the_small_cache(run: Run, calibrated: Path) -> None:

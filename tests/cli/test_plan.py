@@ -62,7 +62,7 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
         "--baselines", "snapkv,streaming", "--json",
     )  # fmt: skip
     assert code == 0, talk
-    held = json.loads(out)["held"]
+    held = {method["name"]: method["held"] for method in json.loads(out)["blocks"][0]["methods"]}
     assert held["mine"]["entries"] == held["snapkv"]["entries"] == held["streaming"]["entries"] == 200 * 24
     assert held["mine"]["most"] == held["snapkv"]["most"] == held["streaming"]["most"] == 201 * 24
     assert load_plan(path).decode is not None

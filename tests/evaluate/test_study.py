@@ -1,8 +1,7 @@
-"""A whole evaluation: what is refused before a model is loaded, what it runs, and how it is told."""
+"""A whole evaluation: what it runs, what it says about it, and what is refused before a model is loaded."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.plans import check_plans
 from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
-from kvsearch.evaluate.report import as_json, plain_scores, score_table
-from kvsearch.evaluate.study import Study, check_plans, study
+from kvsearch.evaluate.report import as_json, plain_scores
+from kvsearch.evaluate.study import Settings, Study, prepare
+from kvsearch.evaluate.sweep import with_baselines
+from kvsearch.evaluate.table_files import all_tables, markdown
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example, Query, Task
 
 from .. import tiny
 from ..plan.builders import make_plan, model_dict, plan_dict
+from .shown import rendered
 
 TASKS = [
     tiny.listed((60, 2), (48, 1), (70, 2), name="one"),
@@ -35,12 +37,20 @@ def model() -> LoadedModel:
     return tiny.loaded()
 
 
-def made(model: LoadedModel, names: Sequence[str] = (), **changes: Any) -> Study:
+def studied(
+    model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
+) -> Study:
+    subject = settings.pop("subject", next(iter(plans)))
+    how = Settings(**{"samples": 3, "seed": 5, "batch": 2, **settings})
+    return prepare(model, with_baselines(model, plans, names, subject), subject, tasks, how).run()
+
+
+def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Study:
     plans = {
         "mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]]),
         "yours": tiny.plan_for(model, [[15, 15]] * 4),
     }
-    return study(model, plans, names, TASKS, 3, seed=5, batch=2, **changes)
+    return studied(model, plans, names, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +133,26 @@ def test_fixed_plans_are_compared_whatever_their_length() -> None:
 def test_a_plan_of_another_model(model: LoadedModel) -> None:
     plan = make_plan([[10, 6]] * 4, model=model_dict(layers=4, kv_heads=2))
     with pytest.raises(IncompatibleError, match="made for another model"):
-        study(model, {"mine": plan}, (), TASKS, 1)
+        studied(model, {"mine": plan}, ())
 
 
 def test_methods(result: Study) -> None:
-    assert result.methods == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
+    assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
     assert (result.model, result.subject, result.seed) == ("tiny", "mine", 5)
-    assert [row.task for row in result.rows] == ["one", "two", "listed", "other", "average"]
-    for row in result.rows:
-        assert list(row.scores) == result.methods
-        assert list(row.differences) == [method for method in result.methods if method != "mine"]
+    (block,) = result.blocks
+    assert (block.size, list(block.methods)) == (None, result.labels[1:])
+    told = [(row.task, row.kind) for row in block.rows]
+    assert told == [
+        ("one", "task"), ("two", "task"), ("listed", "category"), ("other", "category"), ("macro", "average"),
+    ]  # fmt: skip
+    assert block.overall is block.rows[-1]
+    for row in block.rows:
+        assert list(row.scores) == result.labels
+        assert list(row.differences) == [method for method in result.labels if method != "mine"]
 
 
 def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
-    held = {method: result.held(method) for method in result.methods}
+    held = dict(result.held)
     full, full_bytes, most = held.pop("full")
     assert most > full
     assert len({entries for entries, _, _ in held.values()}) == 1
@@ -150,8 +166,9 @@ def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
 
 def test_equal_runs_give_equal_results(result: Study, model: LoadedModel) -> None:
     plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
-    again = study(model, plans, ("uniform",), TASKS, 3, seed=5, batch=2)
-    assert [row.scores["mine"] for row in again.rows] == [row.scores["mine"] for row in result.rows]
+    again = studied(model, plans, ("uniform",))
+    pairs = zip(again.blocks[0].rows, result.blocks[0].rows, strict=True)
+    assert all(one.scores["mine"] == other.scores["mine"] for one, other in pairs)
     mine = [sample for sample in result.samples if sample.method == "mine"]
     assert [sample for sample in again.samples if sample.method == "mine"] == mine
 
@@ -159,33 +176,53 @@ def test_equal_runs_give_equal_results(result: Study, model: LoadedModel) -> Non
 def test_as_json(result: Study) -> None:
     data = as_json(result)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["schema"] == "kvsearch.evaluation/1"
     assert (data["model"], data["subject"], data["protocol"]) == ("tiny", "mine", "question-agnostic")
-    assert data["held"]["mine"]["entries"] == result.held("mine")[0]
-    assert [(task["task"], task["kind"]) for task in data["tasks"]] == [
-        ("one", "task"), ("two", "task"), ("listed", "category"), ("other", "category"), ("average", "average"),
-    ]  # fmt: skip
-    assert set(data["tasks"][0]["scores"]["mine"]) == {"mean", "low", "high"}
+    assert data["full"]["held"]["entries"] == result.held["full"].entries
+    assert data["averages"] == {"macro": ["one", "two"]}
+    (block,) = data["blocks"]
+    assert block["size"] is None
+    assert [method["name"] for method in block["methods"]] == result.labels[1:]
+    mine = block["methods"][0]
+    assert mine["held"]["entries"] == result.held["mine"].entries
+    assert set(mine["definition"]) == {"plan"}
+    assert set(mine["scores"]["tasks"]["one"]) == {"mean", "low", "high"}
+    kinds = {kind: list(found) for kind, found in mine["scores"].items()}
+    assert kinds == {"tasks": ["one", "two"], "categories": ["listed", "other"], "averages": ["macro"]}
     counted = {name: data["tasks"][1][name] for name in ("wanted", "found", "contexts", "truncated", "excluded")}
     assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
 
 
-def test_json_compares_every_plan_with_every_other_method(result: Study) -> None:
-    for number, task in enumerate(as_json(result)["tasks"]):
-        assert set(task["differences"]) == {"mine", "yours"}
-        for plan, differences in task["differences"].items():
-            assert list(differences) == [method for method in result.methods if method != plan]
-            for method, found in differences.items():
-                assert found["mean"] == pytest.approx(task["scores"][plan]["mean"] - task["scores"][method]["mean"])
-                assert found["wins"] + found["ties"] + found["losses"] == result.rows[number].questions
-        mirrored = task["differences"]["yours"]["mine"]
-        assert task["differences"]["mine"]["yours"]["wins"] == mirrored["losses"]
+def test_json_compares_every_method_with_the_subject(result: Study) -> None:
+    (block,) = as_json(result)["blocks"]
+    mine, *others = block["methods"]
+    assert mine["differences"] is None
+    for other in [*others, {"scores": as_json(result)["full"]["scores"], "differences": block["full_differences"]}]:
+        for kind, found in other["differences"].items():
+            for column, difference in found.items():
+                wanted = other["scores"][kind][column]["mean"] - mine["scores"][kind][column]["mean"]
+                assert difference["mean"] == pytest.approx(wanted)
+                assert difference["low"] <= difference["mean"] <= difference["high"]
+        for covered in as_json(result)["tasks"]:
+            found = other["differences"]["tasks"][covered["task"]]
+            assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
+
+
+def test_a_difference_is_that_of_the_method_to_the_subject(result: Study, model: LoadedModel) -> None:
+    """Which of two is the subject only turns the sign."""
+    other = made(model, ("uniform", "snapkv", "streaming", "random"), subject="yours")
+    assert other.samples == result.samples
+    for mine, yours in zip(result.blocks[0].rows, other.blocks[0].rows, strict=True):
+        one, two = result.blocks[0].difference(mine, "yours"), other.blocks[0].difference(yours, "mine")
+        assert (one.mean, one.low, one.high) == pytest.approx((-two.mean, -two.high, -two.low))
+        assert (one.wins, one.ties, one.losses) == (two.losses, two.ties, two.wins)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_same_seed_gives_the_same_report(model: LoadedModel, protocol: Protocol) -> None:
     one, other = (made(model, ("streaming",), protocol=protocol) for _ in range(2))
     assert json.dumps(as_json(one)) == json.dumps(as_json(other))
-    assert rendered(score_table(one)) == rendered(score_table(other))
+    assert [markdown(table) for table in all_tables(one)] == [markdown(table) for table in all_tables(other)]
     assert one.samples == other.samples
     assert "seconds" not in json.dumps(as_json(one))
     assert min(sample.prefill_seconds for sample in one.samples) > 0
@@ -196,21 +233,9 @@ def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
     aware = made(model, protocol=QUESTION_AWARE)
     assert as_json(aware)["protocol"] == "question-aware"
     assert {sample.protocol for sample in aware.samples} == {"question-aware"}
-    tables = [rendered([table]) for table in score_table(aware)]
-    assert all("(question-aware)" in table for table in tables)
-    assert "held after the prompt" in tables[-1]
-
-
-def test_the_subject_is_compared_and_lends_its_policy(model: LoadedModel, result: Study) -> None:
-    """Under the other subject all is the same but for whose differences are shown."""
-    other = made(model, ("uniform", "snapkv", "streaming", "random"), subject="yours")
-    assert other.subject == "yours"
-    assert other.samples == result.samples
-    assert as_json(other) == {**as_json(result), "subject": "yours"}
-    assert list(other.rows[0].differences) == ["full", "mine", "uniform", "snapkv", "streaming", "random"]
-    text = rendered(score_table(other))
-    assert "yours minus the others: paired difference, 95% interval; questions won / tied / lost" in text
-    assert "uniform: the policy of yours with even budgets" in text
+    tables = all_tables(aware)
+    assert all("(question-aware)" in table.title for table in tables)
+    assert "held after the prompt" in tables[-1].title
 
 
 def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
@@ -218,39 +243,38 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     rows = (*TASKS[0].rows, Example("one", "3", TASKS[0].rows[1].context, queries))
     tasks = [replace(TASKS[0], rows=rows), TASKS[1]]
     plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
-    told = study(model, plans, (), tasks, 4, max_length=62)
+    told = studied(model, plans, (), tasks, samples=4, max_length=62)
     assert told.notes == [
         "one: the middle of 1 of 4 contexts was cut out, so that prompt and reply fit 62 tokens",
         "one: questions left out (empty answer: 1)",
         "two: 4 contexts were asked for, it has 2",
         "two: the middle of 1 of 2 contexts was cut out, so that prompt and reply fit 62 tokens",
     ]
-    text = " ".join(rendered(score_table(told)).split())
-    for note in told.notes:
-        assert note in text
     data = as_json(told)
+    assert data["notes"] == told.notes
+    assert all(note in markdown(all_tables(told)[0]) for note in told.notes)
     assert data["most_tokens"] == 62
-    assert [(task["truncated"], task["excluded"]) for task in data["tasks"][:2]] == [(1, {"empty answer": 1}), (1, {})]
+    assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     assert not made(model).notes[:-1]  # but for the one context that task two lacks
 
 
-def rendered(tables: Any) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    for table in tables:
-        console.print(table)
-    return console.export_text()
+def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None:
+    """Budgets in entries that a short prompt cannot fill are lost to a plan."""
+    plans = {
+        "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
+        "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
+    }
+    (note,) = studied(model, plans, (), TASKS[:1]).notes
+    assert note.startswith("not all hold the same, mean entries: steep ")
+    assert "flat 320" in note
 
 
-def test_tables(result: Study) -> None:
-    text = rendered(score_table(result))
-    assert "tiny: score, 95% interval (question-agnostic)" in text
-    assert "mine minus the others: paired difference" in text
-    for method in result.methods:
-        assert method in text
-    assert text.count("average") == 2
-    assert text.count("other (mean)") == 2
-    found = result.rows[0].differences["streaming"]
-    assert f"{found.wins} / {found.ties} / {found.losses}" in text
-    assert "1.000" in text  # the share of the full cache
-    assert f"{result.held('mine')[0]:.0f}" in text
-    assert "yours" in rendered([plain_scores("scores", result.methods, result.rows)])
+def test_a_comparison_that_says_nothing_has_a_doubt(result: Study) -> None:
+    assert result.doubt is not None
+    assert result.doubt.startswith("the full cache itself scores 0.0")
+
+
+def test_plain_scores(result: Study) -> None:
+    text = rendered([plain_scores("scores", result.labels, result.blocks[0].rows)])
+    assert "yours" in text
+    assert "other (mean)" in text

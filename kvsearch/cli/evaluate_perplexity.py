@@ -1,0 +1,86 @@
+"""kvsearch evaluate --tasks ppl:FILE: perplexity of a text after compressed contexts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvsearch.cli.evaluate_output import Deliveries
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.cli.common import Common
+    from kvsearch.evaluate.contest import Contest
+    from kvsearch.evaluate.study import Settings
+    from kvsearch.tasks.catalog import TaskOptions
+
+PERPLEXITY = "ppl:"
+CONTEXT, CONTINUATION = 1024, 128
+
+
+def perplexity(
+    model: str,
+    common: Common,
+    contest: Contest,
+    spec: str,
+    options: TaskOptions,
+    how: Settings,
+    continuation: int | None,
+    stride: int | None,
+    files: Deliveries,
+    losses: bool,
+) -> None:
+    """Measure and print; `how.samples` windows of the text.
+
+    Raises:
+        UsageError: an option that perplexity does not read; see also `PerplexityText.load` and `measure_perplexity`.
+    """
+    from kvsearch.evaluate.methods import FULL
+    from kvsearch.evaluate.perplexity import measure_perplexity
+    from kvsearch.evaluate.perplexity_report import perplexity_json, perplexity_table
+    from kvsearch.evaluate.report import SCHEMA
+    from kvsearch.evaluate.sweep import check_totals
+    from kvsearch.tasks.perplexity import PerplexityText
+
+    context = _context(options)
+    _refuse_unread(files, how, losses)
+    text = PerplexityText.load(Path(spec.removeprefix(PERPLEXITY)))
+    following = CONTINUATION if continuation is None else continuation
+    if common.dry_run:
+        common.print_json({"text": text.name, "context": context, "continuation": following, **contest.as_json()})
+        return
+    loaded = common.load(model)
+    contenders = contest.contenders(loaded)
+    check_totals(loaded, contenders, [context + len(loaded.tokenizer("")["input_ids"])])
+    programs = {one.label: one.program for one in contenders if one.name != FULL}
+    with common.progress("batches") as progress:
+        result = measure_perplexity(
+            loaded, programs, text, context, following, stride=stride, windows=how.samples, batch=how.batch,
+            seed=how.seed, progress=progress,
+        )  # fmt: skip
+    if common.as_json:
+        common.print_json({"schema": SCHEMA, "perplexity": perplexity_json(result)})
+    else:
+        common.out.print(perplexity_table(result))
+
+
+def _context(options: TaskOptions) -> int:
+    """Tokens of a context: the one length that may be given."""
+    others = [name for name in options.given if name != "lengths"]
+    if others:
+        raise UsageError(f"ppl:FILE reads --length, --samples, --continuation and --stride, not --{others[0]}")
+    lengths = options.lengths or (CONTEXT,)
+    if len(lengths) > 1:
+        raise UsageError("ppl:FILE takes one --length, the tokens of a context: measure one after the other")
+    return lengths[0]
+
+
+def _refuse_unread(files: Deliveries, how: Settings, losses: bool) -> None:
+    given = {
+        "--output": files.output, "--samples-file": files.samples_file, "--table": files.table,
+        "--columns": files.columns, "--max-length": how.max_length, "--max-memory": how.max_memory,
+        "--losses": losses or None,
+    }  # fmt: skip
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"ppl:FILE takes no {flag}: print the result, with --json for programs")

@@ -1,0 +1,112 @@
+"""The directory of a run: its configuration first, then finished replies one by one, at the end the results.
+
+config.json    what is run, by content (`identity.run_config`)
+ledger.jsonl   finished replies
+losses.json    output losses, where they were asked for
+report.json    the results, as `--json` prints them
+samples.csv    a row per reply, with the seconds it took
+tables.md      the tables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluate.ledger import Ledger, read_replies
+from kvsearch.evaluate.samples import Sample
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.plan.parsing import parse_json
+
+CONFIG, LEDGER, LOSSES = "config.json", "ledger.jsonl", "losses.json"
+REPORT, SAMPLES, TABLES = "report.json", "samples.csv", "tables.md"
+SCHEMA = "schema"
+TEMPORARY = ".kvsearch-"  # what a killed process leaves of a file that it was writing
+
+
+def check_directories(output: Path | None, reuse: Path | None, schema: str) -> None:
+    """Find out, before a model is loaded, whether a run can be kept in `output` and take replies from `reuse`.
+
+    Raises:
+        UsageError: `output` is a file or holds something else than a run, or `reuse` holds no run.
+    """
+    if reuse is not None:
+        if output is None:
+            raise UsageError("--reuse needs --output: what is taken over is kept with the new run")
+        if output.resolve() == reuse.resolve():
+            raise UsageError("--reuse and --output are the same directory: a run goes on by itself, leave --reuse out")
+        if not _is_run(reuse, schema):
+            raise UsageError(f"{reuse} is no directory of an evaluation: --reuse takes an --output of another run")
+    if output is not None and output.exists():
+        if not output.is_dir():
+            raise UsageError(f"{output} is a file: give a directory to write to")
+        strangers = [item for item in output.iterdir() if not item.name.startswith(TEMPORARY)]
+        if strangers and not _is_run(output, schema):
+            raise UsageError(f"{output} holds something else than an evaluation: choose another directory")
+
+
+def open_run(directory: Path, config: Mapping[str, Any], force: bool = False, reuse: Path | None = None) -> Ledger:
+    """Begin a run, or go on with one: the ledger of what is finished, to be closed by the caller.
+
+    `force` starts anew whatever is there. `reuse` is the directory of another run to take equal replies from.
+
+    Raises:
+        UsageError: another run is there, a damaged ledger, or another process writes to it; see `check_directories`.
+        EnvironmentFault: the disk is full, permissions are missing.
+    """
+    check_directories(directory, reuse, config[SCHEMA])
+    lent: dict[str, Sample] = {}
+    if reuse is not None and (reuse / LEDGER).exists():
+        lent = read_replies(reuse / LEDGER)
+    if not force and (directory / CONFIG).exists():
+        _require_same(directory, config)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not force:
+        atomic_write(directory / CONFIG, canonical_json(config))
+        return Ledger(directory / LEDGER, lent)
+    ledger = Ledger(directory / LEDGER, lent, anew=True)  # first: an old ledger must not get a new configuration
+    for name in (REPORT, SAMPLES, TABLES, LOSSES):
+        (directory / name).unlink(missing_ok=True)
+    atomic_write(directory / CONFIG, canonical_json(config))
+    return ledger
+
+
+def difference(there: object, now: object, place: str = "") -> str | None:
+    """Say where two JSON values first differ, by sorted keys; None if they are equal."""
+    if isinstance(there, dict) and isinstance(now, dict):
+        for key in sorted({*there, *now}):
+            inner = f"{place}.{key}" if place else key
+            if key not in there or key not in now:
+                return f"{inner} is only {'there' if key in there else 'here'}"
+            found = difference(there[key], now[key], inner)
+            if found is not None:
+                return found
+        return None
+    return None if there == now else f"{place} is {_short(there)} there, {_short(now)} here"
+
+
+def _require_same(directory: Path, config: Mapping[str, Any]) -> None:
+    there = parse_json(read_bytes(directory / CONFIG), str(directory / CONFIG))
+    now = parse_json(canonical_json(config), "the configuration")
+    found = difference(there, now)
+    if found is not None:
+        raise UsageError(
+            f"{directory} holds another run: {found}; repeat its command to go on with it, choose another --output "
+            f"(with --reuse {directory} for what is the same), or --force to start anew"
+        )
+
+
+def _is_run(directory: Path, schema: str) -> bool:
+    try:
+        config = parse_json(read_bytes(directory / CONFIG), CONFIG)
+    except UsageError:
+        return False
+    return isinstance(config, dict) and config.get(SCHEMA) == schema
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,111 @@
+"""What is compared: the full cache, and methods or plans of one or several sizes, by label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.baselines import baselines, full_cache
+from kvsearch.evaluate.methods import FULL, Method, Size
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.policies.checks import warn_unfit
+from kvsearch.runtime import Program
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method at a size (None: the full cache, or plans and baselines of the plan's size), ready to run.
+
+    `definition` is all that decides what it keeps on a given model, as JSON.
+    """
+
+    name: str
+    program: Program
+    definition: dict[str, Any]
+    size: Size | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the size where there are several: `lava@128`."""
+        return self.name if self.size is None else f"{self.name}@{self.size}"
+
+
+def sweep(
+    loaded: LoadedModel,
+    methods: Sequence[Method],
+    sizes: Sequence[Size],
+    phases: str = "prefill",
+    plans: Mapping[str, tuple[Plan, Size]] | None = None,
+) -> list[Contender]:
+    """The full cache, then at every size all methods and the plans of that size.
+
+    Raises:
+        IncompatibleError: a plan or profile is of another model, or a plan leaves layers their full cache.
+        UsageError: see `Method.program`.
+    """
+    found = [_full(loaded)]
+    for size in sizes:
+        for method in methods:
+            program = method.program(loaded, size, phases)
+            found.append(Contender(method.name, program, method.definition(size, phases), size))
+        for name, (plan, at) in (plans or {}).items():
+            if at == size:
+                found.append(_whole(loaded, name, plan, size))
+    warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
+    return found
+
+
+def with_baselines(
+    loaded: LoadedModel, plans: Mapping[str, Plan], names: Sequence[str], subject: str
+) -> list[Contender]:
+    """The full cache, plans of one size, and baselines of that size; "uniform" has the policy of the subject.
+
+    Raises:
+        IncompatibleError, UsageError: see `Program.from_plan`.
+    """
+    programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
+    found = [Contender(label, program, {"plan": sha256_of(plans[label])}) for label, program in programs.items()]
+    for name, program in baselines(loaded.model, programs[subject], tuple(names)).items():
+        policy = program.policies[0]
+        kept = {"name": policy.name, "params": policy.parameters()}
+        found.append(Contender(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
+    return [_full(loaded), *found]
+
+
+def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> None:
+    """UsageError if a method holds more than its size allows of prompts of these lengths; plans are not asked."""
+    shape = describe(loaded.model)
+    heads = len(shape.full_layers) * shape.kv_heads
+    for contender in contenders:
+        phase, size = contender.program.prefill, contender.size
+        if phase is None or size is None or "plan" in contender.definition:
+            continue
+        for length in sorted(set(lengths)):
+            held, wanted = phase.entries(length), min(size.total(length, heads), length * heads)
+            if held != wanted:
+                raise UsageError(
+                    f"method {contender.name} would hold {held} entries of a prompt of {length} tokens, {size.words} "
+                    f"are {wanted}: it never evicts some heads, leave it out or change its settings"
+                )
+
+
+def _full(loaded: LoadedModel) -> Contender:
+    return Contender(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
+
+
+def _whole(loaded: LoadedModel, name: str, plan: Plan, size: Size) -> Contender:
+    """A plan of all full-attention layers; others hold more than their budgets say."""
+    program = Program.from_plan(loaded.model, plan)
+    for phase in program.phases:
+        left = sorted(set(describe(loaded.model).full_layers) - set(phase.policies))
+        if left:
+            raise IncompatibleError(
+                f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it without "
+                "--methods, with baselines of its own size"
+            )
+    return Contender(name, program, {"plan": sha256_of(plan)}, size)

@@ -1,0 +1,300 @@
+"""kvsearch evaluate, end to end on the bundled model: plans, sweeps, runs that are kept, losses and perplexity."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas
+import pytest
+
+from kvsearch.plan import load_plan
+from tests.cli.conftest import Run
+
+SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
+INTERRUPTED = 130
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
+    replies = tmp_path / "replies.csv"
+    code, out, talk = run("evaluate", "bundled", *arguments, "--json", "--samples-file", replies)
+    assert code == 0, talk
+    result = json.loads(out)
+    assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-agnostic")
+    (block,) = result["blocks"]
+    methods = {method["name"]: method for method in block["methods"]}
+    held = {name: method["held"]["entries"] for name, method in methods.items()}
+    assert held["plan"] == held["uniform"] == held["streaming"]
+    assert result["full"]["held"]["entries"] > 4.9 * held["plan"]
+    scores = {name: method["scores"]["averages"]["macro"]["mean"] for name, method in methods.items()}
+    assert result["full"]["scores"]["tasks"]["multikey"]["mean"] >= scores["plan"] > scores["streaming"]
+    assert len(list(csv.DictReader(replies.open()))) == result["tasks"][0]["questions"] * (1 + len(held))
+
+
+def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
+    arguments = (
+        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again", *SHORT,
+        "--samples", 2, "--max-length", 400, "--json", "--baselines", "streaming", "--protocol", "question-aware",
+        "--samples-file", tmp_path / "replies.parquet",
+    )  # fmt: skip
+    code, out, talk = run("evaluate", "bundled", *arguments)
+    assert code == 0, talk
+    result = json.loads(out)
+    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 400)
+    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 2)
+    plan, again, _ = result["blocks"][0]["methods"]
+    assert again["differences"] is None
+    assert plan["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
+    rows = pandas.read_parquet(tmp_path / "replies.parquet")
+    assert len(rows) == 4 * result["tasks"][0]["questions"]
+    assert set(rows["protocol"]) == {"question-aware"}
+    assert rows["prompt_tokens"].max() < 400
+    code, once_more, _ = run("evaluate", "bundled", *arguments)
+    assert once_more == out
+
+
+def test_what_would_be_done(run: Run, calibrated: Path) -> None:
+    plan = ("--plan", calibrated / "plan.json")
+    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["protocol"], told["subject"], told["plans"]) == ("question-aware", "plan", ["plan"])
+    methods = ("--methods", f"uniform,lukv={calibrated}", "--budgets", "64,128", "--phases", "both", "--dry-run")
+    code, out, talk = run("evaluate", "bundled", *methods)
+    assert code == 0, talk
+    told = json.loads(out)
+    assert (told["subject"], told["methods"], told["phases"]) == ("uniform", ["uniform", "lukv"], "both")
+    assert told["sizes"] == [{"budget": 64}, {"budget": 128}]
+
+
+def test_tables_are_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -> None:
+    code, out, _ = run("evaluate", "bundled", "--plan", calibrated / "plan.json", *SHORT, "--samples", 2)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "score in percent" in out
+    assert "uniform: the policy of plan with even budgets" in out
+    assert "paired difference to plan" in out
+    assert "held after the context" in out
+
+
+def test_a_file_of_ones_own(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    context = "the calm fox greets the nurse in barn . " * 20 + "code amber anchor kettle . " + "bell . " * 20
+    rows = [{"context": context, "question": "? code amber", "answers": ["anchor kettle ."], "max_new_tokens": 3}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    code, out, talk = run(
+        "evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", f"jsonl:{file}", "--json"
+    )
+    assert code == 0, talk
+    assert json.loads(out)["tasks"][0]["task"] == "mine"
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    tasks = ("--tasks", "synthetic:single,multikey", "--length", 512, "--samples", 2)
+    names = ("--methods", f"uniform,pyramid,lava,streaming,lukv={calibrated}", "--set", "window=8", "--subject", "lukv")
+    files = ("-o", tmp_path / "run", "--table", tmp_path / "t.tex", "--losses", "--json")
+    code, out, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
+    assert code == 0, talk
+    result = json.loads(out)
+    assert json.loads((tmp_path / "run" / "report.json").read_text()) == result
+    small, large = result["blocks"]
+    assert (small["size"], large["size"]) == ({"budget": 64}, {"ratio": 0.8})
+    for block in (small, large):
+        assert len({method["held"]["entries"] for method in block["methods"]}) == 1
+    assert small["methods"][0]["held"]["entries"] == 64 * 24
+    labels = [method["label"] for block in result["blocks"] for method in block["methods"]]
+    assert {(row["method"], row["layer"]) for row in result["losses"]} == {
+        (label, layer) for label in labels for layer in range(6)
+    }
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert set(config["methods"]) == {"full", *labels}
+    assert len(list(csv.DictReader((tmp_path / "run" / "samples.csv").open()))) == 11 * sum(
+        task["questions"] for task in result["tasks"]
+    )
+    assert (tmp_path / "run" / "tables.md").read_text().count("80% evicted") == 3
+    assert "\\toprule" in (tmp_path / "t.tex").read_text()
+    code, again, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
+    assert (code, again) == (0, out)
+    assert "replies are there" in talk
+
+
+def test_a_plan_beside_methods(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "mine.json"
+    run("plan", "pyramid", "bundled", "--policy", "pyramidkv", "--budget", 64, "-o", plan)
+    assert load_plan(plan).total == 64 * 24
+    arguments = ("--methods", "pyramid,tova", "--budgets", 64, "--plan", plan, *SHORT, "--samples", 2, "--json")
+    code, out, talk = run("evaluate", "bundled", *arguments)
+    assert code == 0, talk
+    pyramid, _, mine = json.loads(out)["blocks"][0]["methods"]
+    assert mine["name"] == "mine"
+    assert mine["differences"]["tasks"]["multikey"]["ties"] == json.loads(out)["tasks"][0]["questions"]
+    assert mine["held"] == pyramid["held"]
+
+
+def test_needles_are_shown_as_grids(run: Run) -> None:
+    arguments = (
+        "--methods",
+        "streaming,uniform",
+        "--budgets",
+        64,
+        "--tasks",
+        "niah",
+        "--length",
+        "300",
+        "--depths",
+        "0,50",
+    )
+    code, out, talk = run("evaluate", "bundled", *arguments, "--json")
+    assert code == 0, talk
+    needle = json.loads(out)["needle"]
+    assert set(needle) == {"full", "streaming@64", "uniform@64"}
+    assert needle["full"]["depths"] == [0, 50]
+
+
+# --- perplexity ------------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text("the calm fox greets the nurse in barn . " * 80)
+    arguments = ("--methods", "streaming,tova", "--budgets", 40, "--tasks", f"ppl:{text}")
+    lengths = ("--length", 200, "--continuation", 20, "--samples", 2)
+    code, out, talk = run("evaluate", "bundled", *arguments, *lengths, "--json")
+    assert code == 0, talk
+    result = json.loads(out)
+    assert result["schema"] == "kvsearch.evaluation/1"
+    found = result["perplexity"]
+    assert (found["context"], found["continuation"], found["windows"]) == (200, 20, 2)
+    assert set(found["methods"]) == {"full", "streaming@40", "tova@40"}
+    code, out, _ = run("evaluate", "bundled", *arguments, *lengths)
+    assert "perplexity of story" in out
+    code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run")
+    assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "nothing to compare"),
+        (("--methods", "lava"), "give --budgets"),
+        (("--methods", "lavva", "--budgets", "64"), "did you mean 'lava'?"),
+        (("--methods", "lava", "--budgets", "8"), "below the 32"),
+        (("--methods", "lava", "--budgets", "64", "--set", "windw=3"), "--set windw: none of these methods"),
+        (("--methods", "lava", "--budgets", "64", "--max-memory", "0"), "must be above 0 GB"),
+        (("--methods", "lava", "--budgets", "64", "--table", "x.html"), "name a .md, .csv or .tex file"),
+        (("--methods", "lava", "--budgets", "64", "--columns", "task"), "did you mean 'tasks'?"),
+        (("--methods", "lava", "--budgets", "64", "--reuse", "nowhere"), "--reuse needs --output"),
+        (("--methods", "lava", "--budgets", "64", "--force"), "--force is for --output"),
+        (("--methods", "lava", "--budgets", "64", "--stride", "9"), "--stride is for --tasks ppl:FILE"),
+        (("--methods", "lava", "--budgets", "64", "--shots", "2"), "--shots is for gsm8k"),
+        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:none.txt"), "no file none.txt"),
+        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "-o", "run"), "ppl:FILE takes no --output"),
+        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--losses"), "ppl:FILE takes no --losses"),
+        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--shots", "2"), "not --shots"),
+        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--length", "1,2"), "takes one --length"),
+    ],
+)
+def test_bad_requests(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, talk = run("evaluate", "bundled", *arguments)
+    assert (code, out) == (2, ""), talk
+    assert words in talk
+    assert talk.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_something_else_are_safe(run: Run, calibrated: Path) -> None:
+    before = {item.name: item.read_bytes() for item in calibrated.iterdir()}
+    code, _, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, "-o", calibrated, "--force")
+    assert code == 2
+    assert "holds something else than an evaluation" in talk
+    assert {item.name: item.read_bytes() for item in calibrated.iterdir()} == before
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def command(directory: Path) -> list[str]:
+    """Nine methods that reply one after the other, on 4 batches: a few seconds of work."""
+    methods = ("--methods", "uniform,streaming,tova", "--budgets", "64,96,128", "--phases", "both")
+    asked = ("--tasks", "synthetic:single,multikey", "--samples", "4", "--batch", "2", "--length", "512")
+    return [sys.executable, "-m", "kvsearch", "evaluate", "bundled", *methods, *asked, "-o", str(directory)]
+
+
+def begun(directory: Path) -> subprocess.Popen[str]:
+    # a test run in the background ignores the signal, and its children would, too
+    return subprocess.Popen(
+        command(directory),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsearch.evaluate.study.Evaluation.run", interrupted)
+    code, out, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
+    assert (code, out) == (INTERRUPTED, "")
+    assert "nothing is kept without --output DIR" in talk
+
+
+def wait_for_lines(directory: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    ledger, deadline = directory / "ledger.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if ledger.exists() and ledger.read_bytes().count(b"\n") >= lines:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"the run ended before it had {lines} lines: {process.communicate()}")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_to_the_same_report(run: Run, tmp_path: Path) -> None:
+    """Killed three times at random moments; then Ctrl-C; then to the end."""
+    code, _, talk = run(*command(tmp_path / "whole")[3:])
+    assert code == 0, talk
+    rng, directory = random.Random(os.getpid()), tmp_path / "killed"
+    lines = 0
+    for _ in range(2):
+        process = begun(directory)
+        wait_for_lines(directory, lines + rng.randrange(2, 10), process)
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        process.communicate()
+        lines = (directory / "ledger.jsonl").read_bytes().count(b"\n")
+    process = begun(directory)
+    wait_for_lines(directory, lines + 2, process)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, talk
+    assert f"going on with {directory}" in talk
+    assert f"replies are kept in {directory}: give the same command again to go on" in talk
+    assert "Traceback" not in talk
+    assert not (directory / "report.json").exists()
+    code, _, talk = run(*command(directory)[3:])
+    assert code == 0, talk
+    for name in ("report.json", "tables.md", "config.json"):
+        assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -1,0 +1,17 @@
+"""What rich prints."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+
+
+def rendered(tables: Iterable[Any], width: int = 200) -> str:
+    """The text of tables, without colours."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    return console.export_text()

@@ -1,0 +1,342 @@
+"""Runs that are kept: whatever moment one is cut short at, it goes on to the same report, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluate.encoding import encode_tasks
+from kvsearch.evaluate.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
+from kvsearch.evaluate.journal import Place
+from kvsearch.evaluate.ledger import Ledger, read_replies
+from kvsearch.evaluate.method_list import find_methods
+from kvsearch.evaluate.methods import Size
+from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.evaluate.report import as_json
+from kvsearch.evaluate.run_directory import CONFIG, LEDGER, check_directories, difference, open_run
+from kvsearch.evaluate.samples import Cost, Sample
+from kvsearch.evaluate.study import Evaluation, Settings, Study, prepare
+from kvsearch.evaluate.sweep import sweep
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.tasks.base import Query
+
+from .. import tiny
+
+ONE = Sample(
+    "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
+    *Cost(40, 1024.5, 47, 0.125, 0.1 + 0.2),
+)  # fmt: skip
+TASKS = [tiny.listed((60, 3), (48, 1), (70, 2), name="one"), tiny.listed((90, 1), (66, 2), name="two")]
+METHODS = "pyramid,lava,streaming"
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def evaluation(
+    model: LoadedModel, methods: str = METHODS, phases: str = "prefill", tasks: Sequence[Any] = TASKS, **settings: Any
+) -> Evaluation:
+    contenders = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
+    return prepare(model, contenders, contenders[1].name, tasks, Settings(**{"seed": 3, "batch": 2, **settings}))
+
+
+def report(study: Study) -> bytes:
+    return canonical_json(as_json(study))
+
+
+def kept(one: Evaluation, directory: Path, **how: Any) -> Study:
+    with open_run(directory, one.config(), **how) as ledger:
+        return one.run(ledger=ledger)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    two = replace(ONE, key="0-2", reply="", score=1.0)
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.add([("k1", ONE), ("k2", two)])
+        ledger.add([("k1", replace(ONE, task="again"))], reused=True)
+    with Ledger(tmp_path / "l") as ledger:
+        assert list(ledger.samples.values()) == [ONE, two, replace(ONE, task="again")]
+        assert ledger.samples[Place.of(ONE)].reply_seconds == ONE.reply_seconds
+        assert ledger.reused == {Place("again", "0-1", 2, "lava@8")}
+    assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
+    assert (tmp_path / "l").read_bytes().count(b"\n") == 2
+
+
+def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+        ledger.add([("k2", replace(ONE, key="2"))])
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for size in range(first, len(data)):
+        path.write_bytes(data[:size])
+        with Ledger(path) as ledger:
+            assert list(ledger.samples.values()) == [ONE]
+            ledger.add([("k3", replace(ONE, key="3"))])
+        with Ledger(path) as ledger:
+            assert [sample.key for sample in ledger.samples.values()] == ["0-1", "3"]
+
+
+@pytest.mark.parametrize("broken", [b"\0\0\0\n", b"{}\n", b'{"reused": false, "samples": [{"id": "k"}]}\n', b"[]\n"])
+def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+    good = path.read_bytes()
+    path.write_bytes(good + broken)
+    with Ledger(path) as ledger:
+        assert list(ledger.samples.values()) == [ONE]
+    assert path.read_bytes() == good
+    path.write_bytes(good + broken + good)
+    with pytest.raises(UsageError, match="line 2 is damaged: restore the file, or start anew"):
+        Ledger(path)
+
+
+def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "l"), pytest.raises(UsageError, match="another kvsearch is writing to"):
+        Ledger(tmp_path / "l", anew=True)
+    Ledger(tmp_path / "l").__exit__(None, None, None)
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "phases", "memory"),
+    [
+        (QUESTION_AGNOSTIC, "prefill", None),
+        (QUESTION_AWARE, "both", None),  # every method replies alone: many lines
+        (QUESTION_AGNOSTIC, "prefill", 60_000),  # prompts are read several times
+    ],
+)
+def test_a_run_goes_on_to_the_same_report(
+    model: LoadedModel, tmp_path: Path, protocol: Protocol, phases: str, memory: int | None
+) -> None:
+    """Cut between lines of the ledger, and in the middle of them."""
+    tasks = TASKS if phases == "prefill" else TASKS[1:]
+    one = evaluation(model, "pyramid,lava", phases, tasks, protocol=protocol, max_memory=memory)
+    whole = report(one.run())
+    assert report(kept(one, tmp_path / "run")) == whole
+    data = (tmp_path / "run" / LEDGER).read_bytes()
+    lines = data.splitlines(keepends=True)
+    assert len(lines) > 2
+    for number, line in enumerate(lines):
+        (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:number]) + line[: len(line) // 2 * (number % 2)])
+        assert report(kept(one, tmp_path / "run")) == whole
+        again = (tmp_path / "run" / LEDGER).read_bytes().splitlines()
+        assert [told(item) for item in again] == [told(item) for item in lines]
+
+
+def told(line: bytes) -> list[Any]:
+    """A line but for what depends on the clock."""
+    samples = json.loads(line)["samples"]
+    return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
+
+
+def test_nothing_that_is_finished_is_done_again(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model, phases="both")
+    kept(one, tmp_path / "run")
+    path = tmp_path / "run" / LEDGER
+    lines = path.read_bytes().splitlines(keepends=True)
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    kept(one, tmp_path / "run")
+    assert calls == []
+    path.write_bytes(b"".join(lines[:-1]))
+    kept(one, tmp_path / "run")
+    last = len(calls)
+    path.write_bytes(b"")
+    kept(one, tmp_path / "run")
+    handle.remove()
+    assert 0 < 5 * last < len(calls) - last
+
+
+def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
+    """A metric is not part of the configuration, so replies from the ledger are scored anew."""
+
+    class Generous(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return 0.75
+
+    one = evaluation(model, tasks=TASKS[:1])
+    kept(one, tmp_path / "run")
+    generous = evaluation(model, tasks=[Generous(TASKS[0].name, TASKS[0].rows)])
+    assert {sample.score for sample in kept(generous, tmp_path / "run").samples} == {0.75}
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model)
+    open_run(tmp_path / "run", one.config()).__exit__(None, None, None)
+    config = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert config["schema"] == CONFIG_SCHEMA
+    assert config["model"] == model.fingerprint.model_dump()
+    assert (config["dtype"], config["device"], config["protocol"]) == ("float32", "cpu", "question-agnostic")
+    assert (config["seed"], config["batch"], config["samples"], config["max_memory"]) == (3, 2, 20, None)
+    assert set(config["versions"]) == {"kvsearch", "torch", "transformers"}
+    assert config["methods"]["lava@8"]["allocation"]["name"] == "lava"
+    assert config["methods"]["lava@8"]["sha256"] != config["methods"]["lava@0.6"]["sha256"]
+    assert config["tasks"]["one"]["questions"] == 6
+    assert (tmp_path / "run" / LEDGER).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 4}, "seed is 3 there, 4 here"),
+        ({"batch": 3}, "batch is 2 there, 3 here"),
+        ({"max_memory": 10**6}, "max_memory is None there, 1000000 here"),
+        ({"protocol": QUESTION_AWARE}, "protocol is 'question-agnostic' there, 'question-aware' here"),
+        ({"phases": "both"}, "methods.lava@0.6.phases is 'prefill' there, 'both' here"),
+        ({"methods": "pyramid,streaming"}, "methods.lava@0.6 is only there"),
+        ({"methods": "pyramid,lava,streaming,tova"}, "methods.tova@0.6 is only here"),
+        ({"tasks": TASKS[:1]}, "tasks.two is only there"),
+        ({"tasks": [TASKS[0], tiny.listed((80, 1), (66, 2), name="two")]}, "tasks.two.rows_sha256 is "),
+        ({"samples": 2}, "samples is 20 there, 2 here"),
+    ],
+)
+def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    open_run(tmp_path, evaluation(model).config()).__exit__(None, None, None)
+    with pytest.raises(UsageError, match="holds another run") as found:
+        open_run(tmp_path, evaluation(model, **changes).config())
+    message = str(found.value)
+    assert words in message
+    assert "--reuse" in message
+    assert "\n" not in message
+
+
+def test_force_starts_anew(model: LoadedModel, tmp_path: Path) -> None:
+    kept(evaluation(model), tmp_path)
+    (tmp_path / "report.json").write_text("old")
+    other = evaluation(model, "streaming,lava")
+    study = kept(other, tmp_path, force=True)
+    assert report(study) == report(other.run())
+    assert not (tmp_path / "report.json").exists()
+    assert len(read_replies(tmp_path / LEDGER)) == other.replies
+    assert report(kept(other, tmp_path)) == report(study)
+
+
+def test_differences_are_named_by_place() -> None:
+    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
+    assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
+    assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text('{"method": "lukv"}')
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / ".kvsearch-12.tmp").write_text("{")
+    for output, reuse, words in (
+        ("file", None, "is a file"),
+        ("full", None, "holds something else than an evaluation"),
+        ("new", "full", "is no directory of an evaluation"),
+        ("new", "new", "are the same directory"),
+        (None, "full", "--reuse needs --output"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_directories(output and tmp_path / output, reuse and tmp_path / reuse, CONFIG_SCHEMA)
+    check_directories(tmp_path / "torn", None, CONFIG_SCHEMA)
+    check_directories(tmp_path / "new", None, CONFIG_SCHEMA)
+
+
+# --- replies of another run ------------------------------------------------------------------------------------------
+
+
+def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Path) -> None:
+    """One more method, one more task, other names and another order of tasks: only what is new is done."""
+    kept(evaluation(model, "pyramid,lava", tasks=TASKS[:1], batch=1), tmp_path / "old")
+    renamed = tiny.Listed("renamed", tuple(replace(row, key=f"k{row.key}") for row in TASKS[0].rows))
+    more = evaluation(model, "streaming,pyramid,lava", tasks=[TASKS[1], renamed])
+    study = kept(more, tmp_path / "new", reuse=tmp_path / "old")
+    fresh = more.run()
+    assert [replace(s, bytes=0.0) for s in study.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
+    lines = [json.loads(line) for line in (tmp_path / "new" / LEDGER).read_text().splitlines()]
+    reused = {(item["task"], item["method"]) for line in lines if line["reused"] for item in line["samples"]}
+    methods = {"full", "pyramid@8", "lava@8", "pyramid@0.6", "lava@0.6"}
+    assert reused == {("renamed", method) for method in methods}
+    done = {(item["task"], item["method"]) for line in lines if not line["reused"] for item in line["samples"]}
+    assert not reused & done
+    assert len(reused | done) == 14
+
+
+def test_a_run_with_replies_of_another_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
+    kept(evaluation(model, "pyramid,lava"), tmp_path / "old")
+    more = evaluation(model, "pyramid,tova,streaming", phases="prefill")
+    whole = report(kept(more, tmp_path / "new", reuse=tmp_path / "old"))
+    lines = (tmp_path / "new" / LEDGER).read_bytes().splitlines(keepends=True)
+    for number in range(len(lines)):
+        (tmp_path / "new" / LEDGER).write_bytes(b"".join(lines[:number]))
+        assert report(kept(more, tmp_path / "new", reuse=tmp_path / "old")) == whole
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert report(kept(more, tmp_path / "new")) == whole  # the other directory is not needed any more
+    handle.remove()
+    assert calls == []
+
+
+def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) -> None:
+    one = evaluation(model)
+    (task, other), contenders = one.encoded, one.contenders
+    prompt = task.prompts[0]
+    question, second = prompt.questions[:2]
+    keys = ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(task, prompt, question)
+    assert len(set(keys.values())) == len(contenders)
+    assert ReplyKeys(model, contenders[:2], QUESTION_AGNOSTIC).of(task, prompt, question)["full"] == keys["full"]
+    stopping = replace(task, task=replace(TASKS[0], stops=("x",)))
+    longer = replace(question, query=replace(question.query, max_new_tokens=9))
+    moved = replace(prompt, context=prompt.context[:-1])
+    joined = replace(question, ids=prompt.with_question(question)[len(moved.context) :])
+    assert moved.with_question(joined).tolist() == prompt.with_question(question).tolist()
+    named = LoadedModel("tiny", model.model, model.tokenizer, model.fingerprint.model_copy(update={"name": "other"}))
+    assert ReplyKeys(named, contenders, QUESTION_AGNOSTIC).of(task, prompt, question) == keys
+    changed = tiny.loaded(num_hidden_layers=3)
+    chatty = LoadedModel("tiny", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    others = [
+        ReplyKeys(model, contenders, QUESTION_AWARE).of(task, prompt, question),
+        ReplyKeys(changed, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
+        ReplyKeys(chatty, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
+        *(
+            ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(*asked)
+            for asked in (
+                (task, prompt, second), (stopping, prompt, question), (task, prompt, longer), (task, moved, joined),
+                (other, other.prompts[0], other.prompts[0].questions[0]),
+            )
+        ),
+    ]  # fmt: skip
+    assert all(found["lava@8"] != keys["lava@8"] for found in others)
+
+
+def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
+    assert tokenizer_hash(model.tokenizer) == tokenizer_hash(tiny.loaded().tokenizer)
+    assert tokenizer_hash(tiny.chat_tokenizer()) != tokenizer_hash(model.tokenizer)
+    longer = tiny.loaded().tokenizer
+    longer.add_tokens(["unheard"])
+    assert tokenizer_hash(longer) != tokenizer_hash(model.tokenizer)
+
+    def rows(task: tiny.Listed) -> str:
+        return rows_hash(encode_tasks(model, [task], 9)[0])
+
+    first, *rest = TASKS[0].rows
+    right = replace(first, queries=(replace(first.queries[0], answers=("anchor",)), *first.queries[1:]))
+    changes: list[dict[str, Any]] = [{"rows": (right, *rest)}, {"stops": ("x",)}, {"prompt": "mark {question}"}]
+    changed = [replace(TASKS[0], **change) for change in changes]
+    assert len({rows(task) for task in [TASKS[0], *changed]}) == 4
+    assert rows(replace(TASKS[0], name="other")) == rows(TASKS[0])
+    assert environment(model)["dtype"] == "float32"
