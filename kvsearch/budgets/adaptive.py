@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from kvsearch.budgets.bounds import check_signals, head_scores
 from kvsearch.budgets.dynamic import Allocation, Order, Wish, even_layers, shared_budgets
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import GUARD, water_fill
+
+if TYPE_CHECKING:
+    from kvsearch.policies.base import Policy
 
 Variant = Literal["exact", "official", "kvpress"]
 
@@ -148,6 +151,15 @@ class AdaKV(Allocation):
         """See `Allocation.order`."""
         return head_order(normalized(ranked, free // len(ranked)) if self.normalize else ranked, free)
 
+    def check(self, policy: Policy, name: str) -> None:
+        """See `Allocation.check`; normalising needs scores >= 0."""
+        super().check(policy, name)
+        if self.normalize and policy.signed_scores:
+            raise UsageError(
+                f"{name}: {policy.name} scores entries below 0, and normalize takes shares of scores: leave it out, or "
+                "use a policy that scores attention"
+            )
+
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
         """See `Allocation.split`."""
         return split_heads(order, free, rooms, self.floor_share, self.variant)
@@ -190,9 +202,8 @@ def _counts(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
     No head counts more than its `room`; beyond the end of the order all count alike.
     """
     heads = len(room)
-    if not safe.any() and room.min() >= min(count, len(order)):
-        counts = np.bincount(order[:count], minlength=heads)
-    else:
+    counts = np.bincount(order[:count], minlength=heads)
+    if safe.any() or (counts > room).any():
         place = _places(order, heads)
         open_to = order[(place >= safe[order]) & (place < room[order])]
         counts = safe + np.bincount(open_to[: max(count - int(safe.sum()), 0)], minlength=heads)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.budgets.base import Floats, Ints
-from kvsearch.budgets.bounds import check_bounds, lift_floors
+from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.rounding import GUARD, largest_remainder, water_fill, water_level
@@ -41,7 +41,7 @@ Order = NDArray[np.integer[Any]]
 class Wish(NamedTuple):
     """What a layer of a prompt asks for."""
 
-    weight: float  # its share of what the layers have in common, in any unit that is the same for all
+    weight: float  # its share of what the layers have in common, in any unit that is the same for all, or its logarithm
     order: Order  # the kv head of each of its free entries, the most wanted entry first; as far as heads are dynamic
 
 
@@ -49,6 +49,7 @@ class Allocation(ABC):
     """How what a plan's budgets add up to is shared anew for every prompt; subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
+    weighs_in_logarithms: ClassVar[bool] = False  # whether `weight` gives logarithms, which neither over- nor underflow
 
     @property
     @abstractmethod
@@ -115,23 +116,22 @@ class Shares:
     Args:
         allocation: how to share.
         planned: int64 [L, Hkv], what a static plan would give; its sum (where layers are not shared, that of every
-            layer) is the total that is shared.
+            layer) is the total that is shared, as far as the caps permit.
         floors: int64 [L, Hkv], what every head gets first; where the total does not reach it, as evenly as it can.
         caps: int64 [L, Hkv], the most a head can get.
-
-    Raises:
-        UsageError: the total is above what the caps permit.
     """
 
     def __init__(self, allocation: Allocation, planned: Ints, floors: Ints, caps: Ints) -> None:
         self.allocation = allocation
+        low = np.minimum(floors, caps)
         if allocation.shares_layers:
-            self.floors = _lifted(planned, floors, caps)
+            parts = [_part(planned, low, caps)]
         else:
-            parts = zip(planned, floors, caps, strict=True)
-            self.floors = np.array([_lifted(*(part[None] for part in layer))[0] for layer in parts], dtype=np.int64)
+            rows = zip(planned, low, caps, strict=True)
+            parts = [_part(*(row[None] for row in layer)) for layer in rows]
+        self.floors, self.spare = (np.concatenate([part[which] for part in parts]) for which in (0, 1))
+        self.free = [part[2] for part in parts]  # entries beyond the floors, of all layers together or of each
         self.rooms = caps - self.floors
-        self.free = planned.sum(-1) - self.floors.sum(-1)
         self.wishes: dict[int, Wish] = {}
 
     def add(self, layer: int, wish: Wish) -> None:
@@ -140,7 +140,7 @@ class Shares:
 
     def open_to(self, layer: int) -> int:
         """The most free entries that row `layer` can get, whatever the wishes."""
-        free = self.free.sum() if self.allocation.shares_layers else self.free[layer]
+        free = self.free[0 if self.allocation.shares_layers else layer]
         return int(min(free, self.rooms[layer].sum()))
 
     def most(self, layer: int) -> Ints:
@@ -157,12 +157,17 @@ class Shares:
         return bound
 
     def budgets(self) -> Ints:
-        """The final budgets, int64 [L, Hkv], once all layers have stated their wish; they sum to the planned total."""
+        """The final budgets, int64 [L, Hkv], once all layers have stated their wish.
+
+        They sum to the planned total, or to the caps if these are less; `spare` [L, Hkv] is what is missing then, to
+        be had while decoding.
+        """
         if len(self.wishes) != len(self.floors):
             raise InternalError(f"budgets of {len(self.floors)} layers from the wishes of {len(self.wishes)}")
-        layers, pool = range(len(self.floors)), int(self.free.sum())
+        layers = range(len(self.floors))
         if not self.allocation.shares_layers:
             return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
+        (pool,) = self.free
         if not self.allocation.shares_heads:
             shares = self._even_shares()
             ideal = np.array([shares[layer] for layer in layers]).reshape(self.rooms.shape)
@@ -174,25 +179,32 @@ class Shares:
 
     def layer_budgets(self, layer: int) -> Ints:
         """The final budgets of one row, int64 [Hkv], where layers share nothing."""
-        budgets: Ints = self.floors[layer] + self._split(layer, int(self.free[layer]))
+        budgets: Ints = self.floors[layer] + self._split(layer, self.free[layer])
         return budgets
 
     def _layer_shares(self) -> dict[int, float]:
         """Free entries of every layer so far before rounding, if no other layer came."""
         rows = sorted(self.wishes)
         rooms = self.rooms[rows].sum(-1)
-        shares = water_level([self.wishes[row].weight for row in rows], self._pool(rooms), 0, rooms)
+        shares = water_level(self._weights(rows), self._pool(rooms), 0, rooms)
         return dict(zip(rows, shares.tolist(), strict=True))
 
     def _even_shares(self) -> dict[int, Floats]:
         """Free entries [Hkv] of the heads of every layer so far, all alike, before rounding."""
         rows = sorted(self.wishes)
         rooms = self.rooms[rows]
-        weights = np.repeat([[self.wishes[row].weight] for row in rows], rooms.shape[1], 1)
+        weights = np.repeat(self._weights(rows)[:, None], rooms.shape[1], 1)
         return dict(zip(rows, water_level(weights, self._pool(rooms), 0, rooms), strict=True))
 
     def _pool(self, rooms: Ints) -> int:
-        return min(int(self.free.sum()), int(rooms.sum()))
+        return min(self.free[0], int(rooms.sum()))
+
+    def _weights(self, rows: Sequence[int]) -> Floats:
+        weights = np.array([self.wishes[row].weight for row in rows])
+        if not self.allocation.weighs_in_logarithms:
+            return weights
+        largest = weights.max(initial=-np.inf)
+        return np.exp(weights - largest) if np.isfinite(largest) else np.zeros_like(weights)
 
     def _split(self, layer: int, free: int) -> Ints:
         shares = self.allocation.split(self.wishes[layer].order, free, self.rooms[layer])
@@ -257,9 +269,10 @@ def check_modes(name: str, layers: str, heads: str) -> None:
         raise UsageError(f"allocation {name} with planned layers and heads shares nothing: use static")
 
 
-def _lifted(planned: Ints, floors: Ints, caps: Ints) -> Ints:
-    """The floors [L, Hkv], lowered evenly where what is planned does not reach them."""
-    total = int(planned.sum())
-    low = np.minimum(floors, caps)
-    base = lift_floors(int(low.max(initial=0)), total, np.zeros_like(low), low)
-    return check_bounds(total, base, caps)[0]
+def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
+    """Of some layers that share a total: floors it reaches, what the caps leave over (both [l, Hkv]), what is free."""
+    wanted = int(planned.sum())
+    total = min(wanted, int(caps.sum()))
+    base = lift_floors(int(floors.max(initial=0)), total, np.zeros_like(floors), floors)
+    spare = water_fill(np.ones(planned.shape), wanted - total)
+    return base, spare, total - int(base.sum())

@@ -101,11 +101,20 @@ class LAVa(Allocation):
         least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
         weights, lowest = torch.stack([found, least]).tolist()
         if min(lowest) < 0:
-            raise UsageError(
-                f"layer {observation.layer}: {policy.name} scores entries below 0, and allocation lava takes the "
-                "entropy of scores: use a policy that scores attention (lava, snapkv), or allocation adakv or cake"
-            )
+            raise UsageError(self._signed(policy, f"layer {observation.layer}"))
         return list(weights)
+
+    def check(self, policy: Policy, name: str) -> None:
+        """See `Allocation.check`; where layers are shared scores must be >= 0."""
+        super().check(policy, name)
+        if self.shares_layers and policy.signed_scores:
+            raise UsageError(self._signed(policy, name))
+
+    def _signed(self, policy: Policy, name: str) -> str:
+        return (
+            f"{name}: {policy.name} scores entries below 0, and allocation lava takes the entropy of scores: use a "
+            "policy that scores attention (lava, snapkv), or allocation adakv or cake"
+        )
 
     def order(self, ranked: Tensor, free: int) -> Order:
         """See `Allocation.order`."""

@@ -90,6 +90,7 @@ class CAKE(Allocation):
     """
 
     name: ClassVar[str] = "cake"
+    weighs_in_logarithms: ClassVar[bool] = True
     tau1: float = 1.0
     tau2: float = 1.0
     window: int = 0
@@ -114,9 +115,9 @@ class CAKE(Allocation):
         return Needs(query_rows=self._rows(policy))
 
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
-        """Preference of every sequence."""
-        entropy, variance = dispersion(observation, self._rows(policy))
-        wanted: list[float] = preference(entropy.cpu(), variance.cpu(), self.tau1, self.tau2).tolist()
+        """Logarithm of every sequence's preference, NaN where attention is."""
+        entropy, variance = (part.double().log() for part in dispersion(observation, self._rows(policy)))
+        wanted: list[float] = (entropy / self.tau1 + variance / self.tau2).tolist()
         return wanted
 
     def _rows(self, policy: Policy) -> int:

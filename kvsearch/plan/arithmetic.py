@@ -19,14 +19,14 @@ Ints = NDArray[np.int64]
 Scaling = Literal["fixed", "proportional"]
 
 
-def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
+def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
     """Integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
-    "fixed" budgets are those of the plan, in the prefill phase clipped to `length`; what that frees is not handed to
-    other heads. "proportional" ones are
+    "fixed" budgets are those of the plan, in the prefill phase clipped to `length`, unless `clip` is off; what that
+    frees is not handed to other heads. "proportional" ones are
     budget * length / plan.length, water-filled and rounded over all layers at once to the phase's total
-    times length / plan.length, halves up; bounds are the floor, at least one entry, and `length`. Where a very short
-    prompt puts that total out of reach, the nearest possible one is used.
+    times length / plan.length, halves up; bounds are the floor, at least one entry, and in the prefill phase `length`.
+    Where a very short prompt puts that total out of reach, the nearest possible one is used.
 
     Raises:
         UsageError: `length` is below 1 or the plan has no such phase.
@@ -35,11 +35,13 @@ def budgets_at(plan: Plan, phase: Phase, length: int) -> Ints:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
     wanted = _table(plan.phase(phase))
     if plan.scaling == "fixed" or plan.length is None:
-        return np.minimum(wanted, length) if phase == "prefill" else wanted
+        return np.minimum(wanted, length) if phase == "prefill" and clip else wanted
     if length == plan.length:
         return wanted
-    low = min(max(plan.floor, 1), length)
-    total = _times(int(wanted.sum()), length, plan.length)
+    low, total = max(plan.floor, 1), _times(int(wanted.sum()), length, plan.length)
+    if phase == "decode":  # the sequence will outgrow its prompt
+        return water_fill(wanted, max(total, low * wanted.size), low)
+    low = min(low, length)
     return water_fill(wanted, min(max(total, low * wanted.size), length * wanted.size), low, length)
 
 

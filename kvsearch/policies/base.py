@@ -145,6 +145,8 @@ class Policy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
 
+    signed_scores: ClassVar[bool] = False  # whether scores may be below 0: they have no shares and no entropy
+
     @property
     def sink_count(self) -> int:
         return int(getattr(self, "sinks", 0))

@@ -77,7 +77,8 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
 
 def _row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = observation.keys.shape
-    mean, scatter = observation.keys.new_zeros(2, batch, heads, observation.group, length, dtype=torch.float32)
+    mean = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
+    scatter = torch.zeros_like(mean)
     rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)
     for part, probability in window_rows(observation, window):
         real = probability.sum(-1, keepdim=True) > 0

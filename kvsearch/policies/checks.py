@@ -57,11 +57,11 @@ def _allocation_problems(plan: Plan) -> Iterator[str]:
     if allocation is None:
         return
     for phase in ("prefill", "decode"):
-        told: set[str] = set()
+        told: list[PolicySpec] = []
         for index, layer in enumerate(getattr(getattr(plan, phase), "layers", ())):
-            if layer is None or layer.policy.name in told:
+            if layer is None or layer.policy in told:
                 continue
-            told.add(layer.policy.name)
+            told.append(layer.policy)
             yield from _sharing_problem(allocation, layer.policy, f"{phase}.layers.{index}")
 
 

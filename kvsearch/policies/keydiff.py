@@ -19,6 +19,7 @@ class KeyDiff(Policy):
     """score[i] = -cos(k_i, anchor), anchor = mean_i k_i / |k_i| over the cached keys (rotated), anew in every step."""
 
     name: ClassVar[str] = "keydiff"
+    signed_scores: ClassVar[bool] = True
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
 
     sinks: int = 0

@@ -19,6 +19,7 @@ class Knorm(Policy):
     """score[i] = -|k_i|_2. Rotation keeps norms; models that normalise their keys leave little to tell apart."""
 
     name: ClassVar[str] = "knorm"
+    signed_scores: ClassVar[bool] = True
     source: ClassVar[str] = "A simple and effective L2 norm-based strategy for KV cache compression, arXiv 2406.11430"
 
     sinks: int = 0

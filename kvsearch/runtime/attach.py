@@ -50,6 +50,7 @@ class PlannedModel:
         if self.model.config._attn_implementation != NAME:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
         self._refuse_other_caches(kwargs)
+        self._refuse_drafts(kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
         cache = kwargs.pop("past_key_values", None)
@@ -58,6 +59,17 @@ class PlannedModel:
         if prompt is not None:
             self.cache.expect(prompt.shape[1])
         return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
+
+    def _refuse_drafts(self, kwargs: dict[str, Any]) -> None:
+        allocation = self.program.allocation
+        config = kwargs.get("generation_config") or self.model.generation_config
+        drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
+        drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
+        if drafting and allocation is not None and allocation.shares_layers:
+            raise UsageError(
+                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
+                "plan's layers share their entries: drop the option, or use a static plan"
+            )
 
     def _refuse_other_caches(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config") or self.model.generation_config

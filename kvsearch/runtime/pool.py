@@ -85,8 +85,11 @@ class Pool:
 
     def trim(self, budgets: Ints) -> None:
         """Forget what is not ranked below `budgets` [B, Hkv] int64."""
-        flat = budgets.flatten()
-        self.parts = [new for part in self.parts for new in part.trimmed(flat[part.block.segments.cpu().numpy()])]
+        flat, parts = budgets.flatten(), self.parts
+        self.parts = []
+        while parts:  # one by one: only one part's entries are there twice for a moment
+            part = parts.pop(0)
+            self.parts += part.trimmed(flat[part.block.segments.cpu().numpy()])
 
     def store(self) -> RaggedStore:
         """What is held, as storage that tokens can be appended to."""

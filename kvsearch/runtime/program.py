@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,11 +34,18 @@ class PhaseProgram:
     policies: dict[int, Policy]
     table: BudgetTable
     floor: int = 1  # the fewest entries a head may get where budgets are shared
+    allocation: Allocation | None = None  # how they are shared; set by the program
     _tables: dict[int, NDArray[np.int64]] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def entries(self, length: int) -> int:
         """Entries of all governed layers and heads that the budgets allow after a prompt of `length` tokens."""
-        table = np.minimum(self.table(length), length)
+        table = self.table(length)
+        if self.allocation is not None:
+            room = np.full_like(table, length)
+            if self.allocation.shares_layers:
+                return int(min(table.sum(), room.sum()))
+            return int(np.minimum(table.sum(-1), room.sum(-1)).sum())
+        table = np.minimum(table, length)
         for row, (_, policy) in enumerate(sorted(self.policies.items())):
             budgets = torch.from_numpy(table[row])
             table[row][policy.exempt(budgets, torch.full_like(budgets, length)).numpy()] = length
@@ -65,6 +72,9 @@ class Program:
     allocation: Allocation | None = None  # how budgets are shared anew for every prompt; None: they are not
 
     def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if (phase := getattr(self, name)) is not None:
+                object.__setattr__(self, name, replace(phase, allocation=self.allocation))
         for policy in self.decode.policies.values() if self.decode else ():
             decode_needs(policy)
         for phase in self.phases if self.allocation else ():
@@ -86,7 +96,8 @@ class Program:
         check_plan(plan, "this plan")
         full = set(describe(model).full_layers)
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
-        program = cls(_phase(plan, "prefill", full), _phase(plan, "decode", full), allocation)
+        clip = allocation is None
+        program = cls(_phase(plan, "prefill", full, clip), _phase(plan, "decode", full, clip), allocation)
         warn_unfit(model, program.policies)
         return program
 
@@ -121,7 +132,8 @@ class Program:
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
 
 
-def _phase(plan: Plan, name: Phase, full: set[int]) -> PhaseProgram | None:
+def _phase(plan: Plan, name: Phase, full: set[int], clip: bool) -> PhaseProgram | None:
+    """The phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
     phase = plan.prefill if name == "prefill" else plan.decode
     if phase is None:
         return None
@@ -133,4 +145,4 @@ def _phase(plan: Plan, name: Phase, full: set[int]) -> PhaseProgram | None:
         for index, layer in enumerate(phase.layers)
         if layer is not None
     }
-    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length), max(plan.floor, 1))
+    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length, clip), max(plan.floor, 1))

@@ -48,10 +48,11 @@ class Phases(NamedTuple):
 class PhaseShares:
     """The shares of every sequence of a batch in one phase."""
 
-    def __init__(self, allocation: Allocation, phase: PhaseProgram, lengths: Sequence[int], capped: bool) -> None:
+    def __init__(self, allocation: Allocation, phase: PhaseProgram, lengths: Sequence[int], lasting: bool) -> None:
+        self.lasting = lasting  # whether the budgets hold while the sequences grow
         self.rows = {layer: row for row, layer in enumerate(sorted(phase.policies))}
         self.policies = phase.policies
-        self.of_sequence = [_shares(allocation, phase, length, length if capped else NO_CAP) for length in lengths]
+        self.of_sequence = [_shares(allocation, phase, length) for length in lengths]
 
     def floor(self, sequence: int, layer: int) -> int:
         """Entries that every head of the layer is given before wishes count: the least of them."""
@@ -71,19 +72,24 @@ class PhaseShares:
 
     def of_layer(self, layer: int) -> Ints:
         """Budgets [B, Hkv] of a layer that shares nothing with others."""
-        return np.stack([shares.layer_budgets(self.rows[layer]) for shares in self.of_sequence])
+        row = self.rows[layer]
+        return np.stack([shares.layer_budgets(row) + self._spare(shares)[row] for shares in self.of_sequence])
 
     def budgets(self) -> dict[int, Ints]:
         """Final budgets [B, Hkv] by layer, once all have stated their wish."""
-        decided = np.stack([shares.budgets() for shares in self.of_sequence], 1)
+        decided = np.stack([shares.budgets() + self._spare(shares) for shares in self.of_sequence], 1)
         return {layer: decided[row] for layer, row in self.rows.items()}
 
+    def _spare(self, shares: Shares) -> Ints:
+        """What a prompt shorter than its budgets leaves for the tokens that follow, [L, Hkv]."""
+        return shares.spare if self.lasting else np.zeros_like(shares.spare)
 
-def _shares(allocation: Allocation, phase: PhaseProgram, length: int, cap: int) -> Shares:
-    planned = np.minimum(phase.table(length), cap)
+
+def _shares(allocation: Allocation, phase: PhaseProgram, length: int) -> Shares:
+    planned = phase.table(length)
     least = [max(policy.protected(length), phase.floor) for _, policy in sorted(phase.policies.items())]
-    floors = np.minimum(np.repeat(np.array(least, dtype=np.int64)[:, None], planned.shape[1], 1), cap)
-    return Shares(allocation, planned, floors, np.full_like(planned, cap))
+    floors = np.repeat(np.array(least, dtype=np.int64)[:, None], planned.shape[1], 1)
+    return Shares(allocation, planned, floors, np.full_like(planned, length))
 
 
 class Sharing:
@@ -116,20 +122,19 @@ class Sharing:
         if not self.waits:
             layer.holder = self._now(index, observation, rotary)
             return
+        self._trim()  # first, so that this layer's entries find room
         layer.pool, rule = self._pool(index, observation, wished, rotary)
         self._waiting[index] = (layer, rule)
         if index == layers[-1]:
             self._finish()
-        else:
-            self._trim()
 
     def _begin(self, observation: Observation) -> None:
         lengths = observation.lengths.tolist()
         self._waiting.clear()
         prefill, decode = self.program.prefill, self.program.decode
         self._phases = Phases(
-            None if prefill is None else PhaseShares(self.allocation, prefill, lengths, capped=True),
-            None if decode is None else PhaseShares(self.allocation, decode, lengths, capped=False),
+            None if prefill is None else PhaseShares(self.allocation, prefill, lengths, lasting=False),
+            None if decode is None else PhaseShares(self.allocation, decode, lengths, lasting=True),
         )
 
     def _policy(self, layer: int) -> Policy:
@@ -185,6 +190,7 @@ class Sharing:
             store = pack(pool.sources(), rule, pool.batch, pool.heads)
             layer.holder = Decoding(store, rule, store.used(), max(layer.seen, 1))
         self._waiting.clear()
+        self._phases = Phases(None, None)
 
 
 def _unknown(observation: Observation) -> Tensor:
@@ -211,7 +217,7 @@ class Wished:
             for sequence, length in enumerate(self.lengths)
         ]
         weights = self.allocation.weight(self.policy, self.observation, candidates)
-        if not all(math.isfinite(weight) for weight in weights):
+        if not all(weight < math.inf for weight in weights):  # nor NaN; -inf is the logarithm of nothing
             raise IncompatibleError(
                 f"layer {self.observation.layer}: the scores of {self.policy.name} are not finite, so its budgets "
                 "cannot be decided: the model computes NaN or infinity"

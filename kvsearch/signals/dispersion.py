@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvsearch.policies.base import Observation
 from kvsearch.policies.cake import row_moments
-from kvsearch.policies.scoring import candidate_mask, window_rows
+from kvsearch.policies.scoring import candidate_mask, window_rows, window_size
 
 TINY = 1e-10  # added inside the logarithm, as in the official code
 
@@ -15,9 +15,10 @@ TINY = 1e-10  # added inside the logarithm, as in the official code
 def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     """Entropy and variance of the attention of the last `window` real query rows to what came before them, [B] each.
 
-    Entropy is -sum a * log(a + 1e-10), variance the unbiased variance of a over the rows, both summed over query heads
-    and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the window's own columns are left
-    out and the rest is not normalised again). Where there is no candidate both are 0.
+    Entropy is -sum a * log(a + 1e-10), the mean over the rows, variance the unbiased variance of a over the rows, both
+    summed over query heads and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the
+    window's own columns are left out and the rest is not normalised again; the code adds the rows up, which is the same
+    where all layers have as many). Where there is no candidate both are 0.
     """
     inside = candidate_mask(observation, window)
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
@@ -25,4 +26,4 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
         terms = probability.add(TINY).log_().mul_(probability).masked_fill_(~inside[:, None, None, None], 0.0)
         entropy -= terms.sum((1, 2, 3, 4))
     variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
-    return entropy.clamp(min=0.0), variance
+    return entropy.clamp(min=0.0) / window_size(observation, window), variance

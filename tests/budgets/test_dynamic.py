@@ -43,7 +43,7 @@ def test_what_a_layer_can_still_get_only_shrinks_and_ends_above_its_budget(seed:
             bounds[known] = most
         if allocation.shares_layers:
             held = sum(bounds[known].sum() for known in bounds)
-            assert held <= shares.floors[: layer + 1].sum() + max(shares.free.sum(), 0) + len(bounds) * heads
+            assert held <= shares.floors[: layer + 1].sum() + shares.free[0] + len(bounds) * heads
     budgets = shares.budgets()
     assert budgets.sum() == planned.sum()
     assert (budgets <= caps).all()
@@ -103,9 +103,34 @@ def test_budgets_need_every_wish() -> None:
         shares.budgets()
 
 
-def test_plans_above_the_caps_are_refused() -> None:
-    with pytest.raises(UsageError, match="total 40 cannot be met by 4 budgets: at least 4, at most 36"):
-        Shares(LAVa(), even(2, 2, 10), even(2, 2, 1), even(2, 2, 9))
+def test_what_the_caps_leave_over_is_spare() -> None:
+    uneven = np.array([[14, 14], [6, 7]])
+    for allocation, spare in ((LAVa(), [[2, 1], [1, 1]]), (AdaKV(), [[5, 5], [0, 0]])):
+        shares = Shares(allocation, uneven, even(2, 2, 1), even(2, 2, 9))
+        for layer in range(2):
+            shares.add(layer, Wish(1.0, np.array([0, 1] * 8, dtype=np.uint8)))
+        assert shares.spare.tolist() == spare
+        assert shares.budgets().sum() == 41 - shares.spare.sum()
+
+
+def test_the_shape_of_a_plan_loses_nothing_of_its_total() -> None:
+    """Heads with more than a prompt has pass it on where layers share, and within their layer where they do not."""
+    steep = np.array([[20, 20], [2, 2]])
+    both = Shares(LAVa(), steep, even(2, 2, 1), even(2, 2, 12))
+    apart = Shares(AdaKV(), np.array([[20, 4], [2, 2]]), even(2, 2, 1), even(2, 2, 12))
+    for shares in (both, apart):
+        for layer in range(2):
+            shares.add(layer, Wish(1.0, np.array([0, 1] * 11, dtype=np.uint8)))
+    assert both.budgets().tolist() == [[11, 11], [11, 11]]
+    assert apart.budgets().tolist() == [[12, 12], [2, 2]]
+
+
+def test_weights_may_be_logarithms() -> None:
+    for weights, expected in (([-2000.0, -2000.0], [8, 8]), ([5000.0, -np.inf], [16, 0]), ([-np.inf] * 2, [8, 8])):
+        shares = Shares(CAKE(), even(2, 1, 8), even(2, 1, 0), even(2, 1, 30))
+        for layer, weight in enumerate(weights):
+            shares.add(layer, Wish(weight, np.zeros(0, dtype=np.uint8)))
+        assert shares.budgets()[:, 0].tolist() == expected
 
 
 @settings(max_examples=100, deadline=None)

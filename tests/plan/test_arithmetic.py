@@ -428,3 +428,18 @@ def test_scaling_to_what_a_prompt_gets_gives_its_budgets(plan: Plan, length: int
     wanted = budgets_at(plan, "prefill", length)
     scaled = scale(plan, total=int(wanted.sum()), length=length)
     assert np.array_equal(rows(scaled), wanted)
+
+
+def test_decode_budgets_of_short_prompts_keep_the_floor() -> None:
+    """A sequence outgrows its prompt: eight tokens are no reason to hold eight entries for ever."""
+    budgets: list[list[int] | None] = [[10, 6], None, [4, 12]]
+    plan = make_plan(budgets, decode=phase_dict(budgets))
+    assert budgets_at(plan, "prefill", 2).tolist() == [[2, 2], [2, 2]]
+    assert budgets_at(plan, "decode", 2).tolist() == [[4, 4], [4, 4]]
+    assert budgets_at(plan, "decode", 80).sum() == 64
+
+
+def test_fixed_budgets_can_be_had_unclipped() -> None:
+    plan = make_plan(scaling="fixed")
+    assert budgets_at(plan, "prefill", 7).max() == 7
+    assert budgets_at(plan, "prefill", 7, clip=False).tolist() == [[10, 6], [4, 12]]

@@ -21,6 +21,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.pool import Pool
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.dispersion import dispersion
@@ -125,21 +126,20 @@ def decided_at_the_end(
             found = dispersion(observation, rows)
             entropy, variance = (float(value[sequence]) for value in found)
             signals.append(float(preference(entropy, variance, allocation.tau1, allocation.tau2)))
-    planned = np.minimum(table, length)
-    floors = np.full_like(planned, policy.protected(length))
-    caps = np.full_like(planned, length)
+    floors, caps = np.full_like(table, policy.protected(length)), np.full_like(table, length)
+    total = int(min(table.sum(), caps.sum()))
     if isinstance(allocation, CAKE):
-        budgets = allocation.allocate(np.array(signals), int(planned.sum()), floors, caps)
+        budgets = allocation.allocate(np.array(signals), total, floors, caps)
     elif allocation.shares_layers:
-        budgets = allocation.allocate(np.stack(scores), int(planned.sum()), floors, caps)
+        budgets = allocation.allocate(np.stack(scores), total, floors, caps)
     else:
+        totals = np.minimum(table.sum(-1), caps.sum(-1)).tolist()
         rows = [
-            allocation.allocate(scores[i][None], int(planned[i].sum()), floors[i][None], caps[i][None])
-            for i in range(len(scores))
+            allocation.allocate(scores[i][None], totals[i], floors[i][None], caps[i][None]) for i in range(len(scores))
         ]
         budgets = np.concatenate(rows)
     kept = {
-        layer: [torch.nonzero(ranks[layer][h] < budgets[row, h]).flatten().tolist() for h in range(planned.shape[1])]
+        layer: [torch.nonzero(ranks[layer][h] < budgets[row, h]).flatten().tolist() for h in range(table.shape[1])]
         for row, layer in enumerate(sorted(observations))
     }
     return budgets, kept
@@ -184,12 +184,12 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
     table = program.prefill.table(length)  # type: ignore[union-attr]
     protected = SMALL[name].sink_count + SMALL[name].window_count
     for sequence, tokens in enumerate(mask.sum(-1).tolist()):
-        total = np.minimum(table, tokens).sum()
+        total = program.prefill.entries(tokens)  # type: ignore[union-attr]
+        assert np.minimum(table, tokens).sum() <= total <= min(table.sum(), tokens * table.size)
         entries = cache.entries()[:, sequence]
         assert entries.sum() == total
         assert all(held[sequence] <= total + 3 * 2 for held in recorded.held), "beside one dense layer: the pool"
         if budget < min(protected, tokens):
-            assert entries.max() <= max(protected, budget + 3)
             continue
         budgets, kept = decided_at_the_end(program, recorded.observations, sequence, table)
         assert entries.tolist() == budgets.tolist()
@@ -251,12 +251,80 @@ def test_a_decode_phase_alone_shares_too() -> None:
     assert limits.tolist() == expected.tolist()
 
 
-def test_a_budget_above_the_prompt_keeps_everything() -> None:
-    model = build("llama")
-    ids, mask = prompts(2, 20, pads=5)
+@pytest.mark.parametrize("decode", [None, 20])
+def test_a_budget_above_the_prompt_keeps_everything(decode: int | None) -> None:
+    """Of the prompt, and while decoding of what follows, until the total is reached."""
+    model = uneven()
+    ids, mask = prompts(2, 16, pads=5)
     for allocation in ALLOCATIONS.values():
-        cache = read(model, shared(model, SMALL[SINGLE[0]], allocation, 20), ids, mask)
+        cache = read(model, shared(model, SMALL[SINGLE[0]], allocation, 20, decode), ids, mask)
         assert (cache.entries().sum(0) == 4 * mask.sum(-1)[:, None]).all()
+        go_on(model, cache, ids[:, :4], mask)
+        assert (cache.entries().sum(0) == 4 * (mask.sum(-1)[:, None] + 4)).all()
+
+
+@pytest.mark.parametrize("how", list(ALLOCATIONS))
+def test_decode_budgets_add_up_to_the_total(how: str) -> None:
+    model = uneven()
+    for length in (6, 14, 40):
+        ids, mask = prompts(2, length, pads=3)
+        program = shared(model, SMALL[SINGLE[0]], ALLOCATIONS[how], 9, decode=9)
+        cache = read(model, program, ids, mask)
+        limits = [layer.holder.rule.budgets.sum() for layer in cache.planned.values()]  # type: ignore[union-attr]
+        assert sum(limits) == 2 * program.decode.table(length).sum()  # type: ignore[union-attr]
+        before = cache.entries().sum((0, 2))
+        go_on(model, cache, ids[:, :1], mask)
+        assert (cache.entries().sum((0, 2)) >= before).all(), "nothing leaves before the total is reached"
+
+
+def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a layer's entries are being packed: the others have made room before."""
+    model = uneven()
+    ids, mask = prompts(2, 60, pads=9)
+    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    layers: dict[int, Any] = {}
+    end, take, held = Sharing.end, Pool.take, []
+
+    def ending(sharing: Sharing, layer: Any, observation: Observation, rotary: Any) -> None:
+        layers[layer.index] = layer
+        end(sharing, layer, observation, rotary)
+
+    def taking(*given: Any) -> Pool:
+        pool = take(*given)
+        others = [layer.pool.entries() for layer in layers.values() if layer.pool is not None]
+        held.append(torch.stack([*others, pool.entries()]).sum((0, 2)).max())
+        return pool
+
+    monkeypatch.setattr(Sharing, "end", ending)
+    monkeypatch.setattr(Pool, "take", taking)
+    read(model, program, ids, mask)
+    assert len(held) == 4
+    assert max(held) <= program.prefill.table(60).sum() + 4 * 2  # type: ignore[union-attr]
+
+
+def test_attention_that_is_not_finite_has_no_preference() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    ids, mask = prompts(1, 30)
+    with pytest.raises(IncompatibleError, match="layer 1: the scores of lava are not finite"):
+        read(model, shared(model, SMALL[SINGLE[0]], CAKE(), 9), ids, mask)
+
+
+def test_cake_works_with_gradients_on() -> None:
+    model = build("llama")
+    ids, _ = prompts(1, 30)
+    cache = PlanCache(model, shared(model, create_policy("cake", {"window": 3}), CAKE(), 9))
+    with running(model, NAME):
+        model(ids, past_key_values=cache)
+    assert cache.entries().sum() == 88
+
+
+def test_prompt_lookup_is_refused_before_it_starts() -> None:
+    model = build("llama")
+    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    with attach(model, program) as planned, pytest.raises(UsageError, match="drop the option, or use a static plan"):
+        planned.generate(prompts(1, 20)[0], prompt_lookup_num_tokens=3, max_new_tokens=4)
 
 
 def test_chunks_of_a_prompt_change_nothing() -> None:
@@ -316,8 +384,9 @@ def test_what_cannot_be_shared_is_refused(policy: str, allocation: str, match: s
 def test_negative_scores_have_no_entropy() -> None:
     model = build("llama")
     ids, mask = prompts(1, 30)
-    with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
-        read(model, shared(model, create_policy("keydiff"), LAVa(), 9), ids, mask)
+    for allocation in (LAVa(), AdaKV(normalize=True)):
+        with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
+            shared(model, create_policy("keydiff"), allocation, 9)
     assert read(model, shared(model, create_policy("keydiff"), AdaKV(), 9), ids, mask).entries().sum() == 88
 
 
@@ -327,7 +396,10 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch)
     policy = SMALL[SINGLE[0]]
     score: Callable[[Any, Observation], Tensor] = type(policy).score
     monkeypatch.setattr(type(policy), "score", lambda self, seen: score(self, seen) * float("nan"))
-    for allocation, what in ((LAVa(), "budgets cannot be decided"), (AdaKV(), "heads cannot be compared")):
+    for allocation, what in (
+        (LAVa(), "budgets cannot be decided"),
+        (AdaKV(), "heads cannot be compared"),
+    ):
         with pytest.raises(IncompatibleError, match=f"layer 0: the scores of lava are not finite.*{what}"):
             read(model, shared(model, policy, allocation, 9), ids, mask)
 

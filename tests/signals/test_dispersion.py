@@ -36,7 +36,7 @@ def by_hand(seen: Observation, sequence: int, window: int) -> tuple[float, float
         table = torch.stack(attention)
         entropy -= float((table * (table + 1e-10).log()).sum())
         variance += float(table.var(0, unbiased=True).sum()) if rows > 1 and length > rows else 0.0
-    return entropy, variance
+    return entropy / rows, variance
 
 
 @pytest.mark.parametrize("pads", [0, 3, 7])
