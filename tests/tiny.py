@@ -63,7 +63,7 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
 
 @dataclass(frozen=True)
 class Listed:
-    """A task of given examples; a reply is right if it begins with an answer."""
+    """A task of given examples; a reply is right if it begins with an answer, or by another `metric`."""
 
     name: str
     rows: tuple[Example, ...]
@@ -71,12 +71,13 @@ class Listed:
     category: str = "listed"
     chat: bool = False
     stops: tuple[str, ...] = ()
+    metric: str = "exact"
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
         return self.rows[:samples]
 
     def score(self, reply: str, query: Query) -> float:
-        return METRICS["exact"](reply, query)
+        return METRICS[self.metric](reply, query)
 
 
 def listed(*shapes: tuple[int, int], name: str = "listed") -> Listed:

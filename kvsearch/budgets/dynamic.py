@@ -34,7 +34,8 @@ BUILT_IN = {
     "cake": "kvsearch.budgets.preference:CAKE",
     "lava": "kvsearch.budgets.entropy:LAVa",
 }
-Mode = Literal["dynamic", "planned"]
+Layers = Literal["dynamic", "planned"]
+Heads = Literal["dynamic", "equal"]
 Order = NDArray[np.integer[Any]]
 
 
@@ -262,11 +263,11 @@ def allocation_names() -> list[str]:
 
 def check_modes(name: str, layers: str, heads: str) -> None:
     """UsageError if a mode is unknown, or nothing is dynamic."""
-    for option, value in (("layers", layers), ("heads", heads)):
-        if value not in get_args(Mode):
-            raise UsageError(f"{option} must be {' or '.join(get_args(Mode))}, got {value!r}")
-    if layers == heads == "planned":
-        raise UsageError(f"allocation {name} with planned layers and heads shares nothing: use static")
+    for option, value, known in (("layers", layers, get_args(Layers)), ("heads", heads, get_args(Heads))):
+        if value not in known:
+            raise UsageError(f"{option} must be {' or '.join(known)}, got {value!r}")
+    if "dynamic" not in (layers, heads):
+        raise UsageError(f"allocation {name} with planned layers and equal heads shares nothing: use static")
 
 
 def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsearch.budgets.adaptive import check_options, head_order, split_heads
 from kvsearch.budgets.base import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_signals, head_scores
-from kvsearch.budgets.dynamic import Allocation, Mode, Order, Wish, check_modes, even_layers, shared_budgets
+from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, Wish, check_modes, even_layers, shared_budgets
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 
@@ -74,14 +74,14 @@ class LAVa(Allocation):
     Args:
         floor_share: share of a layer's even budget that every head is sure of, in [0, 1]; the paper has 0, its code
             0.2.
-        heads: "planned" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
+        heads: "equal" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
         layers: "planned" leaves every layer what the plan has for it, the paper's ablation of dynamic layer budgets.
     """
 
     name: ClassVar[str] = "lava"
     floor_share: float = 0.2
-    heads: Mode = "dynamic"
-    layers: Mode = "dynamic"
+    heads: Heads = "dynamic"
+    layers: Layers = "dynamic"
 
     def __post_init__(self) -> None:
         check_options(self.floor_share)

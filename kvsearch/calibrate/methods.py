@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvsearch.budgets.adaptive import AdaKV
-from kvsearch.budgets.dynamic import Allocation, Mode
+from kvsearch.budgets.dynamic import Allocation, Heads, Layers
 from kvsearch.budgets.entropy import LAVa
 from kvsearch.budgets.preference import CAKE
 from kvsearch.calibrate.options import (
@@ -164,8 +164,8 @@ class LavaRecipe(DynamicRecipe):
     method: Literal["lava"] = "lava"
     policy: str = "lava"
     floor_share: Number = Field(default=LAVa.floor_share, ge=0, le=1)
-    layers: Mode = LAVa.layers
-    heads: Mode = LAVa.heads
+    layers: Layers = LAVa.layers
+    heads: Heads = LAVa.heads
 
     def make_allocation(self) -> LAVa:
         return LAVa(self.floor_share, self.heads, self.layers)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsearch.cli.offline import stay_offline
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def guarded(action: Callable[[], None], common: Common) -> int:
     """Run `action`; returns the exit code and prints one line about what went wrong, if anything."""
     try:
         _log_to(common.log_file)
-        with common.warnings_shown():
+        with stay_offline(common.offline), common.warnings_shown():
             action()
     except KeyboardInterrupt:
         _complain("interrupted: nothing half-written was left behind")

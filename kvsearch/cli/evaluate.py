@@ -32,7 +32,7 @@ def evaluate(
     shots: asked.Shots = None,
     shots_from: asked.ShotsFrom = None,
     metric: asked.Metric = None,
-    protocol: own.ProtocolName = "question-agnostic",
+    protocol: own.ProtocolName = None,
     samples: own.Samples = 20,
     max_length: own.MaxLength = None,
     batch: own.Batch = 8,
@@ -55,9 +55,9 @@ def evaluate(
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
     from kvsearch.cli.evaluate_output import Deliveries, deliver, kept, output_losses
-    from kvsearch.cli.evaluate_perplexity import PERPLEXITY, perplexity
+    from kvsearch.cli.evaluate_perplexity import PERPLEXITY, perplexity, refuse_unread
     from kvsearch.evaluate.contest import read_contest
-    from kvsearch.evaluate.protocol import find_protocol
+    from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, find_protocol
     from kvsearch.evaluate.study import Settings, prepare
     from kvsearch.tasks.catalog import find_tasks
 
@@ -65,13 +65,27 @@ def evaluate(
         length=length, split=split, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack,
         squad=squad, hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
     )  # fmt: skip
-    contest = read_contest(plan or (), methods, budgets, ratios, phases, settings or (), baselines, subject)
-    files = Deliveries.checked(output, reuse, force, samples_file, table, columns)
-    how = Settings(samples, find_protocol(protocol), common.seed, batch, own.memory_bytes(max_memory), max_length)
     if tasks.startswith(PERPLEXITY):
-        perplexity(model, common, contest, tasks, options, how, continuation, stride, files, losses)
+        refuse_unread(
+            subject=subject, protocol=protocol, max_length=max_length, max_memory=max_memory, output=output,
+            force=force or None, reuse=reuse, samples_file=samples_file, table=table, columns=columns,
+            losses=losses or None,
+        )  # fmt: skip
+        contest = read_contest(plan or (), methods, budgets, ratios, phases, settings or (), baselines)
+        how = Settings(samples, seed=common.seed, batch=batch)
+        perplexity(model, common, contest, tasks, options, how, continuation, stride)
         return
     own.refuse_perplexity_options(continuation, stride)
+    contest = read_contest(plan or (), methods, budgets, ratios, phases, settings or (), baselines, subject)
+    files = Deliveries.checked(output, reuse, force, samples_file, table, columns)
+    how = Settings(
+        samples,
+        find_protocol(protocol or QUESTION_AGNOSTIC),
+        common.seed,
+        batch,
+        own.memory_bytes(max_memory),
+        max_length,
+    )
     chosen = find_tasks(tasks, options)
     if common.dry_run:
         common.print_json({"tasks": [task.name for task in chosen], "protocol": how.protocol, **contest.as_json()})
@@ -80,5 +94,5 @@ def evaluate(
     evaluation = prepare(loaded, contest.contenders(loaded), contest.subject, chosen, how)
     with kept(evaluation, files, common) as ledger, common.progress("batches") as progress:
         result = evaluation.run(progress, ledger)
-        lost = output_losses(evaluation, chosen, files, progress) if losses else None
+        lost = output_losses(evaluation, chosen, files, progress) if losses or files.has_losses else None
     deliver(result, lost, files, common)

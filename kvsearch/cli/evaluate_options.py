@@ -81,10 +81,11 @@ Subject = Annotated[
     ),
 ]
 ProtocolName = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
         "context and question are compressed as one.",
+        show_default="question-agnostic",
         rich_help_panel=ASKED,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +29,13 @@ class Deliveries:
     samples_file: Path | None = None
     table: Path | None = None
     columns: Columns | None = None
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the run has measured output losses already."""
+        from kvsearch.evaluate.run_directory import LOSSES
+
+        return self.output is not None and (self.output / LOSSES).exists()
 
     @classmethod
     def checked(
@@ -84,16 +90,20 @@ def kept(evaluation: Evaluation, files: Deliveries, common: Common) -> Iterator[
 def output_losses(
     evaluation: Evaluation, tasks: Sequence[Task], files: Deliveries, progress: Progress
 ) -> list[LayerLoss]:
-    """Output losses of all methods but the full cache; a kept run measures them once."""
-    from kvsearch.evaluate.losses import LayerLoss, measure_losses
+    """Output losses of all methods but the full cache; a kept run measures them once.
+
+    Raises:
+        UsageError: what the run has kept of them is damaged; see also `measure_losses`.
+    """
+    from kvsearch.evaluate.losses import measure_losses
     from kvsearch.evaluate.methods import FULL
     from kvsearch.evaluate.run_directory import LOSSES
     from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import atomic_write, read_bytes
+    from kvsearch.plan.files import atomic_write
 
     place = None if files.output is None else files.output / LOSSES
     if place is not None and place.exists():
-        return [LayerLoss(**row) for row in json.loads(read_bytes(place))]
+        return _read_losses(place, evaluation)
     how = evaluation.settings
     programs = {one.label: one.program for one in evaluation.contenders if one.name != FULL}
     losses = measure_losses(
@@ -102,6 +112,24 @@ def output_losses(
     )  # fmt: skip
     if place is not None:
         atomic_write(place, canonical_json([asdict(row) for row in losses]))
+    return losses
+
+
+def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
+    from pydantic import TypeAdapter, ValidationError
+
+    from kvsearch.evaluate.losses import LayerLoss
+    from kvsearch.evaluate.methods import FULL
+    from kvsearch.plan.files import read_bytes
+
+    remedy = "delete the file and give --losses to measure them again"
+    try:
+        losses = TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
+    except ValidationError as error:
+        raise UsageError(f"{path} is damaged ({error.errors()[0]['msg']}): {remedy}") from error
+    asked = {task.task.name for task in evaluation.encoded}, {one.label for one in evaluation.contenders} - {FULL}
+    if ({row.task for row in losses}, {row.method for row in losses}) != asked:
+        raise UsageError(f"{path} is not of the tasks and methods of this run: {remedy}")
     return losses
 
 
@@ -148,6 +176,6 @@ def _show(result: Study, losses: Sequence[LayerLoss] | None, columns: Columns | 
     for table in all_tables(result, columns):
         common.out.print(on_screen(table))
     for method, grid in needle_grids(result.samples).items():
-        common.out.print(grid_table(method, grid))
+        common.out.print(grid_table(f"{method} ({result.protocol}, phases: {result.phases})", grid))
     if losses is not None:
-        common.out.print(losses_table(result.model, result.protocol, losses))
+        common.out.print(losses_table(f"{result.model}, phases: {result.phases}", result.protocol, losses))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsearch.cli.evaluate_output import Deliveries
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,23 +26,21 @@ def perplexity(
     how: Settings,
     continuation: int | None,
     stride: int | None,
-    files: Deliveries,
-    losses: bool,
 ) -> None:
     """Measure and print; `how.samples` windows of the text.
 
     Raises:
-        UsageError: an option that perplexity does not read; see also `PerplexityText.load` and `measure_perplexity`.
+        UsageError: an option of tasks that perplexity does not read, and what `PerplexityText.load`, `check_totals` and
+            `measure_perplexity` refuse.
     """
+    from kvsearch.evaluate.identity import environment
     from kvsearch.evaluate.methods import FULL
     from kvsearch.evaluate.perplexity import measure_perplexity
-    from kvsearch.evaluate.perplexity_report import perplexity_json, perplexity_table
-    from kvsearch.evaluate.report import SCHEMA
-    from kvsearch.evaluate.sweep import check_totals
+    from kvsearch.evaluate.perplexity_report import SCHEMA, perplexity_json, perplexity_table
+    from kvsearch.evaluate.totals import check_totals
     from kvsearch.tasks.perplexity import PerplexityText
 
     context = _context(options)
-    _refuse_unread(files, how, losses)
     text = PerplexityText.load(Path(spec.removeprefix(PERPLEXITY)))
     following = CONTINUATION if continuation is None else continuation
     if common.dry_run:
@@ -58,10 +55,12 @@ def perplexity(
             loaded, programs, text, context, following, stride=stride, windows=how.samples, batch=how.batch,
             seed=how.seed, progress=progress,
         )  # fmt: skip
+    phases = ", ".join(sorted({one.phases for one in contenders if one.name != FULL}))
     if common.as_json:
-        common.print_json({"schema": SCHEMA, "perplexity": perplexity_json(result)})
+        told = {"phases": phases, "batch": how.batch, "environment": environment(loaded)}
+        common.print_json({"schema": SCHEMA, **told, "perplexity": perplexity_json(result)})
     else:
-        common.out.print(perplexity_table(result))
+        common.out.print(perplexity_table(result, phases))
 
 
 def _context(options: TaskOptions) -> int:
@@ -75,12 +74,8 @@ def _context(options: TaskOptions) -> int:
     return lengths[0]
 
 
-def _refuse_unread(files: Deliveries, how: Settings, losses: bool) -> None:
-    given = {
-        "--output": files.output, "--samples-file": files.samples_file, "--table": files.table,
-        "--columns": files.columns, "--max-length": how.max_length, "--max-memory": how.max_memory,
-        "--losses": losses or None,
-    }  # fmt: skip
-    for flag, value in given.items():
+def refuse_unread(**given: object) -> None:
+    """UsageError for an option, by its parameter's name, that has a value but is not read here."""
+    for name, value in given.items():
         if value is not None:
-            raise UsageError(f"ppl:FILE takes no {flag}: print the result, with --json for programs")
+            raise UsageError(f"ppl:FILE takes no --{name.replace('_', '-')}: it prints its result, with --json as JSON")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +16,17 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
+from kvsearch.tasks.scoring import score
 
 NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty answer"
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """One question: its number within its example, and token ids [K] up to where the model takes over."""
+    """One question: its number within its example, and token ids [K] up to where the model takes over.
+
+    Empty answers are left out of its `query`.
+    """
 
     number: int
     query: Query
@@ -72,13 +77,16 @@ def encode_tasks(
     """Up to `samples` examples of every task, cut to what the model and `max_length` allow.
 
     Raises:
-        UsageError: two tasks of one name, or a task without a usable question.
+        UsageError: two tasks of one name, a task without a usable question, one that fills contexts to a length above
+            the limit, or a question to which the metric can judge no reply.
         IncompatibleError: a question leaves no room for its context.
     """
     doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
     if doubled:
         raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
     count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
+    for task in tasks:
+        _check_length(loaded, task, limit)
     return [encode(loaded.tokenizer, task, task.examples(samples, seed, count), samples, limit) for task in tasks]
 
 
@@ -102,6 +110,7 @@ def encode(
     prompts = tuple(_prompts(form, examples, limit, excluded))
     if not prompts:
         raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
+    _check_answers(task, prompts)
     coverage = Coverage(
         task.name,
         task.category,
@@ -142,6 +151,21 @@ def _check(task: Task, examples: Sequence[Example]) -> None:
         raise UsageError(f"task {task.name}: two examples have the key {doubled[0]!r}, keys must be unique")
 
 
+def _check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
+    """Texts that are made to a length would lose what was hidden in them, which says nothing about a method."""
+    longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
+    if limit is not None and longest > limit:
+        taker = "--max-length allows" if limit < (most_tokens(loaded.model) or limit + 1) else f"{loaded.name} takes"
+        raise UsageError(f"task {task.name} makes prompts of {longest} tokens, {taker} {limit}: lower --length")
+
+
+def _check_answers(task: Task, prompts: Sequence[Prompt]) -> None:
+    """Find out, before anything is generated, whether the metric understands the answers."""
+    for prompt in prompts:
+        for question in prompt.questions:
+            score(task, prompt.key, question.number, question.query, "")
+
+
 def _prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
@@ -159,22 +183,23 @@ def _prompts(
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
     for number, query in enumerate(example.queries):
-        ids = form.question(query.question, query.prefix)[0]
+        ids, answers = form.question(query.question, query.prefix)[0], _usable_answers(form, query)
         if not len(ids):
             excluded[NO_QUESTION] += 1
-        elif _has_empty_answer(form, query):  # metrics that look for an answer in the reply would always find it
+        elif query.answers and not answers:
             excluded[NO_ANSWER] += 1
         else:
-            yield Question(number, query, ids)
+            yield Question(number, replace(query, answers=answers), ids)
 
 
-def _has_empty_answer(form: PromptFormat, query: Query) -> bool:
-    try:
-        for answer in query.answers:
+def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
+    """The answers that are not empty: metrics that look for an answer in the reply would always find an empty one."""
+    usable = []
+    for answer in query.answers:
+        with suppress(EmptyTextError):
             form.answer(answer, query.prefix)
-    except EmptyTextError:
-        return True
-    return False
+            usable.append(answer)
+    return tuple(usable)
 
 
 def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:

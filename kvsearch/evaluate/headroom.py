@@ -30,6 +30,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.texts import is_blank
 
 ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"
 
@@ -110,7 +111,8 @@ def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Examp
     mass = effect = torch.zeros(0)
     for query in example.queries:
         question = prompt.question(query.question, query.prefix)
-        answer = prompt.answer(query.answers[0], query.prefix)
+        usable = next(answer for answer in query.answers if not is_blank(answer))
+        answer = prompt.answer(usable, query.prefix)
         tokens = torch.cat([question, answer], 1).to(loaded.device)
         captured = capture.ask(tokens)
         nothing = torch.zeros_like(captured.importance, dtype=torch.bool)

@@ -19,6 +19,11 @@ from kvsearch.evaluate.samples import token_hash
 from kvsearch.evaluate.sweep import Contender
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.facts import describe_tasks
+from kvsearch.tasks.longbench.task import LongBenchTask
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 CONFIG_SCHEMA = "kvsearch.evaluation.config/1"
 PACKAGES = ("kvsearch", "torch", "transformers")
@@ -51,6 +56,17 @@ def environment(loaded: LoadedModel) -> dict[str, Any]:
         "device": str(loaded.model.device.type),
         "versions": {package: version(package) for package in PACKAGES},
     }
+
+
+def metric_of(task: Task) -> str:
+    """The name of what scores a task's replies; of a task of one's own that names none, the name of its class."""
+    if isinstance(task, LongBenchTask):
+        return task.spec.metric
+    if isinstance(task, RulerTask | SyntheticTask):
+        kind = "ruler" if isinstance(task, RulerTask) else "synthetic"
+        (facts,) = describe_tasks(f"{kind}:{task.name}")
+        return facts.metric
+    return str(getattr(task, "metric", type(task).__name__))
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -101,4 +117,5 @@ def _task_config(task: TaskPrompts) -> dict[str, Any]:
     return {
         "category": covered.category, "contexts": covered.contexts, "questions": covered.questions,
         "wanted": covered.wanted, "rows_sha256": rows_hash(task),
+        "metric": metric_of(task.task),
     }  # fmt: skip

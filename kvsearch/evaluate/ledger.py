@@ -5,7 +5,7 @@ The ledger is a text file of one JSON object per line, each with the replies tha
     {"reused": false, "samples": [{"id": "...", "task": "qasper", "method": "lava@128", ...}]}
 
 Lines are only ever appended, and are on the disk before the next one is begun. A last line that was cut short is
-dropped: what it held is computed again.
+dropped: what it held is computed again. Any other line that is no such object is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +33,7 @@ class Ledger:
     `lent` are replies of another run by their key, see `read_replies`; `anew` empties the file first.
 
     Raises:
-        UsageError: the file is damaged before its last line, or another process writes to it.
+        UsageError: a line is damaged and not only cut short, or another process writes to the file.
         OSError: it cannot be written.
     """
 
@@ -42,6 +41,8 @@ class Ledger:
         self.lent = lent or {}
         self.samples: dict[Place, Sample] = {}
         self.reused: set[Place] = set()
+        self._path, self._lines = path, 0
+        self._written: dict[Place, tuple[str, int]] = {}  # the key and the number of the line
         self._file = path.open("a+b")
         try:
             self._lock(path)
@@ -66,13 +67,22 @@ class Ledger:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._note((sample for _, sample in samples), reused)
+        self._note(samples, reused)
 
-    def _note(self, samples: Iterable[Sample], reused: bool) -> None:
-        for sample in samples:
-            self.samples[Place.of(sample)] = sample
+    def require(self, keys: Mapping[Place, str]) -> None:
+        """UsageError, with the line, if the reply in one of these places was written under another key."""
+        for place, key in keys.items():
+            written, line = self._written[place]
+            if written != key:
+                raise _damaged(self._path, line, f"the key of {place.method} on {place.task} is not that of this run")
+
+    def _note(self, samples: Iterable[tuple[str, Sample]], reused: bool) -> None:
+        self._lines += 1
+        for key, sample in samples:
+            place = Place.of(sample)
+            self.samples[place], self._written[place] = sample, (key, self._lines)
             if reused:
-                self.reused.add(Place.of(sample))
+                self.reused.add(place)
 
     def _lock(self, path: Path) -> None:
         try:
@@ -87,7 +97,7 @@ class Ledger:
         data = self._file.read()
         whole = 0
         for size, line in _lines(data, path):
-            self._note((_sample(item) for item in line["samples"]), line["reused"])
+            self._note([(item[ID], _sample(item)) for item in line["samples"]], line["reused"])
             whole += size
         if whole < len(data):
             self._file.truncate(whole)
@@ -106,25 +116,47 @@ def _lines(data: bytes, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The complete lines of a ledger with their sizes in bytes; the last one may be broken."""
     lines = data.split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
-        parsed = _parsed(line)
-        if parsed is not None:
-            yield len(line) + 1, parsed
-        elif number < len(lines) - 1:
-            raise UsageError(
-                f"{path}, line {number} is damaged: restore the file, or start anew with another --output or --force"
-            )
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines) - 1:
+                return
+            raise _damaged(path, number, "it is no JSON") from None
+        problem = _problem(parsed)
+        if problem is not None:
+            raise _damaged(path, number, problem)
+        yield len(line) + 1, parsed
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    with suppress(ValueError, KeyError, TypeError):
-        found = json.loads(line)
-        if all(set(item) == _NAMES for item in found["samples"]) and isinstance(found["reused"], bool):
-            return dict(found)
+def _damaged(path: Path, line: int, problem: str) -> UsageError:
+    return UsageError(
+        f"{path}, line {line} is damaged ({problem}): restore the file, or start anew with another --output or --force"
+    )
+
+
+def _problem(line: object) -> str | None:
+    """What is wrong with a line, if anything."""
+    if not isinstance(line, dict) or set(line) != {"reused", "samples"}:
+        return "it is not an object of reused and samples"
+    if not isinstance(line["reused"], bool) or not isinstance(line["samples"], list):
+        return "reused is true or false, samples is a list"
+    for item in line["samples"]:
+        if not isinstance(item, dict) or set(item) != set(_FIELDS):
+            return "a sample lacks a field or has one too many"
+        for name, kind in _FIELDS.items():
+            if not _fits(item[name], kind):
+                return f"{name} is not a {kind}"
     return None
+
+
+def _fits(value: object, kind: str) -> bool:
+    if kind == "float":
+        return isinstance(value, int | float) and type(value) is not bool and abs(value) < float("inf")
+    return type(value).__name__ == kind
 
 
 def _sample(item: Mapping[str, Any]) -> Sample:
     return Sample(**{name: value for name, value in item.items() if name != ID})
 
 
-_NAMES: set[str] = {ID, *(field.name for field in fields(Sample))}
+_FIELDS: dict[str, str] = {ID: "str", **{field.name: str(field.type) for field in fields(Sample)}}

@@ -52,7 +52,7 @@ METHODS: dict[str, Recipe] = {
     "lava": Recipe("lava", allocation="lava"),
     "lava-uniform": Recipe("lava", allocation="lava", options={"layers": "planned"}),
     "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
-    "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "planned"}),
+    "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
 }
 
 

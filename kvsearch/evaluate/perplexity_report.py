@@ -17,6 +17,7 @@ from kvsearch.evaluate.statistics import LEVEL, RESAMPLES, Estimate, Floats, Int
 if TYPE_CHECKING:
     from rich.table import Table
 
+SCHEMA = "kvsearch.perplexity/1"
 COLUMNS = (
     "method", "perplexity", "nats per token", "minus full", "better / equal / worse windows", "entries", "share", "KiB",
     "most entries",
@@ -77,12 +78,14 @@ def perplexity_rows(result: Perplexity) -> list[PerplexityRow]:
     ]
 
 
-def perplexity_table(result: Perplexity) -> Table:
-    """A row per method with 95% intervals."""
+def perplexity_table(result: Perplexity, phases: str | None = None) -> Table:
+    """A row per method with 95% intervals; `phases`, for the title, are those in which the methods evict."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    what = f"{result.windows} windows of {result.context} + {result.continuation} tokens"
+    what = f"{result.windows} windows of {result.context} + {result.continuation} tokens" + (
+        f", phases: {phases}" if phases else ""
+    )
     table = Table(title=f"{result.model}: perplexity of {result.text}, {what}, 95% interval", title_justify="left")
     table.box, table.caption, table.caption_justify = SIMPLE, "\n".join(_captions(result)), "left"
     for column in COLUMNS:

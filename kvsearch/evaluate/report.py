@@ -28,9 +28,9 @@ def as_json(study: Study, losses: Sequence[LayerLoss] | None = None) -> dict[str
     """
     first = study.blocks[0]
     told: dict[str, Any] = {
-        "schema": SCHEMA, "model": study.model, "protocol": study.protocol, "seed": study.seed,
-        "subject": study.subject, "most_tokens": study.most_tokens,
-        "tasks": [asdict(covered) for covered in study.coverage],
+        "schema": SCHEMA, "model": study.model, **asdict(study.settings), "subject": study.subject,
+        "phases": study.phases, "environment": dict(study.environment), "most_tokens": study.most_tokens,
+        "tasks": [{**asdict(covered), "metric": study.metrics[covered.task]} for covered in study.coverage],
         "averages": {name: list(tasks) for name, tasks in study.averages.items()},
         "full": {"held": study.held[FULL]._asdict(), "scores": _scores(first.rows, FULL)},
         "blocks": [_block(study, block) for block in study.blocks],
@@ -59,13 +59,14 @@ def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Tab
 
 
 def _block(study: Study, block: Block) -> dict[str, Any]:
-    definitions = {contender.label: contender.definition for contender in study.contenders}
+    by_label = {contender.label: contender for contender in study.contenders}
     full = None if block.subject == FULL else _differences(block, FULL)
     return {
         "size": None if block.size is None else block.size.as_json(),
         "methods": [
             {
-                "name": name, "label": label, "definition": definitions[label], "held": study.held[label]._asdict(),
+                "name": name, "label": label, "definition": by_label[label].definition,
+                "phases": by_label[label].phases, "held": study.held[label]._asdict(),
                 "scores": _scores(block.rows, label),
                 "differences": None if label == block.subject else _differences(block, label),
             }

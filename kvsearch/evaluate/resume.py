@@ -24,10 +24,15 @@ class LedgerJournal:
     keys: ReplyKeys
 
     def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
-        """See `Journal.recall`. A method is known if all its replies of the batch are; lent ones are written down."""
+        """See `Journal.recall`. A method is known if all its replies of the batch are; lent ones are written down.
+
+        Raises:
+            UsageError: a reply was written under another key than it has, see `Ledger.require`.
+        """
         known, samples, lent = Known(), dict[Place, Sample](), list[tuple[str, Sample]]()
         for method, keyed in self._keyed(task, batch, methods).items():
             if keyed.keys() <= self.ledger.samples.keys():
+                self.ledger.require(keyed)
                 samples.update({place: self.ledger.samples[place] for place in keyed})
                 left_out = keyed.keys() <= self.ledger.reused
             elif all(key in self.ledger.lent for key in keyed.values()):

@@ -10,11 +10,12 @@ tables.md      the tables
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluate.ledger import Ledger, read_replies
 from kvsearch.evaluate.samples import Sample
 from kvsearch.plan.canonical import canonical_json
@@ -23,7 +24,7 @@ from kvsearch.plan.parsing import parse_json
 
 CONFIG, LEDGER, LOSSES = "config.json", "ledger.jsonl", "losses.json"
 REPORT, SAMPLES, TABLES = "report.json", "samples.csv", "tables.md"
-SCHEMA = "schema"
+SCHEMA, TASKS, METRIC = "schema", "tasks", "metric"
 TEMPORARY = ".kvsearch-"  # what a killed process leaves of a file that it was writing
 
 
@@ -50,6 +51,8 @@ def check_directories(output: Path | None, reuse: Path | None, schema: str) -> N
 
 def open_run(directory: Path, config: Mapping[str, Any], force: bool = False, reuse: Path | None = None) -> Ledger:
     """Begin a run, or go on with one: the ledger of what is finished, to be closed by the caller.
+
+    Other metrics make no other run: a `KvsearchWarning` says that the replies that are there are scored anew.
 
     `force` starts anew whatever is there. `reuse` is the directory of another run to take equal replies from.
 
@@ -89,14 +92,32 @@ def difference(there: object, now: object, place: str = "") -> str | None:
 
 
 def _require_same(directory: Path, config: Mapping[str, Any]) -> None:
-    there = parse_json(read_bytes(directory / CONFIG), str(directory / CONFIG))
-    now = parse_json(canonical_json(config), "the configuration")
+    there, old = _without_metrics(parse_json(read_bytes(directory / CONFIG), str(directory / CONFIG)))
+    now, new = _without_metrics(parse_json(canonical_json(config), "the configuration"))
     found = difference(there, now)
     if found is not None:
         raise UsageError(
             f"{directory} holds another run: {found}; repeat its command to go on with it, choose another --output "
             f"(with --reuse {directory} for what is the same), or --force to start anew"
         )
+
+    for task, metric in new.items():
+        if task in old and old[task] != metric:
+            told = f"{directory} has task {task} by {old[task]}: all its replies are now scored by {metric}"
+            warnings.warn(told, KvsearchWarning, stacklevel=3)
+
+
+def _without_metrics(config: object) -> tuple[object, dict[str, object]]:
+    """A configuration without its metrics, and these by task."""
+    tasks = config.get(TASKS) if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(tasks, dict):
+        return config, {}
+    metrics = {name: task[METRIC] for name, task in tasks.items() if isinstance(task, dict) and METRIC in task}
+    bare = {
+        name: {key: value for key, value in task.items() if key != METRIC} if isinstance(task, dict) else task
+        for name, task in tasks.items()
+    }
+    return {**config, TASKS: bare}, metrics
 
 
 def _is_run(directory: Path, schema: str) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError
 from kvsearch.evaluate.bank import Joint, compressed
 from kvsearch.evaluate.encoding import Prompt, Question, TaskPrompts, encode_tasks
 from kvsearch.evaluate.journal import Journal, Known, Place
@@ -19,11 +20,12 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.prompts import cut
+from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.scoring import score
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
+UNSCORED = 0.0  # finite, as all that a journal keeps; scores of recalled replies are computed anew
 
 
 def run(
@@ -68,9 +70,8 @@ def run_encoded(
         for done, (task, part) in enumerate(batches):
             known = Known() if journal is None else journal.recall(task, part, programs)
             found = {Place.of(sample): sample for sample in known.samples}
-            for samples in _missing(loaded, task, part, programs, memory, known):
-                if journal is not None:
-                    journal.note(task, part, samples)
+            for replies in _missing(loaded, task, part, programs, memory, known):
+                samples = _kept(journal, task, part, replies)
                 found.update({Place.of(sample): sample for sample in samples})
             results += [found[place] for place in places(task, part, programs)]
             if progress is not None:
@@ -98,10 +99,30 @@ def _missing(
     memory: int | None,
     known: Known,
 ) -> Iterator[list[Sample]]:
-    """The samples of a batch that are not known, by methods that reply together."""
+    """The samples of a batch that are not known, not scored, by methods that reply together."""
     wanted = {method: program for method, program in programs.items() if method not in known.left_out}
     if set(wanted) - known.finished:
         yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
+
+
+def _kept(
+    journal: Journal | None, task: TaskPrompts, batch: Sequence[Reading], replies: Sequence[Sample]
+) -> list[Sample]:
+    """Replies with their scores, which the journal has; if a score fails, it has the replies."""
+    samples = list(replies)
+    try:
+        samples = _scored(task, batch, replies)
+    finally:
+        if journal is not None:
+            journal.note(task, batch, samples)
+    return samples
+
+
+def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
+    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
+    found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
+    return [replace(reply, score=score_of(task.task, reading.prompt, question, reply.reply))
+            for reply, reading, question in found]  # fmt: skip
 
 
 def answer_all(
@@ -115,8 +136,8 @@ def answer_all(
 
     The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
     """
-    for samples in answer_joints(loaded, prompts, batch, programs, memory):
-        yield from samples
+    for replies in answer_joints(loaded, prompts, batch, programs, memory):
+        yield from _scored(prompts, batch, replies)
 
 
 def answer_joints(
@@ -127,7 +148,10 @@ def answer_joints(
     memory: int | None = None,
     finished: Collection[str] = (),
 ) -> Iterator[list[Sample]]:
-    """As `answer_all`, a list for methods that reply together; without those of which all are `finished`."""
+    """As `answer_all`, a list for methods that reply together; without those of which all are `finished`.
+
+    The samples are not scored: see `UNSCORED`.
+    """
     ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}"
     special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts), memory)
     joints = compressed(loaded.model, programs, ids, *special)
@@ -163,20 +187,15 @@ def _sample(
 ) -> Sample:
     task, prompt = prompts.task, reading.prompt
     text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
-    score = score_of(task, prompt, question, text)
     return Sample(
-        task.name, task.category, method, reading.protocol, prompt.key, question.number, text, score,
+        task.name, task.category, method, reading.protocol, prompt.key, question.number, text, UNSCORED,
         token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
     )  # fmt: skip
 
 
 def score_of(task: Task, prompt: Prompt, question: Question, reply: str) -> float:
-    """The score of a reply; UsageError if the metric gives something that is none."""
-    score = task.score(reply, question.query)
-    if not -ROUNDING <= score <= 1 + ROUNDING:
-        place = f"task {task.name}, example {prompt.key}, question {question.number}"
-        raise UsageError(f"{place}: the metric gives {score}, a score must be in [0, 1]")
-    return score
+    """The score of a reply; errors as for `kvsearch.tasks.scoring.score`."""
+    return score(task, prompt.key, question.number, question.query, reply)
 
 
 def _answered(replies: Replies, questions: Sequence[Question], protocol: Protocol) -> list[list[int]]:
@@ -189,7 +208,7 @@ def _answered(replies: Replies, questions: Sequence[Question], protocol: Protoco
 def _finished(prompts: TaskPrompts) -> Callable[[list[int]], bool] | None:
     """Whether a reply has come to a stop text of its task; None where there are none."""
     stops, decode = prompts.task.stops, prompts.format.decode
-    return (lambda reply: any(stop in decode(reply) for stop in stops)) if stops else None
+    return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
 
 
 def _timed(action: Callable[[], T]) -> tuple[T, float]:

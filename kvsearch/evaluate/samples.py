@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -78,14 +79,31 @@ def check_samples_file(path: Path) -> None:
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
-    """Write a row per reply, all fields of `Sample`, as CSV or parquet by the suffix; see `check_samples_file`."""
+    r"""Write a row per reply, all fields of `Sample`, as CSV or parquet by the suffix; see `check_samples_file`.
+
+    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`.
+    """
+    check_samples_file(path)
+    clean = [replace(sample, key=_utf8(sample.key), reply=_utf8(sample.reply)) for sample in samples]
+    atomic_write(path, _csv(clean) if path.suffix == CSV else _parquet(clean))
+
+
+def _csv(samples: Sequence[Sample]) -> bytes:
+    text = io.StringIO()
+    # all text in quotes: readers take a lone carriage return outside of them for the end of a row
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow([column.name for column in fields(Sample)])
+    writer.writerows(list(asdict(sample).values()) for sample in samples)
+    return text.getvalue().encode()
+
+
+def _parquet(samples: Sequence[Sample]) -> bytes:
     import pandas
 
-    check_samples_file(path)
-    frame = pandas.DataFrame([asdict(sample) for sample in samples])
-    if path.suffix == CSV:
-        atomic_write(path, frame.to_csv(index=False, lineterminator="\n").encode())
-        return
     data = io.BytesIO()
-    frame.to_parquet(data, index=False)
-    atomic_write(path, data.getvalue())
+    pandas.DataFrame([asdict(sample) for sample in samples]).to_parquet(data, index=False)
+    return data.getvalue()
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode()

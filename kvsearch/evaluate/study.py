@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean
@@ -10,18 +10,35 @@ from typing import Any, NamedTuple
 
 from kvsearch.evaluate.averages import Block, blocks_of, named_averages
 from kvsearch.evaluate.encoding import Coverage, TaskPrompts, encode_tasks, listed, most_tokens
-from kvsearch.evaluate.identity import ReplyKeys, run_config
+from kvsearch.evaluate.identity import ReplyKeys, environment, metric_of, run_config
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.methods import FULL as FULL
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, readings
 from kvsearch.evaluate.resume import LedgerJournal
 from kvsearch.evaluate.runner import Progress, run_encoded
 from kvsearch.evaluate.samples import Sample
-from kvsearch.evaluate.sweep import Contender, check_totals
+from kvsearch.evaluate.sweep import Contender
+from kvsearch.evaluate.totals import check_totals, decode_entries
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Task
 
 LEAST_USEFUL = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
+
+    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`.
+    """
+
+    samples: int = 20
+    protocol: Protocol = QUESTION_AGNOSTIC
+    seed: int = 0
+    batch: int = 8
+    max_memory: int | None = None
+    max_length: int | None = None
 
 
 class Held(NamedTuple):
@@ -37,18 +54,33 @@ class Study:
     """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
 
     `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
+    `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
+    allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
     """
 
     model: str
     subject: str
-    protocol: Protocol
+    settings: Settings
     contenders: tuple[Contender, ...]
     coverage: list[Coverage]
     samples: list[Sample]
     averages: dict[str, tuple[str, ...]]
     blocks: list[Block]
-    seed: int
     most_tokens: int | None
+    environment: Mapping[str, Any]
+    metrics: Mapping[str, str]
+    decode_entries: Mapping[str, float]
+    told: tuple[str, ...] = ()
+
+    @property
+    def protocol(self) -> Protocol:
+        """When contexts were compressed."""
+        return self.settings.protocol
+
+    @property
+    def phases(self) -> str:
+        """When all but the full cache evict: prefill, decode or both; several joined by commas."""
+        return ", ".join(sorted({one.phases for one in self.contenders if one.name != FULL}))
 
     @property
     def doubt(self) -> str | None:
@@ -62,6 +94,8 @@ class Study:
     def notes(self) -> list[str]:
         """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
         return [
+            *([] if self.doubt is None else [self.doubt]),
+            *self.told,
             *(note for covered in self.coverage for note in _coverage_notes(covered, self.most_tokens)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
@@ -87,21 +121,11 @@ class Study:
         if max(held.values()) - min(held.values()) > 0.5:
             told = ", ".join(f"{name} {entries:.0f}" for name, entries in held.items())
             yield f"not all hold the same, mean entries: {told}"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
-
-    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`.
-    """
-
-    samples: int = 20
-    protocol: Protocol = QUESTION_AGNOSTIC
-    seed: int = 0
-    batch: int = 8
-    max_memory: int | None = None
-    max_length: int | None = None
+        allowed = {name: self.decode_entries.get(label) for name, label in block.methods.items()}
+        known = [entries for entries in allowed.values() if entries is not None]
+        if known and (len(known) < len(allowed) or max(known) - min(known) > 0.5):
+            told = ", ".join(f"{name} {'all' if most is None else f'{most:.0f}'}" for name, most in allowed.items())
+            yield f"not all may hold the same while they reply, mean entries: {told}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +137,7 @@ class Evaluation:
     subject: str
     encoded: list[TaskPrompts]
     settings: Settings
+    notes: tuple[str, ...] = ()
 
     @property
     def replies(self) -> int:
@@ -136,10 +161,23 @@ class Evaluation:
         averages = named_averages([task.task for task in self.encoded])
         blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
+        metrics = {task.task.name: metric_of(task.task) for task in self.encoded}
         return Study(
-            self.loaded.name, self.subject, asked.protocol, self.contenders, coverage, results, averages, blocks,
-            asked.seed, most,
+            self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
+            environment(self.loaded), metrics, self._decode_entries(), self.notes,
         )  # fmt: skip
+
+    def _decode_entries(self) -> dict[str, float]:
+        """See `Study`; layers that a plan leaves alone hold the prompt."""
+        shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
+        phases = {one.label: one.program.decode for one in self.contenders if one.program.decode is not None}
+        return {
+            label: fmean(
+                decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
+                for n in lengths
+            )
+            for label, phase in phases.items()
+        }
 
 
 def prepare(
@@ -151,9 +189,13 @@ def prepare(
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
     encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length)
-    lengths = {len(one.ids) for task in encoded for one in readings(task.prompts, settings.protocol)}
-    check_totals(loaded, contenders, lengths)
-    return Evaluation(loaded, tuple(contenders), subject, encoded, settings)
+    notes = check_totals(loaded, contenders, _lengths(encoded, settings.protocol))
+    return Evaluation(loaded, tuple(contenders), subject, encoded, settings, tuple(notes))
+
+
+def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
+    """Tokens of everything that is compressed as one."""
+    return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]
 
 
 def _coverage_notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
@@ -164,5 +206,7 @@ def _coverage_notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]
             f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so that "
             f"prompt and reply fit {most_tokens} tokens"
         )
+    if covered.contexts == 1:
+        yield f"{covered.task}: one context: its interval says nothing"
     if covered.excluded:
         yield f"{covered.task}: questions left out ({listed(covered.excluded)})"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError
 from kvsearch.evaluate.baselines import baselines, full_cache
 from kvsearch.evaluate.methods import FULL, Method, Size
+from kvsearch.export.direct import PHASES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -33,6 +34,13 @@ class Contender:
     def label(self) -> str:
         """The name, with the size where there are several: `lava@128`."""
         return self.name if self.size is None else f"{self.name}@{self.size}"
+
+    @property
+    def phases(self) -> str:
+        """When it evicts: prefill, decode or both; none for the full cache."""
+        there = {"prefill": self.program.prefill, "decode": self.program.decode}
+        mine = tuple(name for name, phase in there.items() if phase is not None)
+        return next((name for name, phases in PHASES.items() if phases == mine), "none")
 
 
 def sweep(
@@ -75,23 +83,6 @@ def with_baselines(
         kept = {"name": policy.name, "params": policy.parameters()}
         found.append(Contender(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
     return [_full(loaded), *found]
-
-
-def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> None:
-    """UsageError if a method holds more than its size allows of prompts of these lengths; plans are not asked."""
-    shape = describe(loaded.model)
-    heads = len(shape.full_layers) * shape.kv_heads
-    for contender in contenders:
-        phase, size = contender.program.prefill, contender.size
-        if phase is None or size is None or "plan" in contender.definition:
-            continue
-        for length in sorted(set(lengths)):
-            held, wanted = phase.entries(length), min(size.total(length, heads), length * heads)
-            if held != wanted:
-                raise UsageError(
-                    f"method {contender.name} would hold {held} entries of a prompt of {length} tokens, {size.words} "
-                    f"are {wanted}: it never evicts some heads, leave it out or change its settings"
-                )
 
 
 def _full(loaded: LoadedModel) -> Contender:

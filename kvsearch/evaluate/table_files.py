@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MARKDOWN, CSV, LATEX = ".md", ".csv", ".tex"
 CSV_HEADER = (
     "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
-    "difference_low", "difference_high", "wins", "ties", "losses", "entries",
+    "difference_low", "difference_high", "wins", "ties", "losses", "entries", "protocol", "phases",
 )  # fmt: skip
 # of LaTeX; the backslash first, the others bring new ones
 SPECIAL = {"\\": r"\textbackslash{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"}, "~": r"\~{}", "^": r"\^{}"}
@@ -119,7 +119,8 @@ def csv_rows(study: Study) -> str:
             for row in block.rows:
                 numbers = _numbers(block, row, label)
                 size = "" if block.size is None else str(block.size)
-                writer.writerow([size, name, *numbers[:6], study.subject, *numbers[6:], study.held[label].entries])
+                asked = (study.held[label].entries, study.protocol, study.phases)
+                writer.writerow([size, name, *numbers[:6], study.subject, *numbers[6:], *asked])
     return text.getvalue()
 
 

@@ -59,12 +59,12 @@ def screen_columns(study: Study) -> Columns:
 
 
 def score_table(study: Study, columns: Columns) -> TextTable:
-    """Mean scores in percent; the best method of each block, the full cache aside, is marked."""
+    """Mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
     numbers = _column_numbers(study, columns)
     rows = [study.blocks[0].rows[number] for number in numbers]
     full = [Cell(FULL), *(Cell(_percent(row.scores[FULL].mean)) for row in rows)]
     groups = [Group("", [full]), *(Group(_heading(block), _scores(block, numbers)) for block in study.blocks)]
-    title = f"{study.model}: score in percent ({study.protocol})"
+    title = f"{study.model}: score in percent ({_how(study)})"
     return TextTable(title, ["method", *_labels(study, rows)], groups, (*_explained(study), *study.notes))
 
 
@@ -82,7 +82,7 @@ def difference_table(study: Study, columns: Columns) -> TextTable:
         groups.append(Group(_heading(block), cells))
     title = (
         f"{study.model}: paired difference to {study.subject}, in points of 100, 95% interval; questions won / tied / "
-        f"lost ({study.protocol})"
+        f"lost ({_how(study)})"
     )
     return TextTable(title, ["method", *_labels(study, rows)], groups)
 
@@ -108,7 +108,11 @@ def held_table(study: Study) -> TextTable:
     groups = [Group("", [row(FULL, FULL)])]
     groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in study.blocks]
     what = "context" if study.protocol == "question-agnostic" else "prompt"
-    return TextTable(f"{study.model}: held after the {what}, mean ({study.protocol})", header, groups)
+    return TextTable(f"{study.model}: held after the {what}, mean ({_how(study)})", header, groups)
+
+
+def _how(study: Study) -> str:
+    return f"{study.protocol}, phases: {study.phases}"
 
 
 def _column_numbers(study: Study, columns: Columns) -> list[int]:
@@ -142,13 +146,18 @@ def _labels(study: Study, rows: Sequence[Row]) -> list[str]:
 
 def _scores(block: Block, numbers: Sequence[int]) -> list[list[Cell]]:
     labels = block.methods.values()
-    best = {n: _percent(max(block.rows[n].scores[label].mean for label in labels)) for n in numbers}
+    best = {n: _best([block.rows[n].scores[label].mean for label in labels]) for n in numbers}
     return [
         [Cell(name), *(_cell(block.rows[n], label, best[n]) for n in numbers)] for name, label in block.methods.items()
     ]
 
 
-def _cell(row: Row, label: str, best: str) -> Cell:
+def _best(means: Sequence[float]) -> str | None:
+    """The best score as it is printed; None where all are printed alike: none of them is better."""
+    return _percent(max(means)) if len(set(map(_percent, means))) > 1 else None
+
+
+def _cell(row: Row, label: str, best: str | None) -> Cell:
     text = _percent(row.scores[label].mean)
     return Cell(text, text == best)
 

@@ -55,7 +55,11 @@ class Task(Protocol):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts at which a reply ends, besides the end-of-sequence token."""
+        """Texts at which a reply ends, besides the end-of-sequence token.
+
+        Leading white space of a reply is dropped before they are looked for, so a stop such as a newline counts only
+        after something else was said; a stop with words in it counts wherever it stands.
+        """
         ...
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from kvsearch.tasks.texts import is_blank
 
 
 def _filled(text: str) -> str:
-    if not text.strip():
+    if is_blank(text):
         raise ValueError("must not be blank")
     return text
 
@@ -19,6 +22,14 @@ def _some(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
+def _listed(items: object) -> object:
+    if not isinstance(items, list | tuple):
+        raise PydanticCustomError("list_type", "must be a list")
+    return items
+
+
 Filled = Annotated[str, AfterValidator(_filled)]
 # unlike a least length, not checked (and complained about) where an item is wrong already
 NotEmpty = AfterValidator(_some)
+# files have lists where the fields are tuples, a word that their writers need not know
+IsList = BeforeValidator(_listed)

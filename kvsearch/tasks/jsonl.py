@@ -14,7 +14,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.tasks.base import Example, Query, TokenCount
-from kvsearch.tasks.fields import Filled, NotEmpty
+from kvsearch.tasks.fields import Filled, IsList, NotEmpty
 from kvsearch.tasks.metrics import METRICS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
@@ -36,10 +36,10 @@ class JsonlRow(BaseModel):
 
     context: Filled
     question: Filled
-    answers: Annotated[tuple[Filled, ...], NotEmpty]
+    answers: Annotated[tuple[Filled, ...], IsList, NotEmpty]
     max_new_tokens: int = Field(default=64, ge=1)
     prefix: str = ""
-    options: tuple[Filled, ...] = ()
+    options: Annotated[tuple[Filled, ...], IsList] = ()
     metric: str = "contains"
     prompt: str = PLAIN_PROMPT
     category: Filled = CATEGORY

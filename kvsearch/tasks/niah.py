@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
+import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +15,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.plan.files import read_bytes
 from kvsearch.resources import resource
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.means import Scored, mean_by
 from kvsearch.tasks.metrics import METRICS, find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, part
+from kvsearch.tasks.texts import is_blank
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +92,7 @@ class NiahTask:
         _require_steps("lengths", self.lengths, 1, None)
         _require_steps("depths", self.depths, 0, 100)
         texts = [("needle", self.needle), ("question", self.question), *(("answer", answer) for answer in self.answers)]
-        blank = [name for name, text in texts if not text.strip()]
+        blank = [name for name, text in texts if is_blank(text)]
         if blank or not self.answers:
             raise UsageError(f"the {blank[0] if blank else 'answers'} of a needle in a haystack must not be blank")
         if self.max_new_tokens < 1:
@@ -103,12 +108,23 @@ class NiahTask:
         return tuple(part(grid, self.split, self.shares, lambda cell: cell))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
-        """Up to `samples` cells, drawn without replacement if there are more.
+        """Up to `samples` cells, in the order of `cells`.
+
+        If there are more, a KvsearchWarning says so, and those taken cover lengths and depths as evenly as they can.
+        Under one seed, fewer samples are some of more.
 
         Raises:
             UsageError: a length does not hold the needle and one sentence.
         """
-        chosen = draw(self.cells(), samples, seed)
+        cells = self.cells()
+        chosen = spread(cells, samples, seed)
+        if len(chosen) < len(cells):
+            warnings.warn(
+                f"{self.name}: {len(chosen)} of {len(cells)} cells are asked, spread over lengths and depths: "
+                f"ask for {len(cells)} samples to fill the grid",
+                KvsearchWarning,
+                stacklevel=2,
+            )
         fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
         return [self._example(cell, fitting[cell.length], count) for cell in chosen]
 
@@ -152,6 +168,40 @@ class NiahTask:
         if not text:
             raise UsageError(f"{self._file} is empty: a haystack needs text")
         return tuple(_split("\n\n" + text))
+
+
+def spread(cells: Sequence[Cell], samples: int, seed: int) -> list[Cell]:
+    """`samples` of the cells, all of them if there are no more, in their order.
+
+    Of a whole grid, no length is taken more than once oftener than another, and no depth. Under one seed, fewer cells
+    are some of more.
+    """
+    if samples >= len(cells):
+        return list(cells)
+    left, lengths, depths, chosen = _diagonals(cells, seed), Counter[int](), Counter[int](), set[Cell]()
+    for _ in range(samples):
+        cell = min(left, key=lambda some: lengths[some.length] + depths[some.depth])  # the first of the least
+        left.remove(cell)
+        chosen.add(cell)
+        lengths[cell.length] += 1
+        depths[cell.depth] += 1
+    return [cell for cell in cells if cell in chosen]
+
+
+def _diagonals(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """The cells in an order in which all lengths, and all depths, come once before any comes again.
+
+    That is so for whole grids: lengths and depths, shuffled, both advance at each step. After as many steps as both
+    repeat in, the next diagonal begins one depth further.
+    """
+    rng = random.Random(seed)
+    lengths, depths = ([*dict.fromkeys(steps)] for steps in zip(*cells, strict=True))
+    rng.shuffle(lengths)
+    rng.shuffle(depths)
+    period, present = math.lcm(len(lengths), len(depths)), set(cells)
+    steps = range(len(lengths) * len(depths))
+    grid = (Cell(lengths[n % len(lengths)], depths[(n + n // period) % len(depths)]) for n in steps)
+    return [cell for cell in grid if cell in present]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError
+from kvsearch.tasks.texts import is_blank
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Task
@@ -71,7 +72,7 @@ class PromptFormat:
         """Token ids [1, K] of an answer to be teacher-forced after `prefix`; EmptyTextError if there is none."""
         before = prefix or ("" if self.chat else self.plain)
         gap = " " if before and not before[-1].isspace() else ""
-        ids = self._encode(gap + text, special=False) if text.strip() else []  # the gap alone may be a token
+        ids = self._encode(gap + text, special=False) if not is_blank(text) else []  # the gap may be a token
         if not ids:
             raise EmptyTextError(f"the answer {text!r} is empty once it is tokenised")
         return _row(ids)
@@ -101,8 +102,21 @@ class PromptFormat:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """What comes before the first of `stops` in a text: all of it, if none is there."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+    """What comes before the first of `stops` in a reply, without leading white space; all of it, if none is there.
+
+    A reply is left as it is where there are no `stops`. See `stop_at` for which places count.
+    """
+    return text[: stop_at(text, stops)].lstrip() if stops else text
+
+
+def stop_at(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of `stops` begins in a reply; None if none is there.
+
+    A stop of white space counts only after something else was said: a reply that begins with a newline goes on.
+    """
+    said = len(text) - len(text.lstrip())
+    places = (text.find(stop, said if stop.isspace() else 0) for stop in stops)
+    return min((at for at in places if at >= 0), default=None)
 
 
 def _row(ids: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from kvsearch.budgets.entropy import LAVa
 from kvsearch.budgets.preference import CAKE
 from kvsearch.errors import InternalError, UsageError
 
-ALLOCATIONS: list[Allocation] = [LAVa(), LAVa(0.0), LAVa(heads="planned"), CAKE(), AdaKV(), LAVa(layers="planned")]
+ALLOCATIONS: list[Allocation] = [LAVa(), LAVa(0.0), LAVa(heads="equal"), CAKE(), AdaKV(), LAVa(layers="planned")]
 
 
 def wish(rng: np.random.Generator, heads: int, candidates: int) -> Wish:
@@ -59,7 +59,7 @@ def even(layers: int, heads: int, budget: int) -> Ints:
 
 def test_worked_example_of_the_pool() -> None:
     """Entropies 0.9, 0.6 and 0.75 of a pool of 30 per head: 30, then 18 and 12, then 12, 8 and 10."""
-    shares = Shares(LAVa(heads="planned"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
+    shares = Shares(LAVa(heads="equal"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
     seen = []
     for layer, entropy in enumerate((0.9, 0.6, 0.75)):
         shares.add(layer, Wish(entropy, np.zeros(0, dtype=np.uint8)))
@@ -69,7 +69,7 @@ def test_worked_example_of_the_pool() -> None:
 
 
 def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
-    shares = Shares(LAVa(heads="planned"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
+    shares = Shares(LAVa(heads="equal"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
     shares.add(0, Wish(0.2, np.zeros(0, dtype=np.uint8)))
     assert shares.most(0).tolist() == [20]
     assert shares.open_to(0) == 16
@@ -164,9 +164,9 @@ def test_normalising_favours_concentrated_heads() -> None:
 def test_allocations_by_name() -> None:
     assert allocation_names() == ["adakv", "cake", "lava", "static"]
     assert create_allocation("static") is None
-    made = create_allocation("lava", {"floor_share": 0, "heads": "planned"})
-    assert made == LAVa(0.0, heads="planned")
-    assert made.parameters() == {"floor_share": 0.0, "heads": "planned", "layers": "dynamic"}
+    made = create_allocation("lava", {"floor_share": 0, "heads": "equal"})
+    assert made == LAVa(0.0, heads="equal")
+    assert made.parameters() == {"floor_share": 0.0, "heads": "equal", "layers": "dynamic"}
     assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKE(1.6, window=8)
     assert create_allocation("adakv", {"variant": "kvpress", "normalize": True}) == AdaKV(0.2, "kvpress", True)
 
@@ -177,8 +177,8 @@ def test_allocations_by_name() -> None:
         ("lavaa", {}, "unknown allocation 'lavaa'; did you mean 'lava'"),
         ("lava", {"floor": 1.0}, "allocation lava has no option 'floor'"),
         ("lava", {"heads": 3}, "allocation lava: heads must be str, got 3"),
-        ("lava", {"heads": "even"}, "heads must be dynamic or planned, got 'even'"),
-        ("lava", {"heads": "planned", "layers": "planned"}, "shares nothing: use static"),
+        ("lava", {"heads": "even"}, "heads must be dynamic or equal, got 'even'"),
+        ("lava", {"heads": "equal", "layers": "planned"}, "shares nothing: use static"),
         ("adakv", {"floor_share": 1.5}, r"floor_share must be in \[0, 1\], got 1.5"),
         ("adakv", {"variant": "official"}, "does not sum to the total; use exact or kvpress"),
         ("adakv", {"normalize": 1}, "normalize must be bool, got 1"),

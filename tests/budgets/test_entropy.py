@@ -35,7 +35,7 @@ class TestDynamic(AllocatorContract):
 
 class TestEqualHeads(TestDynamic):
     def allocator(self) -> Allocator:
-        return LAVa(heads="planned")
+        return LAVa(heads="equal")
 
     def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
         return int(budgets[layer, head])
@@ -93,10 +93,10 @@ FLOORS = np.full((2, 2), 4)
 
 def test_pools_follow_the_entropy_above_the_floors() -> None:
     scores = np.stack([spread(4), 50 * spread(16)])  # entropies 1 : 2
-    for heads in ("dynamic", "planned"):
+    for heads in ("dynamic", "equal"):
         budgets = LAVa(heads=heads).allocate(scores, 30 + 16, FLOORS, FLOORS + 20)  # type: ignore[arg-type]
         assert budgets.sum(axis=1).tolist() == [18, 28]
-    assert LAVa(heads="planned").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
+    assert LAVa(heads="equal").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
     # The heads have 4 and 0 scores in the first layer, 10 and 6 in the second; the zeros go where fewer are ahead.
     assert LAVa(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 5, 4 + 5], [4 + 10, 4 + 10]]
 
@@ -115,7 +115,7 @@ def test_ablations() -> None:
     dynamic, even = LAVa(), LAVa(layers="planned")
     for total in (100, 121, 240):
         assert (even.allocate(scores, total, floors, caps) == AdaKV().allocate(scores, total, floors, caps)).all()
-        by_layer = LAVa(heads="planned").allocate(scores, total, floors, caps)
+        by_layer = LAVa(heads="equal").allocate(scores, total, floors, caps)
         assert np.ptp(by_layer, axis=1).max() <= 1
         both = dynamic.allocate(scores, total, floors, caps)
         assert np.ptp(both, axis=1).max() > 1
@@ -139,8 +139,8 @@ def test_one_layer_with_one_head() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UsageError, match="lava with planned layers and heads shares nothing: use static"):
-        LAVa(heads="planned", layers="planned")
+    with pytest.raises(UsageError, match="lava with planned layers and equal heads shares nothing: use static"):
+        LAVa(heads="equal", layers="planned")
     with pytest.raises(UsageError, match=r"entropies must be finite and >= 0, got nan at \[1\]"):
         layer_pools([1.0, float("nan")], 3)
     with pytest.raises(UsageError, match=r"total 7 .* at most 6"):
@@ -152,7 +152,7 @@ def test_refusals() -> None:
             LAVa().allocate(scores, 40, FLOORS, FLOORS + 20)
     with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 2\]"):
         LAVa().allocate(np.ones((2, 2)), 40, FLOORS, FLOORS + 20)
-    with pytest.raises(UsageError, match="heads must be dynamic or planned, got 'even'"):
+    with pytest.raises(UsageError, match="heads must be dynamic or equal, got 'even'"):
         LAVa(heads="even")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="floor_share"):
         LAVa(floor_share=2)
@@ -162,4 +162,4 @@ def test_thousands_of_random_instances() -> None:
     def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
         return awkward(rng, (layers, heads, CANDIDATES))
 
-    sweep([LAVa(), LAVa(heads="planned"), LAVa(layers="planned"), LAVa(0.0)], draw)
+    sweep([LAVa(), LAVa(heads="equal"), LAVa(layers="planned"), LAVa(0.0)], draw)

@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[Policy, Allocation]] = {
 VARIANTS: dict[str, tuple[Policy, Allocation]] = {
     "lava, no floor": (LAVA, LAVa(0.0)),
     "lava, planned layers": (LAVA, LAVa(layers="planned")),
-    "lava, planned heads": (LAVA, LAVa(heads="planned")),
+    "lava, equal heads": (LAVA, LAVa(heads="equal")),
     "cake, tempered": (SNAPKV, CAKE(1.6, 0.4, window=7)),
     "cake over keydiff": (SCORED_BELOW_ZERO, CAKE(window=3)),
     "adakv, kvpress": (SNAPKV, AdaKV(0.4, "kvpress")),
@@ -332,7 +332,7 @@ def test_policies_that_merge_cannot_share_layers(model: LoadedModel, data: Calib
 
 
 def test_negative_scores_have_no_entropy(model: LoadedModel, data: CalibrationData) -> None:
-    with pytest.raises(UsageError, match=r"^layer 0: keydiff scores entries below 0, and allocation lava takes"):
+    with pytest.raises(UsageError, match=r"^method lava: keydiff scores entries below 0, and allocation lava takes"):
         calibrate_dynamic(model, data, SCORED_BELOW_ZERO, LAVa())
     assert model.model.config._attn_implementation == "sdpa"
 

@@ -133,9 +133,9 @@ def test_the_shipped_recipes(path: Path) -> None:
 
 
 def test_the_ablations_of_lava_differ() -> None:
-    made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-planned-heads")]
+    made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
     allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaRecipe)]
-    assert allocations == [LAVa(), LAVa(layers="planned"), LAVa(heads="planned")]
+    assert allocations == [LAVa(), LAVa(layers="planned"), LAVa(heads="equal")]
 
 
 def test_there_are_recipes() -> None:
@@ -306,10 +306,10 @@ def test_where_exponents_come_from() -> None:
 
 
 def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
-    path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: planned\n")
+    path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: equal\n")
     recipe = resolve_recipe(path, {"method": "lava"}, ["sinks=2"], ["floor_share=0.3"])
     assert isinstance(recipe, LavaRecipe)
-    assert recipe.make_allocation() == LAVa(0.3, heads="planned")
+    assert recipe.make_allocation() == LAVa(0.3, heads="equal")
     assert recipe.params == {"window": 8, "sinks": 2}
     assert resolve_recipe(path, {"policy": "lava"}, []).params == {}
 
@@ -352,7 +352,7 @@ def test_options_of_another_method_are_refused_by_name(method: str, key: str, va
         ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
         ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
         ("lava", ["layers"], "--option 'layers' is not of the form key=value"),
-        ("lava", ["layers=planned", "heads=planned"], "shares nothing: use static"),
+        ("lava", ["layers=planned", "heads=equal"], "shares nothing: use static"),
         ("lava", ["policy=snapkv"], "method lava has no option 'policy'"),
         ("lava", ["floor_share=1.5"], "floor_share: "),
         ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),

@@ -232,8 +232,10 @@ def test_bad_evaluations(run: Run, calibrated: Path, arguments: tuple[str, ...],
     refused(run, USAGE, words, "evaluate", "bundled", "--plan", calibrated / "plan.json", *arguments)
 
 
-def test_a_question_that_does_not_fit(run: Run, calibrated: Path) -> None:
-    arguments = ("--plan", calibrated / "plan.json", "--tasks", "synthetic:single", "--samples", 1, "--max-length", 5)
+def test_a_question_that_does_not_fit(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"context": "a fox . " * 9, "question": "who ?", "answers": ["fox"]}))
+    tasks = f"jsonl:{tmp_path / 't.jsonl'}"
+    arguments = ("--plan", calibrated / "plan.json", "--tasks", tasks, "--max-length", 5)
     refused(run, INCOMPATIBLE, "leave no room for the context within 5 tokens", "evaluate", "bundled", *arguments)
 
 

@@ -194,7 +194,7 @@ def test_a_plan_cannot_be_judged_without_importance(calibrated_by: Calibrated, c
     assert remarks(other) == []
 
 
-@pytest.mark.parametrize("recipe", ["lava", "lava-planned-layers", "lava-planned-heads", "cake", "cake-fit", "adakv"])
+@pytest.mark.parametrize("recipe", ["lava", "lava-planned-layers", "lava-equal-heads", "cake", "cake-fit", "adakv"])
 def test_recipes_by_name(recipe: str, run: Run, tmp_path: Path) -> None:
     code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run")
     assert code == 0, talk
@@ -220,7 +220,7 @@ def test_recipes_by_name(recipe: str, run: Run, tmp_path: Path) -> None:
         (("--method", "lava", "--set", "windw=8"), "did you mean 'window'?"),
         (("--method", "lava", "--recipe", "cake"), "is a recipe of method cake, not lava"),
         (("--recipe", "lava-planned"), "unknown recipe 'lava-planned'; did you mean"),
-        (("--method", "lava", "--policy", "keydiff"), "layer 0: keydiff scores entries below 0"),
+        (("--method", "lava", "--policy", "keydiff"), "method lava: keydiff scores entries below 0"),
         (("--method", "adakv", "--set", "window=150"), "too short for snapkv: 150 entries are always kept"),
         (("--method", "cake", "--option", "exponents=fit", "--fit-ratio", 0.95), "below the 32 that are always kept"),
     ],

@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas
 import pytest
 
+from kvsearch.cli.offline import VARIABLES
 from kvsearch.plan import load_plan
 from tests.cli.conftest import Run
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
+SHORT_TYPED = tuple(map(str, (*SHORT, "--samples", 1)))
 INTERRUPTED = 130
 
 
@@ -46,21 +49,21 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
     arguments = (
         "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again", *SHORT,
-        "--samples", 2, "--max-length", 400, "--json", "--baselines", "streaming", "--protocol", "question-aware",
+        "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
         "--samples-file", tmp_path / "replies.parquet",
     )  # fmt: skip
     code, out, talk = run("evaluate", "bundled", *arguments)
     assert code == 0, talk
     result = json.loads(out)
-    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 400)
-    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 2)
+    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 600)
+    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 0)
     plan, again, _ = result["blocks"][0]["methods"]
     assert again["differences"] is None
     assert plan["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
     rows = pandas.read_parquet(tmp_path / "replies.parquet")
     assert len(rows) == 4 * result["tasks"][0]["questions"]
     assert set(rows["protocol"]) == {"question-aware"}
-    assert rows["prompt_tokens"].max() < 400
+    assert rows["prompt_tokens"].max() < 600
     code, once_more, _ = run("evaluate", "bundled", *arguments)
     assert once_more == out
 
@@ -177,12 +180,14 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     code, out, talk = run("evaluate", "bundled", *arguments, *lengths, "--json")
     assert code == 0, talk
     result = json.loads(out)
-    assert result["schema"] == "kvsearch.evaluation/1"
+    assert (result["schema"], result["phases"]) == ("kvsearch.perplexity/1", "prefill")
+    assert set(result["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
     found = result["perplexity"]
     assert (found["context"], found["continuation"], found["windows"]) == (200, 20, 2)
     assert set(found["methods"]) == {"full", "streaming@40", "tova@40"}
     code, out, _ = run("evaluate", "bundled", *arguments, *lengths)
     assert "perplexity of story" in out
+    assert "phases: prefill" in out
     code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run")
     assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
 
@@ -210,6 +215,21 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
         (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--losses"), "ppl:FILE takes no --losses"),
         (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--shots", "2"), "not --shots"),
         (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--length", "1,2"), "takes one --length"),
+        (("--methods", "uniform", "--ratios", "0.99", *SHORT_TYPED), "ratio 0.99 leaves 5."),
+        *(
+            (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", *typed), f"ppl:FILE takes no {typed[0]}:")
+            for typed in (
+                ("--protocol", "question-agnostic"),
+                ("--subject", "lava"),
+                ("--samples-file", "x.csv"),
+                ("--table", "x.md"),
+                ("--columns", "tasks"),
+                ("--max-length", "99"),
+                ("--max-memory", "1"),
+                ("--force",),
+                ("--reuse", "nowhere"),
+            )
+        ),
     ],
 )
 def test_bad_requests(
@@ -229,6 +249,112 @@ def test_results_of_something_else_are_safe(run: Run, calibrated: Path) -> None:
     assert code == 2
     assert "holds something else than an evaluation" in talk
     assert {item.name: item.read_bytes() for item in calibrated.iterdir()} == before
+
+
+# --- runs that are kept -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(run: Run, tmp_path: Path) -> tuple[object, ...]:
+    """A command whose run, with its losses, is there."""
+    asked = (
+        "evaluate",
+        "bundled",
+        "--methods",
+        "tova",
+        "--budgets",
+        64,
+        *SHORT,
+        "--samples",
+        1,
+        "-o",
+        tmp_path / "run",
+    )
+    code, _, talk = run(*asked, "--losses")
+    assert code == 0, talk
+    return asked
+
+
+def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:
+    before = (tmp_path / "run" / "report.json").read_bytes()
+    code, out, talk = run(*small, "--json")
+    assert code == 0, talk
+    assert (tmp_path / "run" / "report.json").read_bytes() == before
+    assert {row["method"] for row in json.loads(out)["losses"]} == {"tova@64"}
+    code, out, _ = run(*small, "--json", "--force")
+    assert "losses" not in json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "is damaged"),
+        (lambda text: text.replace('"loss"', '"los"'), "is damaged"),
+        (lambda text: text.replace("tova@64", "tova@65"), "is not of the tasks and methods of this run"),
+        (lambda _: "3", "is damaged"),
+        (lambda _: "", "is damaged"),
+    ],
+)
+def test_losses_that_were_changed_are_refused(
+    run: Run, small: tuple[object, ...], tmp_path: Path, change: Callable[[str], str], words: str
+) -> None:
+    path = tmp_path / "run" / "losses.json"
+    path.write_text(change(path.read_text()))
+    code, _, talk = run(*small)
+    assert code == 2
+    assert f"{path} {words}" in talk
+    assert "delete the file and give --losses" in talk
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("ledger.jsonl", '"reply": "', '"reply": null, "x": "', "ledger.jsonl, line 1 is damaged"),
+        ("ledger.jsonl", '"entries": ', '"entries": 0.', "ledger.jsonl, line 1 is damaged (entries is not a int)"),
+        ("config.json", '"tasks"', '"taks"', "holds another run: taks is only there"),
+        ("config.json", '"seed"', '"', "holds something else than an evaluation"),
+    ],
+)
+def test_files_that_were_changed_are_refused(
+    run: Run, small: tuple[object, ...], tmp_path: Path, name: str, old: str, new: str, words: str
+) -> None:
+    path = tmp_path / "run" / name
+    path.write_text(path.read_text().replace(old, new))
+    code, _, talk = run(*small)
+    assert code == 2
+    assert words in talk
+    assert "Traceback" not in talk
+
+
+# --- offline ---------------------------------------------------------------------------------------------------------
+
+
+def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether the packages are imported yet or not, and only as long as the command runs."""
+    import datasets
+    import huggingface_hub
+
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    asked: list[object] = []
+
+    def refused(*where: object, **_: object) -> None:
+        asked.append(where)
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", refused)
+    monkeypatch.setattr("socket.socket.connect", refused)
+    arguments = ("evaluate", "bundled", "--methods", "tova", "--budgets", 64, "--tasks", "gsm8k", "--samples", 1)
+    code, _, talk = run(*arguments, "--offline")
+    assert (code, asked) == (3, []), talk
+    assert "cannot be fetched" in talk
+    assert not datasets.config.HF_HUB_OFFLINE
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+    assert not set(VARIABLES) & set(os.environ)
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
             ("--policy", "h2o", "--budget", 9, "--allocation", "lavva"),
             "unknown allocation 'lavva'; did you mean 'lava'?",
         ),
-        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:heds=planned"), "did you mean 'heads'?"),
+        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:heds=equal"), "did you mean 'heads'?"),
         (("--policy", "h2o", "--budget", 9, "--allocation", "lava:layers"), "is not of the form NAME or NAME:option="),
         (("--policy", "d2o", "--budget", 300, "--allocation", "lava"), "d2o merges what it evicts"),
     ],

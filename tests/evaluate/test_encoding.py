@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.evaluate.encoding import (
     NO_ANSWER,
     NO_CONTEXT,
@@ -21,7 +21,10 @@ from kvsearch.evaluate.encoding import (
     middle_cut,
     most_tokens,
 )
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 
 from .. import tiny
@@ -150,7 +153,7 @@ def test_exclusions_are_counted() -> None:
     good, mute, unanswerable = (
         Query("? vote", ("anchor", "bell")),
         Query(" ", ("anchor",)),
-        Query("? vote", ("anchor", " ")),
+        Query("? vote", ("", " ", "\u200b")),
     )
     rows = [
         example(TEXT, good, mute, good, key="a"),
@@ -166,6 +169,17 @@ def test_exclusions_are_counted() -> None:
         ("a", [0, 2]),
         ("d", [1]),
     ]
+
+
+def test_an_empty_answer_among_others_is_left_out() -> None:
+    """It would be found in every reply."""
+    made = encode(
+        tiny.tokenizer(), task(metric="contains"), [example(TEXT, Query("? vote", ("anchor", " ", "bell", "")))]
+    )
+    (question,) = made.prompts[0].questions
+    assert question.query == Query("? vote", ("anchor", "bell"))
+    assert made.task.score("the fox", question.query) == 0
+    assert made.coverage.excluded == {}
 
 
 def test_nothing_is_excluded_without_a_reason() -> None:
@@ -191,6 +205,51 @@ def test_tasks_that_contradict_themselves() -> None:
         encode_tasks(tiny.loaded(), [task(example()), task(example())], 1)
 
 
+# --- answers that a metric does not understand -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "words"),
+    [
+        ("gsm8k", "seven", "the answer 'seven' has no number"),
+        ("gsm8k_official", "seven", "the answer 'seven' is no number"),
+        ("classification", "anchor", "the metric classification needs all classes"),
+        ("retrieval", "the third", "the answer 'the third' names no paragraph"),
+    ],
+)
+def test_answers_are_checked_first(metric: str, answer: str, words: str) -> None:
+    good = Query("? vote", ("Paragraph 7",) if metric == "retrieval" else ("7",), options=("7",))
+    rows = [example(TEXT, good, key="a"), example(TEXT, good, Query("?", (answer,)), key="b")]
+    with pytest.raises(UsageError, match=f"^task t, example b, question 1: {words}") as found:
+        encode(tiny.tokenizer(), task(metric=metric), rows)
+    assert "\n" not in str(found.value)
+
+
+def test_a_question_without_answers() -> None:
+    with pytest.raises(UsageError, match=r"^task t, example k, question 0: .* has no answers"):
+        encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ()))])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            ValueError("no\nidea"),
+            UsageError,
+            "^task t, example k, question 0: the metric fails with ValueError: no idea$",
+        ),
+        (EnvironmentFault("pip install it"), EnvironmentFault, "^pip install it$"),
+    ],
+)
+def test_what_a_metric_may_raise(error: Exception, kind: type[Exception], words: str) -> None:
+    class Failing(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            raise error
+
+    with pytest.raises(kind, match=words):
+        encode(tiny.tokenizer(), Failing("t", ()), [example()])
+
+
 # --- whole tasks -----------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +261,39 @@ def test_all_tasks_are_cut_to_the_same_limit() -> None:
         Coverage("b", "listed", 2, 1, 1, 0, 1, {}),
     ]
     assert {len(prompt.context) for prompt in made[0].prompts} == {13}
+
+
+@pytest.mark.parametrize(
+    ("made", "longest"),
+    [
+        (SyntheticTask("single", 600), 600),
+        (RulerTask("vt", 513), 513),
+        (NiahTask(lengths=(100, 2000), depths=(50,)), 2000),
+    ],
+)
+def test_generated_contexts_are_never_cut(made: Task, longest: int) -> None:
+    model = tiny.loaded()  # takes 512 tokens
+    words = f"task {made.name} makes prompts of {longest} tokens, "
+    with pytest.raises(UsageError, match=f"^{words}tiny takes 512: lower --length$"):
+        encode_tasks(model, [made], 1)
+    with pytest.raises(UsageError, match=f"^{words}tiny takes 512: lower --length$"):
+        encode_tasks(model, [made], 1, max_length=900)  # does not raise what the model takes
+    with pytest.raises(UsageError, match=f"^{words}--max-length allows 400: lower --length$"):
+        encode_tasks(model, [made], 1, max_length=400)
+
+
+def test_nothing_is_made_of_a_task_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(tiny.Listed, "examples", lambda *given: asked.append(given) or [example()])
+    with pytest.raises(UsageError, match="makes prompts of 600 tokens"):
+        encode_tasks(tiny.loaded(), [task(example()), SyntheticTask("single", 600)], 1)
+    assert asked == []
+
+
+def test_generated_contexts_that_fit() -> None:
+    model = tiny.loaded(max_position_embeddings=700)
+    (made,) = encode_tasks(model, [SyntheticTask("single", 600)], 2)
+    assert (made.coverage.contexts, made.coverage.truncated) == (2, 0)
 
 
 def test_the_template_is_rendered_once_per_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_an_example_without_questions(model: LoadedModel) -> None:
 def test_an_example_that_cannot_be_asked(model: LoadedModel) -> None:
     """Importance would come from a question that is not scored."""
     row = TASK.rows[0]
-    queries = (row.queries[0], replace(row.queries[1], answers=("anchor", "")))
+    queries = (row.queries[0], replace(row.queries[1], answers=("",)))
     task = replace(TASK, rows=(replace(row, queries=queries),))
     with pytest.raises(IncompatibleError, match="task listed, example 0: empty answer: 1"):
         headroom(model, [task], 0.7, 1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluate.encoding import encode_tasks
 from kvsearch.evaluate.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluate.journal import Place
@@ -90,7 +91,7 @@ def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
             assert [sample.key for sample in ledger.samples.values()] == ["0-1", "3"]
 
 
-@pytest.mark.parametrize("broken", [b"\0\0\0\n", b"{}\n", b'{"reused": false, "samples": [{"id": "k"}]}\n', b"[]\n"])
+@pytest.mark.parametrize("broken", [b"\0\0\0\n", b'{"reused": fal\n', b"\xff\n"])
 def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_path: Path, broken: bytes) -> None:
     path = tmp_path / "l"
     with Ledger(path) as ledger:
@@ -101,8 +102,59 @@ def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_
         assert list(ledger.samples.values()) == [ONE]
     assert path.read_bytes() == good
     path.write_bytes(good + broken + good)
-    with pytest.raises(UsageError, match="line 2 is damaged: restore the file, or start anew"):
+    with pytest.raises(UsageError, match=r"line 2 is damaged \(it is no JSON\): restore the file, or start anew"):
         Ledger(path)
+
+
+def tampered(line: bytes, **changes: Any) -> bytes:
+    """A line whose first sample has other values."""
+    found = json.loads(line)
+    found["samples"][0] |= changes
+    return json.dumps(found).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: b"{}\n", "it is not an object of reused and samples"),
+        (lambda _: b"[]\n", "it is not an object of reused and samples"),
+        (lambda _: b'{"reused": 0, "samples": []}\n', "reused is true or false"),
+        (lambda _: b'{"reused": true, "samples": 3}\n', "samples is a list"),
+        (lambda _: b'{"reused": false, "samples": [{"id": "k"}]}\n', "a sample lacks a field or has one too many"),
+        (lambda line: tampered(line, reply=None), "reply is not a str"),
+        (lambda line: tampered(line, question="2"), "question is not a int"),
+        (lambda line: tampered(line, entries=True), "entries is not a int"),
+        (lambda line: tampered(line, truncated=1), "truncated is not a bool"),
+        (lambda line: tampered(line, score=float("nan")), "score is not a float"),
+        (lambda line: tampered(line, bytes=[1]), "bytes is not a float"),
+        (lambda line: tampered(line, more=1), "one too many"),
+        (lambda line: tampered(line, id=5), "id is not a str"),
+    ],
+)
+def test_a_whole_line_with_other_content_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], words: str
+) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+    good = path.read_bytes()
+    path.write_bytes(good + change(good))
+    for read in (Ledger, read_replies):
+        with pytest.raises(UsageError, match="line 2 is damaged") as found:
+            read(path)
+        assert words in str(found.value)
+        assert "\n" not in str(found.value)
+
+
+def test_a_reply_under_another_key_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model, "pyramid,lava")
+    kept(one, tmp_path)
+    lines = (tmp_path / LEDGER).read_bytes().splitlines(keepends=True)
+    samples = json.loads(lines[1])["samples"]
+    other = next(item["id"] for item in samples if item["id"] != samples[0]["id"])
+    (tmp_path / LEDGER).write_bytes(b"".join([lines[0], tampered(lines[1], id=other), *lines[2:]]))
+    with pytest.raises(UsageError, match=r"line 2 is damaged \(the key of full on one is not that of this run\)"):
+        kept(one, tmp_path)
 
 
 def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path) -> None:
@@ -165,16 +217,27 @@ def test_nothing_that_is_finished_is_done_again(model: LoadedModel, tmp_path: Pa
 
 
 def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
-    """A metric is not part of the configuration, so replies from the ledger are scored anew."""
+    """Another metric makes no other run: replies from the ledger are scored anew, and a warning says so once."""
 
+    @dataclass(frozen=True)
     class Generous(tiny.Listed):
+        metric: str = "generous"
+
         def score(self, reply: str, query: Query) -> float:
             return 0.75
 
     one = evaluation(model, tasks=TASKS[:1])
     kept(one, tmp_path / "run")
     generous = evaluation(model, tasks=[Generous(TASKS[0].name, TASKS[0].rows)])
-    assert {sample.score for sample in kept(generous, tmp_path / "run").samples} == {0.75}
+    with pytest.warns(KvsearchWarning, match="task one by exact: all its replies are now scored by generous"):
+        again = kept(generous, tmp_path / "run")
+    assert {sample.score for sample in again.samples} == {0.75}
+    assert as_json(again)["tasks"][0]["metric"] == "generous"
+    config = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert config["tasks"]["one"]["metric"] == "generous"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept(generous, tmp_path / "run")
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------

@@ -393,7 +393,7 @@ def test_equal_requests_give_equal_losses(model: LoadedModel) -> None:
 
 def test_a_question_without_an_answer(model: LoadedModel) -> None:
     row = dataclasses.replace(TASK.rows[0], queries=(*TASK.rows[0].queries, Query("recall", ())))
-    with pytest.raises(UsageError, match=r"task odd, example 0, question 3: .* there is none"):
+    with pytest.raises(UsageError, match=r"task odd, example 0, question 3: .* no answers"):
         measure_losses(model, programs(model), [tiny.Listed("odd", (row,))], 1)
 
 

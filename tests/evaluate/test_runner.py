@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from kvsearch.budgets.entropy import LAVa
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluate.bank import held_entries
 from kvsearch.evaluate.baselines import full_cache
-from kvsearch.evaluate.encoding import encode_tasks
-from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
+from kvsearch.evaluate.journal import Known
+from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, Reading
 from kvsearch.evaluate.runner import run, run_encoded, stop_tokens
 from kvsearch.evaluate.samples import Sample
 from kvsearch.models.loading import LoadedModel
@@ -23,6 +24,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.base import Query
+from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 
 from .. import tiny
@@ -199,6 +201,25 @@ def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protoc
     assert cut.most == whole.most - 10 * 8
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_white_space_ends_a_reply_only_after_something_was_said(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, protocol: Protocol
+) -> None:
+    """As if the first two words of every reply were newlines, and so the fifth."""
+    whole = by_question(run(model, {"full": full_cache(model.model)}, [LONG], 4, protocol=protocol))
+
+    def lines(_: PromptFormat, ids: list[int]) -> str:
+        return "".join("\n" if at in (0, 1, 4) else f"{WORDS[token]} " for at, token in enumerate(ids))
+
+    monkeypatch.setattr(PromptFormat, "decode", lines)
+    stopped = run(model, {"full": full_cache(model.model)}, [dataclasses.replace(LONG, stops=("\n",))], 4,
+                  protocol=protocol)  # fmt: skip
+    assert len(stopped) == len(whole)
+    for key, sample in by_question(stopped).items():
+        assert sample.reply_tokens == min(5, whole[key].reply_tokens)
+        assert sample.reply.split() == whole[key].reply.split()[2:4]
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +257,38 @@ def test_a_metric_out_of_its_range(model: LoadedModel, score: float) -> None:
 
     with pytest.raises(UsageError, match="task odd, example 0, question 0: the metric gives"):
         run(model, programs(model), [Odd("odd", TASK.rows)], 1)
+
+
+class Failing(tiny.Listed):
+    """Its metric cannot judge a reply that says anything."""
+
+    def score(self, reply: str, query: Query) -> float:
+        if reply:
+            raise UsageError("what is this?")
+        return 0.0
+
+
+@dataclasses.dataclass
+class Noted:
+    """A journal that remembers nothing of earlier runs."""
+
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+
+    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
+        return Known()
+
+    def note(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
+        self.samples += samples
+
+
+def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel) -> None:
+    full = {"full": full_cache(model.model)}
+    good, bad = Noted(), Noted()
+    samples = run_encoded(model, full, encode_tasks(model, [TASK], 2), QUESTION_AGNOSTIC, journal=good)
+    assert good.samples == samples
+    with pytest.raises(UsageError, match=r"^task listed, example 0, question 0: what is this\?$"):
+        run_encoded(model, full, encode_tasks(model, [Failing("listed", TASK.rows)], 2), QUESTION_AGNOSTIC, journal=bad)
+    assert bad.samples == [dataclasses.replace(sample, score=0.0) for sample in samples]
 
 
 def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:

@@ -41,6 +41,27 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[1]["reply"] == ""
 
 
+ODD = ("\r", "a\rb", "\n", "\r\n", '"', '""quoted"" "', "", "\x00", "a\x00b,c", "\u2028", "007")
+
+
+def test_every_reply_comes_back_from_csv(tmp_path: Path) -> None:
+    write_samples([replace(ONE, reply=reply) for reply in ODD], tmp_path / "samples.csv")
+    with (tmp_path / "samples.csv").open(newline="", encoding="utf-8") as file:
+        assert tuple(row["reply"] for row in csv.DictReader(file)) == ODD
+    read = pd.read_csv(tmp_path / "samples.csv", keep_default_na=False, dtype={"reply": str})
+    assert tuple(read["reply"]) == ODD
+    assert list(read["entries"]) == [40] * len(ODD)
+    assert list(read["truncated"]) == [True] * len(ODD)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_lone_surrogates_become_their_escapes(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"samples.{suffix}"
+    write_samples([replace(ONE, reply="a\ud800b\U0001f600", key="\udfff")], path)
+    read = pd.read_csv(path) if suffix == "csv" else pd.read_parquet(path)
+    assert (read["reply"][0], read["key"][0]) == ("a\\ud800b\U0001f600", "\\udfff")
+
+
 def test_parquet(tmp_path: Path) -> None:
     write_samples([ONE, TWO], tmp_path / "samples.parquet")
     rows = pd.read_parquet(tmp_path / "samples.parquet").to_dict("records")

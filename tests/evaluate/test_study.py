@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.identity import metric_of
 from kvsearch.evaluate.plans import check_plans
 from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
 from kvsearch.evaluate.report import as_json, plain_scores
@@ -20,6 +21,10 @@ from kvsearch.evaluate.table_files import all_tables, markdown
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.longbench.task import LongBenchTask
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 from .. import tiny
 from ..plan.builders import make_plan, model_dict, plan_dict
@@ -138,7 +143,7 @@ def test_a_plan_of_another_model(model: LoadedModel) -> None:
 
 def test_methods(result: Study) -> None:
     assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
-    assert (result.model, result.subject, result.seed) == ("tiny", "mine", 5)
+    assert (result.model, result.subject, result.settings.seed) == ("tiny", "mine", 5)
     (block,) = result.blocks
     assert (block.size, list(block.methods)) == (None, result.labels[1:])
     told = [(row.task, row.kind) for row in block.rows]
@@ -234,7 +239,7 @@ def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
     assert as_json(aware)["protocol"] == "question-aware"
     assert {sample.protocol for sample in aware.samples} == {"question-aware"}
     tables = all_tables(aware)
-    assert all("(question-aware)" in table.title for table in tables)
+    assert all("(question-aware, phases: prefill)" in table.title for table in tables)
     assert "held after the prompt" in tables[-1].title
 
 
@@ -245,6 +250,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
     told = studied(model, plans, (), tasks, samples=4, max_length=62)
     assert told.notes == [
+        told.doubt,
         "one: the middle of 1 of 4 contexts was cut out, so that prompt and reply fit 62 tokens",
         "one: questions left out (empty answer: 1)",
         "two: 4 contexts were asked for, it has 2",
@@ -255,7 +261,8 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert all(note in markdown(all_tables(told)[0]) for note in told.notes)
     assert data["most_tokens"] == 62
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
-    assert not made(model).notes[:-1]  # but for the one context that task two lacks
+    whole = made(model)
+    assert whole.notes[:-1] == [whole.doubt]  # and the one context that task two lacks
 
 
 def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None:
@@ -264,13 +271,64 @@ def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None
         "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
         "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
     }
-    (note,) = studied(model, plans, (), TASKS[:1]).notes
+    _, note = studied(model, plans, (), TASKS[:1]).notes
     assert note.startswith("not all hold the same, mean entries: steep ")
     assert "flat 320" in note
 
 
+def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: LoadedModel) -> None:
+    """What a decode phase leaves is another number than what is held after the context."""
+    plans = {
+        "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
+        "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
+    }
+    both = {name: Plan.model_validate({**plan.model_dump(), "decode": plan.prefill}) for name, plan in plans.items()}
+    steep = Plan.model_validate({**plans["steep"].model_dump(), "decode": plans["flat"].prefill})
+    alike = studied(model, {"one": steep, "two": steep}, (), TASKS[:1])
+    assert not [note for note in alike.notes if "while they reply" in note]
+    assert (alike.phases, alike.decode_entries) == ("both", {"one": 320.0, "two": 320.0})
+    differ = replace(alike, decode_entries={"one": 320.0, "two": 300.4})
+    assert differ.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two 300"
+    mixed = replace(alike, decode_entries={"one": 320.0})
+    assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
+    assert as_json(studied(model, both, (), TASKS[:1]))["phases"] == "both"
+
+
+def test_phases_are_said_everywhere(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[15, 15]] * 4)
+    plan = Plan.model_validate({**plan.model_dump(), "decode": plan.prefill, "prefill": None})
+    late = studied(model, {"late": plan}, ("streaming",), TASKS[:1])
+    assert all("(question-agnostic, phases: decode)" in table.title for table in all_tables(late))
+    data = as_json(late)
+    assert data["phases"] == "decode"
+    assert [method["phases"] for method in data["blocks"][0]["methods"]] == ["decode", "decode"]
+
+
+def test_the_report_says_what_was_run(result: Study, model: LoadedModel) -> None:
+    data = as_json(result)
+    assert data["environment"]["model"] == model.fingerprint.model_dump()
+    assert data["environment"]["dtype"] == "float32"
+    assert set(data["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
+    assert (data["samples"], data["batch"], data["seed"], data["max_length"]) == (3, 2, 5, None)
+    assert [task["metric"] for task in data["tasks"]] == ["exact", "exact"]
+
+
+def test_metrics_by_name() -> None:
+    assert metric_of(SyntheticTask("single")) == "exact"
+    assert metric_of(RulerTask("vt")) == "string_match_all"
+    assert metric_of(LongBenchTask("qasper")) == "qa_f1"
+    assert metric_of(NiahTask((300,), (0,), metric="niah_rouge1")) == "niah_rouge1"
+
+
+def test_an_interval_of_one_context_says_nothing(model: LoadedModel) -> None:
+    single = made(model, samples=1)
+    assert single.notes[1:] == [f"{name}: one context: its interval says nothing" for name in ("one", "two")]
+
+
 def test_a_comparison_that_says_nothing_has_a_doubt(result: Study) -> None:
     assert result.doubt is not None
+    assert result.notes[0] == as_json(result)["notes"][0] == result.doubt
+    assert f"- {result.doubt}" in markdown(all_tables(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")
 
 

@@ -23,7 +23,8 @@ from kvsearch.evaluate.method_list import find_methods, find_sizes, method_names
 from kvsearch.evaluate.methods import FULL, METHODS, Calibrated, Formula, Method, Size
 from kvsearch.evaluate.samples import Cost, Sample
 from kvsearch.evaluate.study import Settings, prepare
-from kvsearch.evaluate.sweep import Contender, check_totals, sweep
+from kvsearch.evaluate.sweep import Contender, sweep
+from kvsearch.evaluate.totals import check_totals
 from kvsearch.export.build import Target, plan_from_profile
 from kvsearch.export.direct import direct_plan, pyramid
 from kvsearch.models.loading import LoadedModel
@@ -211,6 +212,31 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
         assert program.policies == mine.policies
 
 
+def test_ratios_below_what_is_protected(model: LoadedModel) -> None:
+    contenders = sweep(model, [one("uniform")], [Size(ratio=0.99)])
+    problem = (
+        r"method uniform: ratio 0.99 leaves 5.125 entries per kv head of a prompt of 512 tokens, which is below the 32 "
+        r"that snapkv always keeps \(0 sinks, 32 recent\): keep more, or lower them with --set"
+    )
+    with pytest.raises(UsageError, match=problem):
+        check_totals(model, contenders, [512, 300, 512])
+    assert check_totals(model, contenders, [512, 300, 300, 3200]) == [
+        "uniform at ratio 0.99: 3 of 4 prompts (300 to 512 tokens) are so short that it holds less than the 32 entries "
+        "per kv head that snapkv always keeps"
+    ]
+    assert check_totals(model, contenders, [3200, 5000]) == []
+    with pytest.raises(UsageError, match="below the 32"):
+        check_totals(model, sweep(model, [one("uniform")], [Size(ratio=0.99)], "decode"), [512])
+    assert check_totals(model, sweep(model, [one("uniform", "window=5")], [Size(ratio=0.99)]), [512]) == []
+
+
+def test_notes_on_short_prompts_reach_the_study(model: LoadedModel) -> None:
+    contenders = sweep(model, [one("uniform", "window=20")], [Size(ratio=0.6)])
+    study = prepare(model, contenders, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
+    (note,) = (note for note in study.notes if "at ratio" in note)
+    assert note.startswith("uniform at ratio 0.6: 1 of 2 prompts (")
+
+
 @dataclass(frozen=True)
 class Generous(RandomEviction):
     """Never evicts heads with even budgets."""
@@ -224,6 +250,9 @@ def test_heads_that_are_never_evicted_are_found_out(model: LoadedModel) -> None:
     check_totals(model, sweep(model, [method], [Size(7)]), [40, 50])
     with pytest.raises(UsageError, match="random would hold 320 entries of a prompt of 40 tokens, 8 entries per kv he"):
         check_totals(model, sweep(model, [method], [Size(8)]), [40])
+    check_totals(model, sweep(model, [method], [Size(7)], "decode"), [40, 50])
+    with pytest.raises(UsageError, match="hold 328 entries while it replies to a prompt of 40 tokens, 8 entries per"):
+        check_totals(model, sweep(model, [method], [Size(8)], "decode"), [40])
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvsearch.errors import UsageError
@@ -12,11 +13,12 @@ from kvsearch.evaluate.averages import MACRO, blocks_of
 from kvsearch.evaluate.encoding import Coverage
 from kvsearch.evaluate.methods import Size
 from kvsearch.evaluate.samples import Cost, Sample
-from kvsearch.evaluate.study import Study
+from kvsearch.evaluate.study import Settings, Study
 from kvsearch.evaluate.sweep import Contender
 from kvsearch.evaluate.table_files import all_tables, check_table_file, latex, markdown, on_screen, write_tables
 from kvsearch.evaluate.tables import Cell, Group, TextTable, difference_table, find_columns, score_table, screen_columns
 from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
 
 from .shown import rendered
 
@@ -30,7 +32,8 @@ SIZES: dict[str, Size] = {"8": Size(8), "0.5": Size(ratio=0.5)}
 
 def contender(label: str) -> Contender:
     name, _, size = label.partition("@")
-    return Contender(name, Program(), {}, SIZES.get(size))
+    phase = PhaseProgram({}, lambda length: np.full((0, 1), length))
+    return Contender(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
 
 
 def study(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Study:
@@ -46,7 +49,8 @@ def study(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: t
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
     blocks = blocks_of(samples, contenders, subject, named, 0)
-    return Study("m", subject, "question-agnostic", contenders, covered, samples, named, blocks, 0, None)
+    metrics = dict.fromkeys(tasks, "exact")
+    return Study("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
 
 
 def shown(table: TextTable) -> list[list[str]]:
@@ -55,22 +59,28 @@ def shown(table: TextTable) -> list[list[str]]:
 
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
     table = score_table(study(), "tasks")
-    assert table.title == "m: score in percent (question-agnostic)"
+    assert table.title == "m: score in percent (question-agnostic, phases: prefill)"
     assert table.header == ["method", "a_1", "b", "c", "qa", "code", "macro"]
     assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
     assert shown(table) == [
         ["full", "100.00", "80.00", "60.00", "90.00", "60.00", "80.00"],
-        ["uniform", "50.00", "*25.00", "*12.50", "37.50", "*12.50", "*29.17"],
-        ["lava", "*62.50", "*25.00", "0.00", "*43.75", "0.00", "*29.17"],
-        ["uniform", "*75.00", "*50.00", "*25.00", "*62.50", "*25.00", "*50.00"],
-        ["lava", "50.00", "*50.00", "*25.00", "50.00", "*25.00", "41.67"],
+        ["uniform", "50.00", "25.00", "*12.50", "37.50", "*12.50", "29.17"],
+        ["lava", "*62.50", "25.00", "0.00", "*43.75", "0.00", "29.17"],
+        ["uniform", "*75.00", "50.00", "25.00", "*62.50", "25.00", "*50.00"],
+        ["lava", "50.00", "50.00", "25.00", "50.00", "25.00", "41.67"],
     ]
 
 
-def test_equal_numbers_are_equally_good() -> None:
-    """What is printed alike is marked alike."""
+def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed alike is marked alike, and not at all where no method is worse."""
     rows = shown(score_table(study(), "averages"))
-    assert [row[-1] for row in rows] == ["80.00", "*29.17", "*29.17", "*50.00", "41.67"]
+    assert [row[-1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
+    for label in ("h2o@8", "tova@8"):
+        monkeypatch.setitem(MEANS, label, (0.625, 0.0, 0.0))
+    # blocks are of neighbours in the list
+    monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
+    rows = shown(score_table(study(), "tasks"))[1:5]
+    assert [row[1] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
 
 
 def test_columns() -> None:
@@ -78,7 +88,7 @@ def test_columns() -> None:
     assert score_table(study(), "averages").header == ["method", "macro"]
     named = study(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
     assert score_table(named, "averages").header == ["method", "macro = whole", "paper = other"]
-    assert shown(score_table(named, "averages"))[1] == ["uniform", "*29.17", "*31.25"]
+    assert shown(score_table(named, "averages"))[1] == ["uniform", "29.17", "31.25"]
     alone = study(tasks={"a_1": "qa"})
     for columns in ("tasks", "categories", "averages"):
         assert score_table(alone, find_columns(columns)).header == ["method", "a_1"]
@@ -164,6 +174,7 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
     (one,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("0.5", "lava", "a_1"))
     assert (float(one["score"]), float(one["difference"]), one["losses"]) == (0.5, -0.25, "2")
     assert (one["kind"], one["questions"], one["subject"], float(one["entries"])) == ("task", "2", "uniform", 16)
+    assert {(row["protocol"], row["phases"]) for row in rows} == {("question-agnostic", "prefill")}
     (own,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("8", "uniform", "qa"))
     assert (own["kind"], own["difference"], own["wins"]) == ("category", "", "")
 
@@ -173,7 +184,7 @@ def test_files(tmp_path: Path, name: str, start: str) -> None:
     write_tables(study(), tmp_path / name)
     text = (tmp_path / name).read_text()
     assert text.startswith(start)
-    assert text.count("question-agnostic") == 3
+    assert text.count("question-agnostic, phases: prefill") == 3
 
 
 @pytest.mark.parametrize("name", ["t.html", "t", "none/t.md"])

@@ -85,9 +85,9 @@ def test_an_allocation_is_stored_with_all_its_options() -> None:
 def test_allocations_are_read_from_text() -> None:
     assert parse_allocation("static") is None
     assert parse_allocation(" lava ") == parse_allocation("lava:layers=dynamic,heads=dynamic")
-    made = parse_allocation("lava:floor_share=0,heads=planned")
+    made = parse_allocation("lava:floor_share=0,heads=equal")
     assert made is not None
-    assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "planned", "dynamic")
+    assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "equal", "dynamic")
 
 
 @pytest.mark.parametrize(

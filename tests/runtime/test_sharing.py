@@ -39,7 +39,7 @@ ALLOCATIONS = {
     "lava": LAVa(),
     "lava, no floor": LAVa(0.0),
     "lava, planned layers": LAVa(layers="planned"),
-    "lava, planned heads": LAVa(heads="planned"),
+    "lava, equal heads": LAVa(heads="equal"),
     "cake": CAKE(),
     "cake, tempered": CAKE(1.6, 0.4, window=6),
 }

@@ -203,6 +203,15 @@ def test_every_option_is_read_by_some_task() -> None:
 # --- facts --------------------------------------------------------------------------------------------------------
 
 
+def test_no_category_is_of_two_kinds_of_task() -> None:
+    """Tables average what shares a category; so no two kinds may."""
+    kinds: dict[str, set[str]] = {}
+    for facts in describe_tasks():
+        kinds.setdefault(facts.category, set()).add(facts.spec.partition(":")[0])
+    assert {category for category, found in kinds.items() if len(found) > 1} == set()
+    assert kinds["bundled language"] == {"synthetic"}
+
+
 def test_facts_are_those_of_the_tasks(files: dict[str, Path]) -> None:
     """Of tasks made without options (but for the files they need); metrics are told apart by what they score."""
     query, maths = Query("q", ("Paragraph 7 段落7", "Paragraph 8 段落8"), options=("7", "9")), Query("q", ("7",))

@@ -197,7 +197,9 @@ def test_splits_never_divide_a_document(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    task = load(tmp_path, row(), row(context=" "), row(answers=[]), row(answers=["", "\n"]), row(input=""), row())
+    task = load(
+        tmp_path, row(), row(context=" "), row(answers=[]), row(answers=["", "\n", "\u200b"]), row(input=""), row()
+    )
     with pytest.warns(KvsearchWarning) as caught:
         assert [example.key for example in task.rows] == ["0", "5"]
     assert str(caught[0].message) == (
@@ -221,6 +223,7 @@ def without(column: str, name: str = "hotpotqa") -> dict[str, Any]:
     [
         ("hotpotqa", [], "has no usable row"),
         ("hotpotqa", [row(answers=[])], "has no usable row: 1 without an answer"),
+        ("hotpotqa", [row(answers="x")], "row 1: answers: must be a list, not 'x'"),
         (
             "hotpotqa",
             [row(), without("answers")],

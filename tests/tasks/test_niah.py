@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, Cell, NiahTask, grid_of
+from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, Cell, NiahTask, grid_of, spread
 from kvsearch.tasks.splits import SPLITS
 
 
@@ -105,6 +105,48 @@ def test_titles_end_no_sentence(tmp_path: Path) -> None:
     ]
 
 
+def test_part_of_a_grid_by_hand() -> None:
+    """Two lengths, four depths: the first diagonal has every depth once and every length twice."""
+    grid = [Cell(length, depth) for length in (10, 20) for depth in (0, 1, 2, 3)]
+    four = spread(grid, 4, 0)
+    assert sorted(cell.depth for cell in four) == [0, 1, 2, 3]
+    assert [cell.length for cell in four] == [10, 10, 20, 20]
+    assert four == [cell for cell in grid if cell in four]
+    assert spread(grid, 8, 0) == spread(grid, 99, 5) == grid
+    assert len({tuple(spread(grid, 4, seed)) for seed in range(20)}) > 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 11), st.integers(0, 99), st.data())
+def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:
+    grid = [Cell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]
+    samples = data.draw(st.integers(1, len(grid)))
+    some = spread(grid, samples, seed)
+    assert len(set(some)) == len(some) == samples
+    assert set(spread(grid, samples - 1, seed)) <= set(some) <= set(grid)
+    for taken, steps in (([c.length for c in some], range(1, lengths + 1)), ([c.depth for c in some], range(depths))):
+        times = [taken.count(step) for step in steps]
+        assert max(times) - min(times) <= 1
+
+
+@given(st.sets(st.builds(Cell, st.integers(1, 4), st.integers(0, 5)), min_size=1), st.integers(1, 24))
+def test_parts_of_what_is_no_whole_grid(cells: set[Cell], samples: int) -> None:
+    some = spread(sorted(cells), samples, 3)
+    assert set(some) <= cells
+    assert len(set(some)) == len(some) == min(samples, len(cells))
+
+
+def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(KvsearchWarning, match="niah: 20 of 40 cells are asked.*: ask for 40 samples to fill the grid"):
+        examples = NiahTask().examples(20, 0, count)
+    cells = [Cell.parse(example.key) for example in examples]
+    assert [[cell.length for cell in cells].count(length) for length in LENGTHS] == [5] * 4
+    assert [[cell.depth for cell in cells].count(depth) for depth in DEPTHS] == [2] * 10
+    NiahTask().examples(40, 0, count)
+    assert not recwarn.list
+
+
+@pytest.mark.filterwarnings("ignore:niah")
 def test_samples_and_splits() -> None:
     cells = [NiahTask(split=split).cells() for split in SPLITS]
     assert [len(some) for some in cells] == [8, 8, 24]
@@ -113,6 +155,7 @@ def test_samples_and_splits() -> None:
     assert len({example.key for example in some}) == 5
     assert some == NiahTask().examples(5, 3, count)
     assert {e.key for e in some} <= {e.key for e in NiahTask().examples(9, 3, count)}
+    assert [e.key for e in some] != [e.key for e in NiahTask().examples(5, 4, count)]
 
 
 def test_scores() -> None:
@@ -124,6 +167,7 @@ def test_scores() -> None:
     assert task.score("", query) == 0
 
 
+@pytest.mark.filterwarnings("ignore:niah")
 def test_needles_of_the_user(tmp_path: Path) -> None:
     task = small(tmp_path, question="What is red?", answers=("the key",), metric="contains", max_new_tokens=9)
     (example,) = task.examples(1, 0, count)
@@ -161,6 +205,7 @@ def test_keys_come_back(length: int, depth: int) -> None:
         ({"needle": " "}, "the needle of a needle in a haystack must not be blank"),
         ({"question": ""}, "the question of a"),
         ({"answers": ("a", "")}, "the answer of a"),
+        ({"answers": ("\u200b",)}, "the answer of a"),
         ({"answers": ()}, "the answers of a"),
         ({"max_new_tokens": 0}, "a reply needs at least one token"),
         ({"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
@@ -173,6 +218,7 @@ def test_tasks_that_are_none(options: dict[str, Any], problem: str, tmp_path: Pa
         small(tmp_path, **options)
 
 
+@pytest.mark.filterwarnings("ignore:niah")
 def test_haystacks_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"hay.txt is empty: a haystack needs text"):
         small(tmp_path, " \n")

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.bundled import tokenizer
-from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut
+from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut, stop_at
 from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID
 
 from ..tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
@@ -159,10 +161,27 @@ def test_one_gap_before_an_answer(template: str | None, form: str, prefix: str, 
         ("one\ntwo", ("\n",), "one"),
         ("one two", ("one",), ""),
         ("", ("one",), ""),
+        ("\none\ntwo", ("\n",), "one"),  # a newline ends nothing before something was said
+        (" \n\n one\n", ("\n",), "one"),
+        (" one two", (" ",), "one"),
+        (" \n", ("\n",), ""),
+        ("\n\nQuestion: Why?", ("\n\nQuestion:",), ""),  # that says something
+        (" one two", ("four",), "one two"),
+        ("\n one", (), "\n one"),
     ],
 )
 def test_cut(text: str, stops: tuple[str, ...], expected: str) -> None:
     assert cut(text, stops) == expected
+
+
+@given(st.text("a\n ", max_size=8), st.lists(st.sampled_from(["\n", " ", "aa", "\na"]), max_size=3))
+def test_a_reply_is_cut_where_it_ended(text: str, stops: list[str]) -> None:
+    """Token by token: a stop that once was found stays where it is, and a cut reply has none left."""
+    ended = [at for size in range(len(text) + 1) if (at := stop_at(text[:size], stops)) is not None]
+    assert (stop_at(text, stops) is not None) == bool(ended)
+    assert stop_at(cut(text, stops), stops) is None
+    if stops:
+        assert cut(text, stops) == cut(text, stops).lstrip()
 
 
 def test_a_template_that_drops_the_message() -> None:
@@ -183,8 +202,9 @@ def test_an_empty_context() -> None:
 def test_an_empty_question_and_answer() -> None:
     assert plain().question("").shape == (1, 0)
     assert plain().question("").dtype == torch.int64
-    with pytest.raises(EmptyTextError, match="the answer '  ' is empty"):
-        plain().answer("  ")
+    for empty in ("", "  ", "\u200b", " \ufeff\u2060\n"):
+        with pytest.raises(EmptyTextError, match="is empty once it is tokenised"):
+            plain().answer(empty)
 
 
 @pytest.mark.parametrize("made", [tokenizer, chat_tokenizer])

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.fields import IsList
 from kvsearch.tasks.hub import Dataset, checked, load_rows, usable
 from kvsearch.tasks.longbench.specs import LONGBENCH_E, LONGBENCH_TASKS, SPECS, Spec
 from kvsearch.tasks.longbench.templates import Template, load_template, own_template
@@ -19,6 +21,7 @@ from kvsearch.tasks.means import Scored, mean_by
 from kvsearch.tasks.metrics import METRICS, find_metric, first_line
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.texts import is_blank
 
 REPOSITORY = "zai-org/LongBench"
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
@@ -29,10 +32,10 @@ class LongBenchRow(BaseModel):
 
     context: str
     input: str
-    answers: tuple[str, ...]
+    answers: Annotated[tuple[str, ...], IsList]
     length: int | None = None
     dataset: str | None = None
-    all_classes: tuple[str, ...] | None = None
+    all_classes: Annotated[tuple[str, ...], IsList] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class LongBenchTask:
             return "with an empty context"
         if self.template.asks and not row.input.strip():
             return "without a question"
-        return None if any(answer.strip() for answer in row.answers) else "without an answer"
+        return None if any(not is_blank(answer) for answer in row.answers) else "without an answer"
 
     def _refuse_others(self, rows: list[LongBenchRow]) -> None:
         """Files are named by the user: one of another dataset must not be scored as this one."""
@@ -132,7 +135,7 @@ class LongBenchTask:
                 raise UsageError(f"{self._where} has rows without all_classes, the classes to choose from")
 
     def _example(self, position: int, row: LongBenchRow) -> Example:
-        answers = tuple(answer for answer in row.answers if answer.strip())
+        answers = tuple(answer for answer in row.answers if not is_blank(answer))
         question = self.template.question(row.input)
         query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
         bucket = f"{_bucket(row.length)}/" if self.name in LONGBENCH_E and row.length is not None else ""

@@ -109,7 +109,7 @@ class SyntheticTask:
     length: int = 1024
     split: str = "report"
     prompt: ClassVar[str] = " {question}"
-    category: ClassVar[str] = "synthetic"
+    category: ClassVar[str] = "bundled language"
     chat: ClassVar[bool] = False
     stops: ClassVar[tuple[str, ...]] = ()
 
