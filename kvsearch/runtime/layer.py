@@ -36,7 +36,7 @@ class Mark(NamedTuple):
     """A state of one layer that `rewind` goes back to."""
 
     seen: int
-    prompted: bool  # the prompt was complete
+    batch: int  # sequences of a complete prompt, 0 before
     decoding: Decoding | None
 
 
@@ -172,14 +172,19 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def mark(self) -> Mark:
         """What is held now, for `rewind`."""
         if not isinstance(self.holder, Decoding):
-            return Mark(self.seen, self.holder is not None, None)
+            return Mark(self.seen, 0 if self.holder is None else self.holder.batch, None)
         saved, self.holder = self.holder, self.holder.copy()
-        return Mark(self.seen, True, saved)
+        return Mark(self.seen, saved.batch, saved)
 
     def rewind(self, mark: Mark) -> None:
         """Back to `mark`, as often as wanted."""
-        if self.holder is not None and not mark.prompted:
+        if self.holder is not None and not mark.batch:
             raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
+        if self.holder is not None and self.holder.batch != mark.batch:
+            raise UsageError(
+                f"the mark is of {mark.batch} sequences and the cache holds {self.holder.batch} now: sequences added or "
+                "dropped since do not come back, take the mark after rearranging them"
+            )
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - mark.seen)
             self.holder.longest = self.holder.tokens

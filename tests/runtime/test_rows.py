@@ -164,3 +164,16 @@ def test_sliding_layers_must_record_what_is_to_be_forgotten(device: str) -> None
     with pytest.raises(UsageError, match=r"layer 0 holds its last 15 tokens only: call activate_past_recording\(\)"):
         cache.crop(-2)
     assert {layer.get_seq_length() for layer in cache.layers} == {23}
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_going_back_after_rows_were_added_is_refused(decode: bool, device: str) -> None:
+    model = build("llama", device)
+    phase = Program.uniform(model, create_policy("h2o"), lambda _: 8).prefill
+    cache = PlanCache(model, Program(phase, phase if decode else None))
+    with running(model, NAME), torch.no_grad():
+        model(prompts(1, 20, device=device)[0], past_key_values=cache)
+    mark = cache.mark()
+    cache.batch_repeat_interleave(3)
+    with pytest.raises(UsageError, match="the mark is of 1 sequences and the cache holds 3 now"):
+        cache.rewind(mark)
