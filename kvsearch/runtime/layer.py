@@ -182,7 +182,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
         if self.holder is not None and self.holder.batch != mark.batch:
             raise UsageError(
-                f"the mark is of {mark.batch} sequences and the cache holds {self.holder.batch} now: sequences added or "
+                f"the mark is of {mark.batch} sequences and the cache holds {self.holder.batch} now: those added or "
                 "dropped since do not come back, take the mark after rearranging them"
             )
         if isinstance(self.holder, RaggedStore):
