@@ -9,7 +9,7 @@ from itertools import groupby
 from kvsearch.errors import InternalError
 from kvsearch.evaluate.methods import FULL, Size
 from kvsearch.evaluate.samples import Sample
-from kvsearch.evaluate.statistics import Difference, Kind, Row, summarize
+from kvsearch.evaluate.statistics import Difference, Row, summarize
 from kvsearch.evaluate.sweep import Contender
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.longbench.specs import AVERAGES
@@ -37,10 +37,6 @@ class Block:
             if (row.kind, row.task) == ("average", MACRO):
                 return row
         raise InternalError("a block without a mean over all tasks")
-
-    def of_kind(self, *kinds: Kind) -> list[Row]:
-        """The rows of these kinds."""
-        return [row for row in self.rows if row.kind in kinds]
 
     def difference(self, row: Row, label: str) -> Difference:
         """A method minus the subject: the paired difference, and the questions it wins, ties and loses."""

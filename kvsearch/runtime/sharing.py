@@ -188,7 +188,7 @@ class Sharing:
                 continue
             rule.bound(decode[index])
             store = pack(pool.sources(), rule, pool.batch, pool.heads)
-            layer.holder = Decoding(store, rule, store.used(), max(layer.seen, 1))
+            layer.holder = Decoding(store, rule, store.used(), layer.seen)
         self._waiting.clear()
         self._phases = Phases(None, None)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-SCRATCH_BYTES = 64 * 2**20
+from kvsearch.signals.rows import score_rows
 
 
 def importance_rows(
@@ -25,28 +23,12 @@ def importance_rows(
     attention alone). Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
     """
     parts = []
-    for part, taken in _attention_rows(query, keys, context, scaling, softcap):
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
+        taken = scores.softmax(-1)[..., :context]
         if norms is not None:
             taken = taken * norms[:, part, :, None]
         parts.append(_most_over_rows(taken, group))
     return torch.cat(parts, 1)
-
-
-def _attention_rows(
-    query: Tensor, keys: Tensor, context: int, scaling: float, softcap: float | None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Full-cache attention of the K query rows to the context, a few kv heads at a time, [B, heads, G, K, T] fp32."""
-    batch, heads, length, _ = keys.shape
-    rows = query.shape[2]
-    queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
-    hidden = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
-    step = max(1, SCRATCH_BYTES // (8 * batch * queries.shape[2] * rows * length))
-    for first in range(0, heads, step):
-        part = slice(first, first + step)
-        logits = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        yield part, logits.masked_fill_(hidden, float("-inf")).softmax(-1)[..., :context]
 
 
 def _most_over_rows(taken: Tensor, group: str) -> Tensor:

@@ -6,13 +6,12 @@ entries that are kept. The loss is |y - yhat|_1. A bias of the output projection
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SCRATCH_BYTES = 64 * 2**20
+from kvsearch.signals.rows import score_rows
 
 
 class AttentionChange(NamedTuple):
@@ -39,7 +38,7 @@ def attention_change(
     anyway. Softmax is fp32, over a few kv heads at a time. The change is exactly 0 where nothing is hidden.
     """
     outputs, evicted = [], []
-    for part, scores in _score_rows(query, keys, scaling, softcap):
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=4):
         hidden = ~shown[:, part, None]
         attention = scores.softmax(-1)
         mass = (attention * hidden).sum(-1, keepdim=True)
@@ -72,18 +71,3 @@ def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
     moved = 2 * evicted * largest.repeat_interleave(evicted.shape[1] // largest.shape[1], 1)
     gains = weight.abs().sum(-1).amax(-1)
     return LossBounds(gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1))
-
-
-def _score_rows(query: Tensor, keys: Tensor, scaling: float, softcap: float | None) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of the K queries, -inf for what comes after them, a few kv heads at a time, [B, heads, G, K, N] fp32."""
-    batch, heads, length, _ = keys.shape
-    rows = query.shape[2]
-    queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
-    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
-    step = max(1, SCRATCH_BYTES // (16 * batch * queries.shape[2] * rows * length))
-    for first in range(0, heads, step):
-        part = slice(first, first + step)
-        scores = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        yield part, scores.masked_fill_(later, float("-inf"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.signals import output_loss as module
+from kvsearch.signals import rows as module
 from kvsearch.signals.output_loss import attention_change, loss_bounds, output_loss
 
 

@@ -1,0 +1,31 @@
+"""Attention logits of a few query rows over all keys, in pieces that bound the scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+SCRATCH_BYTES = 64 * 2**20
+
+
+def score_rows(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of the K query rows, -inf for what comes after them, a few kv heads at a time, [B, heads, G, K, N] fp32.
+
+    `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]. `tables` is how many fp32 tables of
+    that shape the caller makes of a piece.
+    """
+    batch, heads, length, _ = keys.shape
+    rows = query.shape[2]
+    queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
+    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    step = max(1, SCRATCH_BYTES // (4 * tables * batch * queries.shape[2] * rows * length))
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        scores = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        yield part, scores.masked_fill_(later, float("-inf"))
