@@ -101,6 +101,28 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0) -> list[Ro
     return rows
 
 
+def contrast(samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0) -> Difference:
+    """The weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
+
+    With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
+
+    Raises:
+        InternalError: the methods did not answer the same questions.
+    """
+    mine = [sample for sample in samples if sample.method in weights]
+    tasks = [_scores(mine, task) for task in dict.fromkeys(sample.task for sample in mine)]
+    sums = [_Scores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
+    rng = np.random.default_rng(seed)
+    spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
+    mean = float(np.mean([scores.means()[AVERAGE] for scores in sums]))
+    return Difference(mean, *_interval(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
+
+
+def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Floats:
+    total: Floats = np.sum([weight * scores[method] for method, weight in weights.items()], axis=0)
+    return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights
+
+
 def _scores(samples: Sequence[Sample], task: str) -> _Scores:
     mine = [sample for sample in samples if sample.task == task]
     contexts = {key: number for number, key in enumerate(dict.fromkeys(sample.key for sample in mine))}

@@ -56,7 +56,7 @@ def sweep(
         IncompatibleError: a plan or profile is of another model, or a plan leaves layers their full cache.
         UsageError: see `Method.program`.
     """
-    found = [_full(loaded)]
+    found = [full_contender(loaded)]
     for size in sizes:
         for method in methods:
             program = method.program(loaded, size, phases)
@@ -82,10 +82,11 @@ def with_baselines(
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
         found.append(Contender(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
-    return [_full(loaded), *found]
+    return [full_contender(loaded), *found]
 
 
-def _full(loaded: LoadedModel) -> Contender:
+def full_contender(loaded: LoadedModel) -> Contender:
+    """The full cache."""
     return Contender(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
 
 

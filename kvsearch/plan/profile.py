@@ -22,6 +22,7 @@ from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.fingerprint import ModelFingerprint
 from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
 from kvsearch.plan.schema import PolicySpec
+from kvsearch.plan.signals import SignalAxes, signal_problems
 
 Array = NDArray[Any]
 
@@ -31,6 +32,7 @@ PROFILE_VERSION = 1
 GRID = 99
 TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
+SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 
 _HEADER_KEY = "kvsearch"
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
@@ -41,6 +43,7 @@ class ProfileMetadata(Record):
     """What the arrays of a profile mean and where they come from.
 
     `length` is the calibration context in tokens; `layers` holds the model layer of each profile row, ascending.
+    `signals` names the dimensions of signals by pattern; `policy` is then the one that strategies without a route use.
     """
 
     format: Literal["kvsearch.profile"] = "kvsearch.profile"
@@ -52,6 +55,7 @@ class ProfileMetadata(Record):
     questions: Count
     layers: tuple[Index, ...] = Field(min_length=1)
     floor: Floor
+    signals: SignalAxes | None = None
     provenance: Provenance
 
     @property
@@ -81,7 +85,8 @@ class Profile:
 
     LU-KV (method "lukv") and static tables of dynamic rules ("lava", "cake", "adakv") have "evicted_ratio", float32
     [99, L, Hkv]: row i belongs to the global eviction ratio (i + 1) / 100, its entries are the local eviction ratios in
-    [0, 1] of each layer and kv head (arXiv 2602.08585).
+    [0, 1] of each layer and kv head (arXiv 2602.08585). PolyKV (method "polykv") has the arrays of
+    `kvsearch.plan.signals`, which `kvsearch.signals.table.SignalTable` reads.
 
     Raises:
         UsageError: arrays of a wrong type, shape or value; all problems in one message.
@@ -186,6 +191,8 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
         yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
     elif metadata is not None and metadata.method in TABLED:
         yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
+    elif metadata is not None and metadata.method == SIGNALLED:
+        yield from signal_problems(arrays, metadata.signals, len(metadata.layers))
 
 
 def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:

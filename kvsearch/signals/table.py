@@ -1,0 +1,156 @@
+"""The signals of a PolyKV calibration by name: what a layer prefers, and how much it suffers.
+
+A route says which pattern a layer prefers, a sensitivity how much of the budget it should get. Both are read at the
+measured budget that is nearest to the one asked for, as ratios go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan import Phase, Profile
+from kvsearch.plan.signals import ENTROPY, FULL_NLL, LITERAL_ENTROPY, TOKENS, SignalAxes
+
+Floats = NDArray[np.float64]
+
+# the array that each measure is computed from
+MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}
+ROUTES = tuple(MEASURES)
+ENTROPIES = {"entropy": ENTROPY, "entropy-literal": LITERAL_ENTROPY}
+OVER = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
+SENSITIVITIES = (*ENTROPIES, *(measure + over for measure in MEASURES for over in OVER))
+CONSTANT = 1e-9  # relative spread below which a signal says nothing
+
+
+@dataclass(frozen=True, eq=False)
+class SignalTable:
+    """Signals by name, means over the samples of a profile of method "polykv".
+
+    Raises:
+        UsageError: the profile is of another method.
+    """
+
+    profile: Profile
+
+    def __post_init__(self) -> None:
+        if self.profile.metadata.signals is None:
+            raise UsageError(
+                f"this {self.profile.metadata.method!r} profile has no signals to route by: calibrate --method polykv"
+            )
+
+    @property
+    def axes(self) -> SignalAxes:
+        """Patterns, phases and measured budgets."""
+        axes = self.profile.metadata.signals
+        if axes is None:
+            raise UsageError("this profile has no signals")
+        return axes
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Names of the patterns, in the order of the last dimension."""
+        return tuple(pattern.name for pattern in self.axes.patterns)
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The routes that were measured."""
+        return tuple(name for name in ROUTES if MEASURES[name] in self.profile.arrays)
+
+    @property
+    def sensitivities(self) -> tuple[str, ...]:
+        """The sensitivities that were measured."""
+        found = [name for name, array in ENTROPIES.items() if array in self.profile.arrays]
+        return (*found, *(measure + over for measure in self.routes for over in OVER))
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity under the full cache: exp of the mean loss over all tokens of all samples."""
+        return math.exp(float(self._weights @ self._array(FULL_NLL, "ppl")))
+
+    def nearest(self, budget: float) -> int:
+        """The measured budget nearest to `budget` entries per kv head, by ratio; the smaller one of two."""
+        return min(self.axes.budgets, key=lambda measured: abs(math.log(measured / budget)))
+
+    def measured(self, measure: str, phase: Phase, budget: float) -> Floats:
+        """A measure of every layer and pattern, [L, R], as it is: cosine, error, ppl or nll (both increases).
+
+        cosine: of the attention output with that of the full cache (PolyKV, arXiv 2606.15157, Eq. 2); error: relative
+        L2 distance of the two; nll: nats per token that the model loses; ppl: what perplexity gains (Eq. 3).
+
+        Raises:
+            UsageError: there is no such measure, or it or the phase was not measured.
+        """
+        if measure not in MEASURES:
+            raise UsageError(f"unknown signal {measure!r}{suggest(measure, ROUTES)}")
+        values = self._array(MEASURES[measure], measure)
+        chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self._phase(phase)]
+        if MEASURES[measure] != "nll":
+            return _floats(chosen.mean(axis=0))
+        mean, full = np.tensordot(self._weights, chosen, 1), self._weights @ self._array(FULL_NLL, measure)
+        return _floats(np.exp(mean) - np.exp(full) if measure == "ppl" else mean - full)
+
+    def preference(self, route: str, phase: Phase, budget: float) -> Floats:
+        """How much a layer prefers each pattern, [L, R], higher is better; UsageError as `measured`."""
+        found = self.measured(route, phase, budget)
+        return found if route == "cosine" else -found
+
+    def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
+        """How much of the budget each layer should get, [L], higher is more, in the unit of its measure.
+
+        "entropy": the mean entropy of attention rows, as a share of the largest possible; "entropy-literal": entropy
+        of the mean row (Eq. 4). Others are a measure (1 - cosine for "cosine") of the worst pattern ("ppl" is Eq. 5),
+        with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all patterns.
+
+        Raises:
+            UsageError: there is no such signal, or it or the phase was not measured.
+        """
+        if name not in SENSITIVITIES:
+            raise UsageError(f"unknown budget signal {name!r}{suggest(name, SENSITIVITIES)}")
+        if name in ENTROPIES:
+            values = self._array(ENTROPIES[name], name)
+            per_phase = values.mean(axis=0) if values.ndim == 3 else values
+            return _floats(per_phase[self._phase(phase)])
+        measure, _, over = name.partition("-")
+        harm = self.measured(measure, phase, budget)
+        harm = 1 - harm if measure == "cosine" else harm
+        if over == "chosen":
+            return _floats(harm[np.arange(len(harm)), np.asarray(chosen, dtype=int)])
+        return _floats(harm.mean(axis=1) if over == "mean" else harm.max(axis=1))
+
+    def _array(self, name: str, signal: str) -> Floats:
+        found = self.profile.arrays.get(name)
+        if found is None:
+            raise UsageError(
+                f"this profile has no {signal!r} signal (it has {', '.join(self.sensitivities)}): calibrate with it"
+            )
+        return _floats(found)
+
+    def _phase(self, phase: Phase) -> int:
+        if phase not in self.axes.phases:
+            known = ", ".join(self.axes.phases)
+            raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
+        return self.axes.phases.index(phase)
+
+    @cached_property
+    def _weights(self) -> Floats:
+        """Share of each sample in all tokens whose loss counts, [M]."""
+        tokens: NDArray[Any] = self.profile.arrays[TOKENS].astype(np.float64)
+        return _floats(tokens / tokens.sum())
+
+
+def _floats(values: NDArray[Any]) -> Floats:
+    return np.asarray(values, dtype=np.float64)
+
+
+def is_constant(signal: Floats) -> bool:
+    """Whether a signal is the same for all layers, up to rounding: it cannot decide between them."""
+    return bool(np.ptp(signal) <= CONSTANT * max(1.0, float(np.abs(signal).max())))
