@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
-from kvsearch.evaluate.stream import Followed, Stream
+from kvsearch.runtime.stream import Followed, Stream
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step, by_position
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.merging import fold, in_parts
+from kvsearch.policies.merging import fold, in_parts, taken
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.scoring import SCRATCH_BYTES
 from kvsearch.policies.streaming import StreamingLLM
@@ -92,6 +93,8 @@ class CaM(Wrapper):
         for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
             stays = part.staying(entries)
             order = by_position(part.positions, stays)
+            if entries.shape[1] > 1:  # one per step waits for nothing
+                order = order[:, : max(1, int(stays.sum(-1).max()))]
             step = max(1, SCRATCH_BYTES // (64 * len(entries) * min(self.merge_next, slots)))
             for first in range(0, entries.shape[1], step):
                 self._spread(part, entries[:, first : first + step], order, stays.gather(1, order))
@@ -107,15 +110,17 @@ class CaM(Wrapper):
         reach = (stays.sum(-1, keepdim=True) - first).clamp(max=len(offset))
         inside = offset < reach[..., None]
         share = self._share(cached, position, source, order.gather(1, place.flatten(1)).view_as(place), inside)
+        weight = share / reach.clamp(min=1)
+        if leaving.shape[1] > 1:
+            lost = ~(gone & (reach > 0))
+            moved = taken(cached.values, source).mul_(weight[..., None]).masked_fill_(lost[..., None], 0.0)
+            add_to_next(cached.values, order, stays, first, moved, len(offset))
+            return
         active = gone[..., None] & inside
-        weight = (share / reach.clamp(min=1))[..., None].expand(place.shape)
-        if leaving.shape[1] == 1:  # touches those m values only
-            targets, into = order.gather(1, place[:, 0]), offset.expand(len(order), -1)
-        else:
-            targets, into = order, place.flatten(1)
-        sources = source[..., None].expand(place.shape)
+        targets, sources = order.gather(1, place[:, 0]), source.expand(-1, len(offset))  # touches those m values only
         own = torch.ones_like(targets, dtype=torch.float32)
-        fold(cached.values, targets, own, into, sources.flatten(1), weight.flatten(1), active.flatten(1))
+        into = offset.expand(len(order), -1)
+        fold(cached.values, targets, own, into, sources, weight.expand(-1, len(offset)), active.flatten(1))
 
     def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
         """What part of each value is added, [S, E] fp32: 0 or 1 as drawn, or the probability of 1."""
@@ -126,3 +131,16 @@ class CaM(Wrapper):
         if self.expectation:
             return probability
         return (uniform(self.seed, cached.layer, cached.heads[:, None], position) < probability).float()
+
+
+def add_to_next(values: Tensor, order: Tensor, stays: Tensor, first: Tensor, moved: Tensor, reach: int) -> None:
+    """Add `moved` [S, E, D] fp32 to the values in the `reach` slots of `order` [S, R] from place `first` [S, E] on.
+
+    In place on `values` [S, C, D], and only where `stays` [S, R]. What starts at the same place is added up first, so
+    the cost does not grow with E * reach. A place of R is behind the last.
+    """
+    starts = moved.new_zeros(len(order), order.shape[1] + 1, moved.shape[-1])
+    starts.scatter_add_(1, first[..., None].expand_as(moved), moved)
+    added = F.pad(starts[:, :-1], (0, 0, reach - 1, 0)).unfold(1, reach, 1).sum(-1).masked_fill_(~stays[..., None], 0.0)
+    after = taken(values, order) + added
+    values.scatter_(1, order[..., None].expand_as(after), after.to(values.dtype))

@@ -50,21 +50,26 @@ class Scissorhands(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Place by persistence and attention received, [B, Hkv, T] fp32."""
-        low, mass = self._counts(observation)
+        low, mass, _ = self._history(observation)
         seen = (observation.seen[:, None] - observation.index).clamp(max=self.history)[:, None].expand_as(low)
         real = observation.valid[:, None].expand_as(low)
         return places(*(tensor.flatten(1) for tensor in (low, seen, mass, real))).view_as(mass)
 
-    def _counts(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Low rows int16 and attention received fp32 of every entry, each [B, Hkv, T]."""
+    def _history(self, observation: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        """Low rows int16 [B, Hkv, T], attention received fp32, and which rows were low, see `start`."""
 
-        def compute() -> tuple[Tensor, Tensor]:
-            low = observation.keys.new_zeros(observation.keys.shape[:3], dtype=torch.int16)
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            shape = observation.keys.shape[:3]
+            low = observation.keys.new_zeros(shape, dtype=torch.int16)
             mass = torch.zeros_like(low, dtype=torch.float32)
-            for part, _, is_low, row in self._rows(observation):
+            ring = low.new_zeros(*shape, -(-self.history // 8), dtype=torch.uint8)
+            for part, at, is_low, row in self._rows(observation):
                 low[:, part] += is_low.sum(2, dtype=torch.int16)
                 mass[:, part] += row.sum(2)
-            return low, mass
+                byte, bit = self._slot(at[:, None, None])
+                marks = is_low.transpose(-1, -2) * bit
+                ring[:, part].scatter_add_(-1, byte.expand(marks.shape), marks)
+            return low, mass, ring
 
         return observation.shared(("scissorhands", self.history), compute)
 
@@ -109,13 +114,8 @@ class Scissorhands(Policy):
 
     def start(self, observation: Observation) -> State:
         """Low counts, attention received, and which rows were low: one bit per row, token t at bit t mod history."""
-        low, mass = self._counts(observation)
-        ring = torch.zeros(*low.shape, -(-self.history // 8), dtype=torch.uint8, device=low.device)
-        for part, at, is_low, _ in self._rows(observation):
-            byte, bit = self._slot(at[:, None, None])
-            marks = is_low.transpose(-1, -2) * bit
-            ring[:, part].scatter_add_(-1, byte.expand(marks.shape), marks)
-        return State({LOW: low.clone(), MASS: mass.clone(), RING: ring})
+        low, mass, ring = self._history(observation)
+        return State({LOW: low.clone(), MASS: mass.clone(), RING: ring.clone()})
 
     def step(self, step: Step) -> Tensor:
         """Place by persistence and attention received in each segment, [S, C] fp32."""

@@ -2,25 +2,43 @@
 
 A decode rule uses nothing but its own layer's queries, keys and values. When these are known for all K tokens, as in
 teacher forcing with the layer's input unperturbed, the logits of all tokens come from one product and their outputs
-from another; only the choice of what leaves goes token by token.
+from another; only the choice of what leaves goes token by token, over as many slots as are held.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import State, Step
-from kvsearch.runtime.attention import Logits
+from kvsearch.policies.decoding import Cached, State, Step, by_position, entries_at
+from kvsearch.runtime.attention import Logits, causal_mask
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.rule import DecodeRule, Ints, Limits
 from kvsearch.runtime.slots import segments_of
+
+
+class Shared(NamedTuple):
+    """What replays of the same tokens have in common."""
+
+    keys: Tensor  # [B, Hkv, T + K, D]
+    values: Tensor  # [B, Hkv, T + K, Dv]
+    scores: Tensor  # [B * Hkv, G, K, T + K] fp32, attention logits of the tokens over all columns
+
+    @classmethod
+    def of(cls, observation: Observation, tokens: tuple[Tensor, Tensor, Tensor], logits: Logits) -> Shared:
+        """See `replay`."""
+        query, key, value = tokens
+        keys, values = torch.cat([observation.keys, key], 2), torch.cat([observation.values, value], 2)
+        flat = keys.flatten(0, 1)
+        scores = logits.of(query.reshape(len(flat), -1, query.shape[-1]), flat)
+        return cls(keys, values, scores.view(len(flat), -1, query.shape[2], flat.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -29,8 +47,13 @@ class Replay:
 
     outputs: Tensor  # [B, Hq, K, Dv] attention outputs
     shown: Tensor  # [B, Hkv, K, T + K] bool, what each token attended to: the prompt's entries, then the tokens'
-    kept: list[list[list[int]]]  # per sequence and kv head: token indices held at the end, ascending
+    held: Tensor  # [B, Hkv, T + K] int64, indices of the tokens held at the end, -1 elsewhere
     most: Tensor  # [B, Hkv] int64, the most entries held at a time
+
+    @property
+    def kept(self) -> list[list[list[int]]]:
+        """Per sequence and kv head: token indices held at the end, ascending."""
+        return [[sorted(row[row >= 0].tolist()) for row in heads] for heads in self.held]
 
 
 def replay(
@@ -40,89 +63,124 @@ def replay(
     tokens: tuple[Tensor, Tensor, Tensor],
     logits: Logits,
     rotary: Rotary,
+    shared: Shared | None = None,
 ) -> Replay:
     """Attention of the K tokens after a prompt under a layer's phase rules, as decoding them one by one would give.
 
     `observation` is the dense prompt with what the policies need of it; `tokens` are the queries [B, Hq, K, D], keys
     [B, Hkv, K, D] and values [B, Hkv, K, Dv] that follow. No tensor given is changed. Scratch memory is that of the
-    logits, B * Hq * K * (T + K) fp32.
+    logits, B * Hq * K * (T + K) fp32. `shared` spares computing again what does not depend on the rules.
     """
-    return _Course(select(observation, prefill, decode, rotary), tokens, logits).run()
+    left = select(observation, prefill, decode, rotary)
+    if shared is None or left.observation is not observation:  # merging changes keys and values
+        shared = Shared.of(left.observation, tokens, logits)
+    return _Course(left, tokens, logits, shared).run()
 
 
 class _Course:
-    """All prompt and new columns of a layer side by side; what is held is a matter of `positions`."""
+    """All prompt and new columns of a layer side by side; what is held is a matter of `positions`.
 
-    def __init__(self, left: Kept, tokens: tuple[Tensor, Tensor, Tensor], logits: Logits) -> None:
-        self.query, key, value = tokens
-        self.rule, self.logits = left.rule, logits
+    Once much has left, the slots that are not needed any more are given up: `columns` says which are there.
+    """
+
+    def __init__(self, left: Kept, tokens: tuple[Tensor, Tensor, Tensor], logits: Logits, shared: Shared) -> None:
+        self.query = tokens[0]
+        self.rule, self.logits, self.shared = left.rule, logits, shared
         seen = left.observation
         self.batch, self.heads, self.length = left.keep.shape
-        self.count = key.shape[2]
-        self.rows = torch.arange(self.batch, device=key.device).repeat_interleave(self.heads)
+        self.count = self.query.shape[2]
+        self.rows = torch.arange(self.batch, device=self.query.device).repeat_interleave(self.heads)
         everyone = np.arange(len(self.rows))
-        self.limits = None if left.rule is None else left.rule.limits(everyone, key.device)
-        prompt = segments_of(seen, left.state)
-        held = prompt.positions.masked_fill(~left.keep.flatten(0, 1), -1)
-
-        def longer(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor, tensor.new_zeros(len(tensor), self.count, *tensor.shape[2:])], 1)
-
-        self.cached = replace(
-            prompt,
-            keys=torch.cat([prompt.keys, key.flatten(0, 1)], 1),
-            values=torch.cat([prompt.values, value.flatten(0, 1)], 1),
-            positions=torch.cat([held, held.new_full((len(held), self.count), -1)], 1),
-            state=prompt.state.changed(longer, torch.clone),
-        )
-        # what an empty slot has for state is zero
-        _clear(self.cached.state, self.cached.positions < 0)
+        self.limits = None if left.rule is None else left.rule.limits(everyone, self.query.device)
+        self.cached = self._columns(left)
+        self.columns: Tensor | None = None  # [S, C] column of each slot; None: all of them
+        self.own = self.length  # slot of the first token
         self.seen = seen.seen.repeat_interleave(self.heads)
         self.following = seen.seen if seen.next_position is None else seen.next_position
         self.used: Ints = left.keep.flatten(0, 1).sum(-1).cpu().numpy()
         self.most = self.used
 
+    def _columns(self, left: Kept) -> Cached:
+        """A slot for every column; the tokens' own are empty yet."""
+        prompt = segments_of(left.observation, left.state)
+        held = prompt.positions.masked_fill(~left.keep.flatten(0, 1), -1)
+
+        def longer(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor, tensor.new_zeros(len(tensor), self.count, *tensor.shape[2:])], 1)
+
+        keys, values = self.shared.keys.flatten(0, 1), self.shared.values.flatten(0, 1)
+        changing = left.rule is not None and left.rule.policy.merges
+        cached = replace(
+            prompt,
+            keys=keys.clone() if changing else keys,
+            values=values.clone() if changing else values,
+            positions=torch.cat([held, held.new_full((len(held), self.count), -1)], 1),
+            state=prompt.state.changed(longer, torch.clone),
+        )
+        # what an empty slot has for state is zero
+        _clear(cached.state, cached.positions < 0)
+        return cached
+
     def run(self) -> Replay:
-        policy = None if self.rule is None else self.rule.policy
-        changing = policy is not None and policy.merges  # keys and values are not those given for long
-        scores = None if changing else self._scores(slice(None))
+        if self.rule is None or self.limits is None:
+            return self._result(self._unruled(), None)
+        policy = self.rule.policy
         outputs, shown = [], []
         for token in range(self.count):
             self._arrive(token)
             held = self.cached.held
-            shown.append(held)
-            if self.rule is None or self.limits is None:
-                continue
+            shown.append(self._spread(held, held.new_zeros(()), self.length + self.count))
             row = None
-            if changing or self.rule.policy.row is not None:
-                mine = self._scores(slice(token, token + 1))[:, :, 0] if scores is None else scores[:, :, token]
-                weights = mine.masked_fill(~held[:, None], float("-inf")).softmax(-1)
+            if policy.merges or policy.row is not None:
+                weights = self._scores(token).masked_fill(~held[:, None], float("-inf")).softmax(-1)
                 row = weights.mean(1)
-                if changing:
+                if policy.merges:
                     outputs.append(weights.to(self.cached.values.dtype) @ self.cached.values)
             self._evict(self.rule, self.limits, token, row)
-        mask = torch.stack(shown, 1)
-        if scores is not None:
-            weights = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).to(self.cached.values.dtype)
-            result = (weights.flatten(1, 2) @ self.cached.values).view(*weights.shape[:3], -1)
-        else:
-            result = torch.stack(outputs, 2)
+        return self._result(torch.stack(shown, 1), torch.stack(outputs, 2) if policy.merges else None)
+
+    def _unruled(self) -> Tensor:
+        """What the tokens see where nothing leaves after the prompt, [S, K, T + K] bool."""
+        columns = self.cached.positions[:, : self.length] >= 0
+        own = causal_mask(self.count, self.count, columns.device).expand(len(columns), -1, -1)
+        shown = torch.cat([columns[:, None].expand(-1, self.count, -1), own], -1)
+        arrived = torch.arange(self.count, device=columns.device)
+        self.cached.positions[:, self.length :] = self.seen[:, None] + arrived
+        self.most = self.used + self.count
+        return shown
+
+    def _result(self, mask: Tensor, result: Tensor | None) -> Replay:
+        """`mask` [S, K, T + K] is what was seen; outputs [S, G, K, Dv] are computed from it unless they are given."""
+        if result is None:
+            values = self.shared.values.flatten(0, 1)
+            weights = self.shared.scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).to(values.dtype)
+            result = (weights.flatten(1, 2) @ values).view(*weights.shape[:3], -1)
+        positions = self.cached.positions
         return Replay(
             result.reshape(self.batch, -1, *result.shape[2:]),
             mask.view(self.batch, self.heads, *mask.shape[1:]),
-            self._kept(),
-            self._shaped(self.most),
+            self._spread(positions, positions.new_full((), -1), mask.shape[-1]).view(self.batch, self.heads, -1),
+            torch.from_numpy(self.most.reshape(self.batch, self.heads)),
         )
 
-    def _scores(self, tokens: slice) -> Tensor:
-        """Attention logits of some tokens over all columns, [S, G, k, T + K] fp32."""
-        query = self.query[:, :, tokens]
-        packed = query.reshape(len(self.rows), -1, query.shape[-1])
-        scores = self.logits.of(packed, self.cached.keys)
-        return scores.view(len(self.rows), -1, query.shape[2], scores.shape[-1])
+    def _spread(self, slots: Tensor, empty: Tensor, width: int) -> Tensor:
+        """Values of slots [S, C] by column, [S, width], `empty` where a column has no slot."""
+        if self.columns is None:
+            return slots
+        return empty.repeat(len(slots), width).scatter_(1, self.columns, slots)
+
+    def _scores(self, token: int) -> Tensor:
+        """Attention logits of one token over the slots, [S, G, C] fp32."""
+        if self.rule is not None and self.rule.policy.merges:  # keys are not those given for long
+            query = self.query[:, :, token]
+            return self.logits.of(query.reshape(len(self.rows), -1, query.shape[-1]), self.cached.keys)
+        scores = self.shared.scores[:, :, token]
+        return (
+            scores if self.columns is None else scores.gather(-1, self.columns[:, None].expand(-1, scores.shape[1], -1))
+        )
 
     def _arrive(self, token: int) -> None:
-        self.cached.positions[:, self.length + token] = self.seen
+        self.cached.positions[:, self.own + token] = self.seen
         self.seen = self.seen + 1
         self.used = self.used + 1
         self.most = np.maximum(self.most, self.used)
@@ -130,22 +188,38 @@ class _Course:
     def _evict(self, rule: DecodeRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
         rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over)
-        newest = self.length + token
         if row is not None and rule.policy.row == "layer":
-            row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, newest + 1)[0]
-        step = Step(self.cached, torch.full_like(self.rows, newest), self.seen, row)
+            row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, self.length + token + 1)[0]
+        step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
         leaving, self.used = rule.decide(step, self.rows, limits, self.used, None, None, self.logits)
         if leaving is not None:
             gone = self.cached.held & ~self.cached.staying(leaving)
             self.cached.positions.masked_fill_(gone, -1)
             _clear(self.cached.state, gone)
+            self._give_up_slots(token)
 
-    def _kept(self) -> list[list[list[int]]]:
-        held = [sorted(row[row >= 0].tolist()) for row in self.cached.positions]
-        return [held[first : first + self.heads] for first in range(0, len(held), self.heads)]
+    def _give_up_slots(self, token: int) -> None:
+        """Keep slots for what is held after `token` and for the tokens to come, if that is less than half of them."""
+        used, ahead = int(self.used.max()), self.count - token - 1
+        cached, width = self.cached, self.cached.positions.shape[1]
+        if 2 * (used + ahead) >= width:
+            return
+        coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
+        slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
 
-    def _shaped(self, numbers: Ints) -> Tensor:
-        return torch.from_numpy(numbers.reshape(self.batch, self.heads))
+        def chosen(tensor: Tensor) -> Tensor:
+            index = slots.view(*slots.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
+            return tensor.gather(1, index)
+
+        self.columns = slots if self.columns is None else self.columns.gather(1, slots)
+        self.own = used - token - 1
+        self.cached = replace(
+            cached,
+            keys=entries_at(cached.keys, slots),
+            values=entries_at(cached.values, slots),
+            positions=cached.positions.gather(1, slots),
+            state=cached.state.changed(chosen, lambda tensor: tensor),
+        )
 
 
 def _clear(state: State, slots: Tensor) -> None:

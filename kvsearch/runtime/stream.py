@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,14 +29,14 @@ from kvsearch.runtime.attention import (
 from kvsearch.runtime.cache import stock_layers
 from kvsearch.runtime.collector import Collector, OutputProjection, Rotary
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.replay import Replay, replay
+from kvsearch.runtime.replay import Replay, Shared, replay
 
-Tokens = tuple[Tensor, Tensor, Tensor]  # queries [1, Hq, K, D], keys [1, Hkv, K, D], values [1, Hkv, K, Dv]
+Tokens = tuple[Tensor, Tensor, Tensor]  # queries [B, Hq, K, D], keys [B, Hkv, K, D], values [B, Hkv, K, Dv]
 
 
 @dataclass(frozen=True, eq=False)
 class Followed:
-    """One layer with a context of T tokens and K tokens that followed it, all under the full cache."""
+    """One layer with contexts of T tokens and K tokens that followed them, all under the full cache."""
 
     context: Observation
     tokens: Tokens
@@ -49,18 +50,18 @@ class Followed:
 
     @property
     def query(self) -> Tensor:
-        """Queries of the tokens, [1, Hq, K, D]."""
+        """Queries of the tokens, [B, Hq, K, D]."""
         return self.tokens[0]
 
-    @cached_property
+    @property
     def keys(self) -> Tensor:
-        """Keys of context and tokens, [1, Hkv, T + K, D]."""
-        return torch.cat([self.context.keys, self.tokens[1]], 2)
+        """Keys of context and tokens, [B, Hkv, T + K, D]."""
+        return self._shared.keys
 
-    @cached_property
+    @property
     def values(self) -> Tensor:
-        """Values of context and tokens, [1, Hkv, T + K, Dv]."""
-        return torch.cat([self.context.values, self.tokens[2]], 2)
+        """Values of context and tokens, [B, Hkv, T + K, Dv]."""
+        return self._shared.values
 
     @cached_property
     def output_weight(self) -> Tensor:
@@ -71,11 +72,15 @@ class Followed:
         """What the tokens attend to in this layer under these rules, its input as under the full cache."""
         if self.context.rotary is None:
             raise InternalError("a context was observed without rotary tables")
-        return replay(self.context, prefill, decode, self.tokens, self.logits, self.context.rotary)
+        return replay(self.context, prefill, decode, self.tokens, self.logits, self.context.rotary, self._shared)
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared.of(self.context, self.tokens, self.logits)
 
     @cached_property
     def undisturbed(self) -> Tensor:
-        """Attention outputs under the full cache as a replay computes them, [1, Hq, K, Dv]."""
+        """Attention outputs under the full cache as a replay computes them, [B, Hq, K, Dv]."""
         return self.replay(None, None).outputs
 
 
@@ -117,35 +122,61 @@ class StreamLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class Stream:
-    """The full-cache pass over one context, and tokens that follow it, any number of times.
+    """The full-cache pass over one batch of contexts, and tokens that follow them, any number of times.
 
-    Holds the full cache of the context, and what policies need of it, for as long as it lives.
+    Holds the full cache of the contexts, and what policies need of them, for as long as it lives.
 
     Args:
         model: a model whose attention implementation is "kvsearch".
-        needs: the layers to look at, and what policies need of the context there.
-        context: token ids [1, T].
+        needs: the layers to look at, and what policies need of the contexts there.
+        context: token ids [B, T], padded on the left.
+        mask: [B, T], 0 where padding; None: there is none.
     """
 
-    def __init__(self, model: Any, needs: Mapping[int, Sequence[Needs]], context: Tensor) -> None:
+    layer: type[StreamLayer] = StreamLayer
+
+    def __init__(
+        self, model: Any, needs: Mapping[int, Sequence[Needs]], context: Tensor, mask: Tensor | None = None
+    ) -> None:
         if model.config._attn_implementation != NAME:
             raise UsageError(f"reading the residual stream needs the attention implementation {NAME!r}")
         layers, tables = stock_layers(model), rotary(model)
         for index, wanted in needs.items():
-            layers[index] = StreamLayer(index, wanted, tables)
+            layers[index] = self.layer(index, wanted, tables)
         self.model, self.cache = model, Cache(layers=layers)
-        self._forward(context)
+        self.mask = torch.ones_like(context) if mask is None else mask
+        self.lengths: Tensor = self.mask.sum(-1)
+        self._forward(context, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0))
 
     def follow(self, tokens: Tensor) -> Iterator[Followed]:
-        """Teacher-force `tokens` [1, K] after the context, and forget them again; the layers in ascending order."""
-        layers = self.cache.layers
-        before = [layer.__dict__.copy() for layer in layers]
-        self._forward(tokens)
-        found = [layer.followed for layer in layers if isinstance(layer, StreamLayer) and layer.followed is not None]
-        for layer, state in zip(layers, before, strict=True):
-            layer.__dict__.update(state)
+        """Teacher-force `tokens` [B, K] after the contexts, and forget them again; the layers in ascending order."""
+        with self._forgetting():
+            self._after(tokens)
+            found = self._followed()
         return (replace(followed) for followed in found)  # a copy at a time: each caches its keys and values
 
+    def _followed(self) -> list[Followed]:
+        layers = self.cache.layers
+        return [layer.followed for layer in layers if isinstance(layer, StreamLayer) and layer.followed is not None]
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """All layers of the cache as they were, afterwards."""
+        before = [layer.__dict__.copy() for layer in self.cache.layers]
+        try:
+            yield
+        finally:
+            for layer, state in zip(self.cache.layers, before, strict=True):
+                layer.__dict__.update(state)
+
+    def _after(self, tokens: Tensor) -> Any:
+        """The model's output for tokens [B, K] that follow the contexts, with logits of the last of them."""
+        mask = torch.cat([self.mask, torch.ones_like(tokens)], 1)
+        positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return self._forward(tokens, mask, positions)
+
     @torch.no_grad()
-    def _forward(self, ids: Tensor) -> None:
-        self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Any:
+        return self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+        )

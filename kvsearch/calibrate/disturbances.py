@@ -1,0 +1,95 @@
+"""What is tried in every layer, one thing at a time, and the arrays that hold what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsearch.plan import Phase
+from kvsearch.policies import Policy
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.rule import decode_needs
+
+
+class Disturbance(NamedTuple):
+    """One budget, phase and pattern, by their place in `Disturbances`."""
+
+    budget: int
+    phase: int
+    pattern: int
+
+
+@dataclass(frozen=True, eq=False)
+class Disturbances:
+    """Everything that is tried in every full-attention layer: each pattern at each budget in each phase."""
+
+    policies: tuple[Policy, ...]
+    budgets: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    layers: tuple[int, ...]  # of the model
+    kv_heads: int
+
+    @property
+    def of_layer(self) -> list[Disturbance]:
+        """All that happens to one layer."""
+        return [
+            Disturbance(budget, phase, pattern)
+            for budget in range(len(self.budgets))
+            for phase in range(len(self.phases))
+            for pattern in range(len(self.policies))
+        ]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Budgets, phases, layers and patterns."""
+        return len(self.budgets), len(self.phases), len(self.layers), len(self.policies)
+
+    def needs(self) -> list[Needs]:
+        """What a layer must be given of the prompt."""
+        found = [policy.needs() for policy in self.policies if "prefill" in self.phases]
+        return found + [decode_needs(policy) for policy in self.policies if "decode" in self.phases]
+
+    def rules(self, item: Disturbance) -> tuple[PhaseRule | None, PhaseRule | None]:
+        """The rules of the prefill and the decode phase."""
+        entries = self.budgets[item.budget]
+
+        def budgets(lengths: Sequence[int]) -> Tensor:
+            return torch.full((len(lengths), self.kv_heads), entries, dtype=torch.int64)
+
+        rule = PhaseRule(self.policies[item.pattern], budgets)
+        return (rule, None) if self.phases[item.phase] == "prefill" else (None, rule)
+
+
+class Measured:
+    """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN."""
+
+    def __init__(self, tried: Disturbances, batch: int) -> None:
+        shape = (batch, *tried.shape)
+        self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
+        self.full_loss = np.zeros(batch)
+
+    def note_outputs(self, row: int, item: Disturbance, agreement: tuple[Tensor, Tensor]) -> None:
+        """Cosine and relative error [B] of what layer `row` puts out."""
+        for array, values in zip((self.cosine, self.error), agreement, strict=True):
+            array[:, item.budget, item.phase, row, item.pattern] = values.cpu().numpy()
+
+    def note_losses(self, places: Sequence[tuple[int, Disturbance]], losses: Tensor) -> None:
+        """Losses [groups, B] of disturbances of layers."""
+        for (row, item), values in zip(places, losses.cpu().numpy(), strict=True):
+            self.loss[:, item.budget, item.phase, row, item.pattern] = values
+
+    def arrays(self, *, outputs: bool, losses: bool) -> dict[str, NDArray[Any]]:
+        """What was measured, by its name in a profile."""
+        found: dict[str, NDArray[Any]] = {}
+        if outputs:
+            found |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}
+        if losses:
+            found |= {"nll": self.loss, "full_nll": self.full_loss}
+        return found

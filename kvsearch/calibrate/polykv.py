@@ -1,0 +1,210 @@
+"""PolyKV: signals of every layer, phase and eviction pattern, from one full-cache pass over every prompt.
+
+For each continuation of a prompt: how every pattern changes the attention output of every layer (cosine, relative
+error), what it costs the continuation (loss), and how scattered attention is (entropy). Strategies are made of the
+profile later, without running the model again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvsearch.calibrate.cost import ModelSize, Work, memory_of
+from kvsearch.calibrate.data import CalibrationData
+from kvsearch.calibrate.disturbances import Disturbances
+from kvsearch.calibrate.following import PromptBatch, batches_of
+from kvsearch.calibrate.naive import Naive
+from kvsearch.calibrate.options import SAMPLES, PolykvOptions
+from kvsearch.calibrate.prompts import Prompt, prompts_of
+from kvsearch.calibrate.provenance import profile_metadata
+from kvsearch.calibrate.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places
+from kvsearch.calibrate.sweeping import Sweeping
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PolicySpec, Profile
+from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
+from kvsearch.policies import Policy
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.cache import check_rotary
+from kvsearch.signals.entropy import literal_entropy
+
+DEFAULT_BYTES = 4 * 2**30  # besides the weights, on a CPU
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def calibrate_polykv(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: PolykvOptions,
+    policies: Sequence[Policy],
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    directory: Path | None = None,
+) -> Profile:
+    """Measure the signals of every layer, phase and pattern (arXiv 2606.15157, Eq. 2 to 5) on all prompts of `data`.
+
+    Finished batches are kept in `directory`, and those that are there are not measured again.
+
+    Raises:
+        UsageError: no prompt is longer than a budget, so nothing would be evicted; prompts of different lengths, for
+            the literal entropy; no token whose loss counts; not enough memory.
+        IncompatibleError: the model computes NaN, or a prompt and what follows do not fit its positions.
+    """
+    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
+    _check(loaded, prompts, options, policies)
+    shape = describe(loaded.model)
+    tried = Disturbances(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
+    done = SampleFiles(None if directory is None else directory / SAMPLES)
+    finished = done.finished
+    left = {place: prompt for place, prompt in enumerate(prompts) if place not in finished}
+    total = sum(len(prompt.following) for prompt in prompts)
+    count = total - sum(len(prompt.following) for prompt in left.values())
+    groups = _groups(loaded, prompts, policies, options)
+    with running(loaded.model):
+        for batch in batches_of(left, options.batch):
+            measure = _Measure(loaded, tried, batch, options, groups)
+            parts = []
+            for number in range(batch.most):
+                parts.append(measure(number))
+                count += len(parts[-1][PROMPT])
+                if progress is not None:
+                    progress(count, total)
+            done.add(parts)
+    return _profile(loaded, data, options, policies, seed, done)
+
+
+class _Measure:
+    """All signals of one batch of prompts, one continuation of each at a time."""
+
+    def __init__(
+        self, loaded: LoadedModel, tried: Disturbances, batch: PromptBatch, options: PolykvOptions, groups: int
+    ) -> None:
+        self.loaded, self.tried, self.batch, self.options = loaded, tried, batch, options
+        swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
+        self.sweeping = None
+        if swept:
+            self.sweeping = Sweeping(loaded.model, tried, batch, swept, options.entropy_rows, groups)
+
+    def __call__(self, number: int) -> Arrays:
+        """The arrays of the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
+        device, options = self.loaded.device, self.options
+        some = self.batch.having(number)
+        alone, after = some.continuations(0, device), self.batch.continuations(number, device)
+        rows = after.real.cpu().numpy()
+        contexts, lengths = zip(*((prompt.context, prompt.length) for prompt in some.prompts), strict=True)
+        found: Arrays = places(some.places, number, contexts, lengths)
+        found[TOKENS] = alone.predicting.sum(-1).cpu().numpy().astype(np.int32)
+        wanted = {"outputs": "cosine" in options.signals, "losses": "ppl" in options.signals}
+        if options.naive and any(wanted.values()):
+            measured = Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone)
+            found |= measured.arrays(**wanted)
+        elif self.sweeping is not None:
+            measured = self.sweeping.measure(after)
+            found |= {name: array[rows] for name, array in measured.arrays(**wanted).items()}
+        if self.sweeping is not None and "entropy" in options.signals:
+            share, attention = self.sweeping.entropy(after)
+            found[ENTROPY] = share[rows].astype(np.float32)
+            if options.literal_entropy:
+                found[ROW_SUM] = attention[rows].sum(0)
+        self._require_numbers(found)
+        return found
+
+    def _require_numbers(self, found: Arrays) -> None:
+        for array in found.values():
+            bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
+            if bad.size:
+                context = int(found[CONTEXT][bad[0]]) if len(array) == len(found[CONTEXT]) else "?"
+                raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
+
+
+def _check(loaded: LoadedModel, prompts: Sequence[Prompt], options: PolykvOptions, policies: Sequence[Policy]) -> None:
+    """Find out what cannot be measured before anything is; see `calibrate_polykv`."""
+    check_rotary(loaded.model, policies)
+    limit = describe(loaded.model).max_positions
+    for prompt in prompts:
+        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.following)
+        if limit and whole > limit:
+            raise IncompatibleError(
+                f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"
+            )
+    lengths = [prompt.length for prompt in prompts]
+    for budget in options.budgets:
+        _check_evicts(lengths, budget)
+    if options.literal_entropy and len(set(lengths)) > 1:
+        raise UsageError(
+            f"the literal entropy averages attention by position, and prompts have {min(lengths)} to {max(lengths)} "
+            "tokens: give texts of one length, or leave literal_entropy out"
+        )
+    if "ppl" in options.signals and not any(after.predicted for prompt in prompts for after in prompt.following):
+        raise UsageError(
+            "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: give "
+            "longer answers, or --signals cosine,entropy"
+        )
+
+
+def _check_evicts(lengths: Sequence[int], budget: int) -> None:
+    short = sum(length <= budget for length in lengths)
+    if short == len(lengths):
+        raise UsageError(
+            f"nothing is evicted at a budget of {budget}: no calibration prompt has more than {max(lengths)} tokens; "
+            "give longer texts or smaller budgets"
+        )
+    if short:
+        warnings.warn(
+            f"nothing is evicted at a budget of {budget} from {short} of {len(lengths)} calibration prompts, which "
+            "have no more tokens: they say that patterns do not matter",
+            KvsearchWarning,
+            stacklevel=3,
+        )
+
+
+def _groups(loaded: LoadedModel, prompts: Sequence[Prompt], policies: Sequence[Policy], options: PolykvOptions) -> int:
+    """How many disturbances can be in the sweep at a time; UsageError if not one fits the memory that is allowed."""
+    size, work = ModelSize.of(loaded.model), Work.of(prompts, policies, options)
+    if options.max_memory is not None:
+        return memory_of(size, work, options.max_memory).groups
+    free = DEFAULT_BYTES
+    if loaded.device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(loaded.device)[0] * 0.8)
+    return memory_of(size, work, max(free, memory_of(size, work).minimum)).groups
+
+
+def _profile(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: PolykvOptions,
+    policies: Sequence[Policy],
+    seed: int,
+    done: SampleFiles,
+) -> Profile:
+    arrays = done.gathered()
+    if ROW_SUM in arrays:
+        rows = arrays.pop(ROW_SUM) / len(arrays[PROMPT])
+        arrays[LITERAL_ENTROPY] = np.array(
+            [[literal_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
+        )
+    base = next(policy for policy in policies if policy.name == options.base)
+    settings: dict[str, Any] = {
+        "data": data.name, "protocol": options.protocol, "answer_tokens": options.answer_tokens,
+        "entropy_rows": options.entropy_rows, "naive": options.naive, **options.recorded,
+    }  # fmt: skip
+    lengths = arrays[LENGTH].tolist()
+    floor = max(1, base.sink_count + base.window_count)
+    origin = profile_metadata(loaded, data, base, "polykv", seed, settings, lengths, floor)
+    axes = SignalAxes(
+        patterns=tuple(PolicySpec(name=policy.name, params=policy.parameters()) for policy in policies),
+        phases=options.phases,
+        budgets=options.budgets,
+        protocol=options.protocol,
+    )
+    kept = {name: array for name, array in arrays.items() if name not in (PROMPT, QUESTION)}
+    return Profile(origin.model_copy(update={"signals": axes}), kept)

@@ -1,0 +1,230 @@
+"""The growing tree: what the model says of K tokens when one layer is disturbed, for every disturbance in one sweep.
+
+Eviction changes no prompt, so the K tokens that follow it are all that has to be computed again, and a layer below the
+disturbed one computes nothing new at all. The sweep goes up through the layers once: at layer l the undisturbed tokens
+branch into one group for every disturbance of l, and all groups go on through the layers above, where they see the full
+cache. The layers are run as the model itself ran them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.architecture import decoder, text_config
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import Logits, Output, causal_mask
+from kvsearch.runtime.stream import Followed, Stream, StreamLayer
+
+SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
+TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Branching:
+    """What a layer is to do in the sweep: the last groups take `outputs` [groups, B, Hq, K, Dv] for their attention."""
+
+    outputs: list[Tensor]
+
+
+class TreeLayer(StreamLayer):
+    """Lets every group of a branching batch see the whole context and its own tokens."""
+
+    branching: Branching | None = None
+    seen: Tensor | None = None  # [B, 1, K, T + K] bool: what the following tokens see; None: all, causally
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        if self.branching is None:
+            if self.context is not None:
+                self.seen = mask
+            return super().attend(module, query, key, value, mask, **kwargs)
+        if self.context is None or self.followed is None:
+            raise IncompatibleError(f"layer {self.index} runs in an unknown order: this model cannot be swept")
+        batch, count = self.context.keys.shape[0], query.shape[2]
+        old = query.shape[0] - batch * len(self.branching.outputs)
+        parts = [made.to(query.dtype) for made in self.branching.outputs]
+        if old:
+            length = self.context.keys.shape[2]
+            seen = causal_mask(count, length + count, query.device)[None, None] if self.seen is None else self.seen
+            states = (query[:old], key[:old], value[:old])
+            past = (self.context.keys, self.context.values)
+            parts.insert(0, shared_attention(past, states, seen, self.followed.logits))
+        return torch.cat(parts).transpose(1, 2).contiguous(), None
+
+
+def shared_attention(
+    past: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor, Tensor], seen: Tensor, logits: Logits
+) -> Tensor:
+    """Attention of many groups of K tokens that follow the same contexts, [groups * B, Hq, K, Dv].
+
+    `past` are keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] of the contexts, `states` queries [groups * B, Hq, K, D],
+    keys and values of the tokens, group by group; `seen` is [B or 1, 1, K, T + K], bool or additive. The contexts are
+    copied once for some groups, whose tokens hide from each other.
+    """
+    query, key, value = states
+    batch, heads, length, _ = past[0].shape
+    groups, (query_heads, count) = len(query) // batch, query.shape[1:3]
+    queries = query.view(groups, batch, heads, query_heads // heads, count, -1)
+    own = [tensor.view(groups, batch, heads, count, -1) for tensor in (key, value)]
+    visible = seen if seen.dtype == torch.bool else seen >= 0
+    # own columns of other groups are computed in vain: an eighth of all at most
+    step = min(max(1, length // (8 * count)), max(1, SCRATCH_BYTES // (4 * batch * query_heads * count * length)))
+    outputs = []
+    for first in range(0, groups, step):
+        part = queries[first : first + step].permute(1, 2, 0, 3, 4, 5)  # [B, Hkv, groups, G, K, D]
+        keys, values = (
+            torch.cat([far, near[first : first + step].permute(1, 2, 0, 3, 4).flatten(2, 3)], 2)
+            for far, near in zip(past, own, strict=True)
+        )
+        mask = _apart(visible, part.shape[2], part.shape[3], length)
+        output = _attention(part.flatten(2, 4), keys, values, mask, logits)
+        outputs.append(output.view(*part.shape[:-1], -1).permute(2, 0, 1, 3, 4, 5))
+    return torch.cat(outputs).flatten(2, 3).flatten(0, 1)
+
+
+def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
+    """What each of `groups` sees of the context and of all groups' tokens, [B, 1, groups * G * K, T + groups * K]."""
+    batch, count = len(visible), visible.shape[2]
+    far = visible[..., :length][:, :, None, None].expand(-1, -1, groups, width, -1, -1)
+    near = visible.new_zeros(batch, 1, groups, width, count, groups, count)
+    for group in range(groups):
+        near[:, :, group, :, :, group] = visible[:, :, None, :, length:]
+    return torch.cat([far.reshape(batch, 1, -1, length), near.reshape(batch, 1, -1, groups * count)], -1)
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits: Logits) -> Tensor:
+    """[B, Hkv, rows, D] over keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]; `mask` is [B or 1, 1, rows, N] bool."""
+    if logits.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=logits.scaling)
+    scores = logits.of(query, keys).masked_fill_(~mask, float("-inf"))
+    return scores.softmax(-1).to(values.dtype) @ values
+
+
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """The undisturbed tokens: what entered every layer and the final norm, [B, K, d_model] each, and its arguments."""
+
+    entering: list[Tensor]
+    arguments: list[dict[str, Any]]
+    leaving: Tensor
+    followed: Mapping[int, Followed]
+
+
+class Tree(Stream):
+    """A batch of contexts under the full cache, and sweeps over the tokens that follow.
+
+    Args:
+        model: a model whose attention implementation is "kvsearch".
+        needs: by full-attention layer, what policies need of the contexts there.
+        context, mask: as for `Stream`.
+    """
+
+    layer = TreeLayer
+
+    def __init__(
+        self, model: Any, needs: Mapping[int, Sequence[Needs]], context: Tensor, mask: Tensor | None = None
+    ) -> None:
+        modules: Any = decoder(model).layers
+        every = {index: needs.get(index, ()) for index in range(len(modules))}
+        super().__init__(model, every, context, mask)
+        self.modules = modules
+        self.top: Any = decoder(model).norm
+
+    @contextmanager
+    def trunk(self, tokens: Tensor) -> Iterator[Trunk]:
+        """Teacher-force `tokens` [B, K] after the contexts; sweeps over them are possible until this ends.
+
+        Raises:
+            IncompatibleError: the model makes its logits in a way that is not known here.
+        """
+        entering: list[Tensor] = []
+        arguments: list[dict[str, Any]] = []
+        leaving: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering.append(args[0] if args else kwargs["hidden_states"])
+            arguments.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+
+        def note_last(_: nn.Module, args: tuple[Any, ...]) -> None:
+            leaving.append(args[0])
+
+        hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.modules]
+        hooks.append(self.top.register_forward_pre_hook(note_last))
+        with self._forgetting():
+            try:
+                output = self._after(tokens)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            followed = {one.index: one for one in self._followed()}
+            trunk = Trunk(entering, arguments, leaving[0], followed)
+            self._check_head(trunk, output.logits[:, -1])
+            yield trunk
+
+    @torch.no_grad()
+    def sweep(
+        self,
+        trunk: Trunk,
+        disturbed: Mapping[int, Sequence[Item]],
+        outputs: Callable[[int, Item], Tensor],
+    ) -> Tensor:
+        """What enters the final norm of every disturbance, [groups, B, K, d_model], in the order of `disturbed`.
+
+        `disturbed` has the disturbances of each layer, ascending; `outputs(layer, item)` is the attention
+        [B, Hq, K, Dv] of that layer under one of them, computed when the sweep gets there.
+        """
+        batch = trunk.leaving.shape[0]
+        hidden = trunk.leaving[:0]
+        for index in range(min(disturbed), len(self.modules)):
+            made = [outputs(index, item) for item in disturbed.get(index, ())]
+            branches = trunk.entering[index]
+            hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
+            layer: TreeLayer = self.cache.layers[index]
+            layer.branching = Branching(made)
+            try:
+                result = self.modules[index](hidden, **_repeated(trunk.arguments[index], batch, len(hidden) // batch))
+            finally:
+                layer.branching = None
+            hidden = result[0] if isinstance(result, tuple) else result
+        return hidden.view(-1, batch, *hidden.shape[1:])
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] fp32 of what enters the final norm [..., d_model]."""
+        made: Tensor = self.model.get_output_embeddings()(self.top(hidden)).float()
+        cap = getattr(text_config(self.model), "final_logit_softcapping", None)
+        return made if cap is None else cap * torch.tanh(made / cap)
+
+    def _check_head(self, trunk: Trunk, expected: Tensor) -> None:
+        made = self.logits(trunk.leaving[:, -1])
+        expected = expected.float().to(made.device)
+        apart = (made - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        if not bool(apart <= TOLERANCE) and bool(expected.isfinite().all()):
+            raise IncompatibleError(
+                f"{type(self.model).__name__} makes its logits in a way that is not known here (they differ by "
+                f"{float(apart):.0%}): use --naive, or --signals cosine,entropy"
+            )
+
+
+def _repeated(arguments: Mapping[str, Any], batch: int, times: int) -> dict[str, Any]:
+    """The arguments of a layer for `times` as many rows; what a group sees is decided by its cache layer."""
+
+    def longer(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(longer(item) for item in value)
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == batch:
+            return value.repeat(times, *[1] * (value.dim() - 1))
+        return value
+
+    return {name: None if name == "attention_mask" else longer(value) for name, value in arguments.items()}
