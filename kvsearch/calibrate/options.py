@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
+from kvsearch.plan import Phase
 
 Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
 Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
 Protocol = Literal["question-agnostic", "question-aware"]
 Exponents = Literal["auto", "fixed", "fit"]
+Signal = Literal["cosine", "ppl", "entropy"]
 
 QUESTION_AGNOSTIC: Protocol = "question-agnostic"
 ANSWER_TOKENS = 128
+SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
+
+SIGNALS: tuple[Signal, ...] = get_args(Signal)
+BOTH_PHASES: tuple[Phase, ...] = get_args(Phase)
 
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 
@@ -94,9 +101,60 @@ class CakeOptions:
             )
 
 
-def _check_choices(options: LukvOptions | DynamicOptions | CakeOptions) -> None:
+@dataclass(frozen=True)
+class PolykvOptions:
+    """What is measured of every layer, phase and pattern, and how.
+
+    `base` is the pattern that strategies without a route use in all layers. Every pattern is tried at `budgets` entries
+    per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
+    "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the last
+    `entropy_rows` query rows of the prompt (phase "prefill") and of the rows of the continuation (phase "decode");
+    `literal_entropy` takes that of the mean row as well, as Eq. 4 reads, which needs prompts of one length.
+
+    `protocol` is that of `DynamicOptions`. `naive` runs the model once for everything that is tried. Prompts are read
+    `batch` at a time, with at most `max_memory` bytes besides the weights (None: what is free). `recorded` only goes
+    into the profile: the `route`, `budget_signal` and `phases` that a strategy made of it should use.
+    """
+
+    base: str = "snapkv"
+    budgets: tuple[int, ...] = (512,)
+    phases: tuple[Phase, ...] = BOTH_PHASES
+    signals: tuple[Signal, ...] = SIGNALS
+    literal_entropy: bool = False
+    entropy_rows: int = 32
+    answer_tokens: int | None = ANSWER_TOKENS
+    protocol: Protocol = QUESTION_AGNOSTIC
+    naive: bool = False
+    batch: int = 8
+    max_memory: int | None = None
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name, known in (("phases", BOTH_PHASES), ("signals", SIGNALS)):
+            _check_listed(name, getattr(self, name), known)
+        if not self.budgets or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
+            raise UsageError(f"budgets must be ascending entries per kv head, each once, got {list(self.budgets)}")
+        for name in ("entropy_rows", "answer_tokens", "batch", "max_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be 1 or more, got {value}")
+        if self.literal_entropy and "entropy" not in self.signals:
+            raise UsageError("literal_entropy is another reading of the signal entropy: ask for that, too")
+
+
+def _check_listed(name: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """UsageError if some of `values` are unknown or there twice, or there are none."""
+    unknown = [value for value in values if value not in known]
+    if unknown:
+        raise UsageError(f"{name} {unknown[0]!r} is unknown{suggest(unknown[0], known)}")
+    if len(set(values)) != len(values) or not values:
+        raise UsageError(f"{name} must name some of {', '.join(known)}, each once, got {list(values)}")
+
+
+def _check_choices(options: LukvOptions | DynamicOptions | CakeOptions | PolykvOptions) -> None:
     for key, hint in get_type_hints(type(options)).items():
-        choices, value = get_args(hint), getattr(options, key)
+        choices, value = get_args(hint) if get_origin(hint) is Literal else (), getattr(options, key)
         if choices and value not in choices:
             raise UsageError(f"{key} {value!r} is unknown{suggest(str(value), choices)}")
 

@@ -40,7 +40,7 @@ def resolve_recipe(
     given |= dict(parse_setting(item, "--option") for item in options)
     _check_typed(method, given)
     own = merged.get("policy", RECIPES[method].model_fields["policy"].default)
-    if policy not in (None, own):
+    if policy not in (None, own) and RECIPES[method].own_params:
         merged.pop("params", None)  # they belong to the recipe's own policy
     if policy is not None:
         merged["policy"] = policy

@@ -15,8 +15,10 @@ from kvsearch.cli.headroom import headroom
 from kvsearch.cli.lm_eval import lm_eval
 from kvsearch.cli.plan import plan_app
 from kvsearch.cli.policies import policies
+from kvsearch.cli.select import select
 from kvsearch.cli.show import show
 from kvsearch.cli.tasks import tasks
+from kvsearch.cli.validate import validate
 
 app = typer.Typer(
     name="kvsearch",
@@ -26,7 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (calibrate, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor):
+VERBS = (
+    calibrate, validate, select, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor,
+)  # fmt: skip
+for verb in VERBS:
     app.command(no_args_is_help=verb not in (policies, tasks, doctor))(verb)
 app.add_typer(plan_app, name="plan")
 

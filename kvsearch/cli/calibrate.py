@@ -2,14 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsearch.cli.common import Common, command, new_directory
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.calibrate.cost import Cost, Estimate
+    from kvsearch.calibrate.data import CalibrationData
+    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
 
 PROFILE, CONFIG = "profile.safetensors", "config.json"
+TFLOPS = 100.0
+POLYKV = "PolyKV"  # the panel of its options in the help
+
+Names = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="Patterns that are tried; paper: its nine, all: every policy.",
+        show_default="paper",
+        rich_help_panel=POLYKV,
+    ),
+]
+Budgets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,...",
+        help="Entries per kv head that patterns are tried at.",
+        show_default="512",
+        rich_help_panel=POLYKV,
+    ),
+]
+Phases = Annotated[
+    str | None,
+    typer.Option(help="When patterns are tried: prefill, decode or both.", show_default="both", rich_help_panel=POLYKV),
+]
+Signals = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
+        show_default="cosine,ppl,entropy",
+        rich_help_panel=POLYKV,
+    ),
+]
+Route = Annotated[
+    str | None,
+    typer.Option(
+        help="Recorded for strategies: what chooses patterns, cosine, error, ppl, nll or none.",
+        show_default=False,
+        rich_help_panel=POLYKV,
+    ),
+]
+BudgetSignal = Annotated[
+    str | None,
+    typer.Option(
+        help="Recorded for strategies: what shares out the budget, such as entropy, ppl or uniform.",
+        show_default=False,
+        rich_help_panel=POLYKV,
+    ),
+]
+Naive = Annotated[
+    bool,
+    typer.Option(
+        "--naive",
+        help="Run the model anew for everything that is tried, as the paper does: slow, to check the results by.",
+        rich_help_panel=POLYKV,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(help="Prompts at a time.", min=1, show_default="8", rich_help_panel=POLYKV)]
+MaxMemory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB",
+        help="Most memory besides the weights.",
+        show_default="4.3, of a GPU most of what is free",
+        rich_help_panel=POLYKV,
+    ),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TFLOPS",
+        help="--dry-run: 10^12 operations a second that times are estimated for.",
+        show_default=f"{TFLOPS:g}",
+        rich_help_panel=POLYKV,
+    ),
+]
 
 
 @command
@@ -22,16 +106,22 @@ def calibrate(
         typer.Option(help="A YAML file, or a shipped recipe by name; other options override it.", show_default=False),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Calibration method: lukv, lava, cake or adakv.", show_default="lukv")
+        str | None, typer.Option(help="Calibration method: lukv, lava, cake, adakv or polykv.", show_default="lukv")
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Eviction policy the budgets are for.", show_default="lukv, adakv: snapkv; lava, cake: their own"
+            help="Eviction policy the budgets are for; polykv: of strategies without a route.",
+            show_default="lukv, adakv, polykv: snapkv; lava, cake: their own",
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A policy parameter, as in --set window=16; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A policy parameter, as in --set window=16; polykv: of all patterns that have it, or of one, as in "
+            "--set snapkv.window=16; repeatable.",
+        ),
     ] = None,
     options: Annotated[
         list[str] | None,
@@ -47,8 +137,8 @@ def calibrate(
     protocol: Annotated[
         str | None,
         typer.Option(
-            help="lava, cake, adakv: budgets are decided for every context (question-agnostic), or for every context "
-            "with a question (question-aware).",
+            help="All but lukv: a prompt is a context (question-agnostic), or a context with a question "
+            "(question-aware).",
             show_default="question-agnostic",
         ),
     ] = None,
@@ -71,23 +161,37 @@ def calibrate(
     no_gap: Annotated[
         bool, typer.Option("--no-gap", help="lukv: the ablation that trusts the policy's ranking.")
     ] = False,
+    patterns: Names = None,
+    budgets: Budgets = None,
+    phases: Phases = None,
+    signals: Signals = None,
+    route: Route = None,
+    budget_signal: BudgetSignal = None,
+    naive: Naive = False,
+    batch: Batch = None,
+    max_memory: MaxMemory = None,
+    tflops: Rate = None,
     force: Annotated[bool, typer.Option("--force", help="Replace results already in the directory.")] = False,
 ) -> None:
     """Measure which cache entries a model can live without, and write a profile.
 
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
-    prompt, averaged to static budgets.
+    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
+    interrupted goes on when it is repeated, and --dry-run says what it costs.
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
     from kvsearch.calibrate.data import default_data, load_calibration_data
+    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
     from kvsearch.calibrate.recipe import recipe_path, resolve_recipe
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
 
     typed = {
         "method": method, "policy": policy, "normalization": normalization, "aggregate": aggregate,
-        "gap": False if no_gap else None, "protocol": protocol, "fit_ratio": fit_ratio,
+        "gap": False if no_gap else None, "protocol": protocol, "fit_ratio": fit_ratio, "patterns": patterns,
+        "budgets": budgets, "phases": phases, "signals": signals, "route": route, "budget_signal": budget_signal,
+        "naive": naive or None, "batch": batch, "max_memory": max_memory,
     }  # fmt: skip
     chosen = resolve_recipe(recipe_path(recipe) if recipe else None, typed, settings or [], options or [])
     policy_object = chosen.make_policy()
@@ -95,12 +199,22 @@ def calibrate(
     texts = load_calibration_data(source).limited(questions)
     config: dict[str, Any] = {
         "model": model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
-        "recipe": {**chosen.model_dump(), "params": policy_object.parameters()}, "seed": common.seed,
+        "recipe": chosen.resolved(), "seed": common.seed,
     }  # fmt: skip
+    sweeps = chosen if isinstance(chosen, PolykvRecipe) else None
+    if tflops is not None and not (sweeps and common.dry_run):
+        raise UsageError("--tflops is for what --dry-run says of method polykv: leave it out")
+    if sweeps:
+        config |= {"dtype": common.dtype, "revision": common.revision}  # a run that goes on must find them the same
+        for remark in sweeps.remarks():
+            common.warn(remark)
     if common.dry_run:
-        common.print_json(config)
+        if sweeps:
+            _say_cost(_estimate(common, model, texts, sweeps, TFLOPS if tflops is None else tflops), common, config)
+        else:
+            common.print_json(config)
         return
-    directory = new_directory(output, force, CONFIG)
+    directory = _resumed(output, force, config) if sweeps else new_directory(output, force, CONFIG)
     atomic_write(directory / CONFIG, canonical_json(config))
     loaded = common.load(model)
 
@@ -108,15 +222,89 @@ def calibrate(
     from kvsearch.plan.profile import save_profile
     from kvsearch.policies.checks import warn_unfit
 
-    warn_unfit(loaded.model, [policy_object])
-    what = chosen.scope(texts)
-    common.say(f"calibrating {model} by {chosen.method} for {chosen.policy} on {what} from {texts.name}")
+    policies = chosen.policies()
+    warn_unfit(loaded.model, policies)
+    what, named = chosen.scope(texts), ", ".join(policy.name for policy in policies)
+    common.say(f"calibrating {model} by {chosen.method} for {named} on {what} from {texts.name}")
     with common.progress(chosen.unit) as progress:
-        profile = chosen.calibrate(loaded, texts, policy_object, common.seed, progress)
+        if sweeps:
+            profile = sweeps.calibrate(loaded, texts, policy_object, common.seed, progress, directory)
+        else:
+            profile = chosen.calibrate(loaded, texts, policy_object, common.seed, progress)
     save_profile(profile, directory / PROFILE, overwrite=True)
     if common.as_json:
         common.print_json({"profile": str(directory / PROFILE), **profile.metadata.model_dump(mode="json")})
         return
     for line in remarks(profile):
         common.say(line)
-    common.say(f"wrote {directory / PROFILE}; next: kvsearch export {directory} --ratio 0.8 -o plan.json")
+    target = f"--budget {sweeps.budgets[0]}" if sweeps else "--ratio 0.8"
+    common.say(f"wrote {directory / PROFILE}; next: kvsearch export {directory} {target} -o plan.json")
+
+
+def _resumed(path: Path, force: bool, config: Mapping[str, Any]) -> Path:
+    """The directory of a calibration that begins, or goes on where it was interrupted.
+
+    Raises:
+        UsageError: `force` is off, and other results are there or an unfinished calibration with other settings.
+    """
+    from kvsearch.calibrate.options import SAMPLES
+    from kvsearch.evaluate.run_directory import difference
+    from kvsearch.plan import canonical_json
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    folder = path / SAMPLES
+    samples = sorted(folder.glob("*.safetensors"))
+    if force or not samples or (path / PROFILE).exists() or not (path / CONFIG).exists():
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        directory = new_directory(path, force, CONFIG)
+        for old in (*samples, directory / PROFILE):  # an interrupted calibration must not go on with them
+            old.unlink(missing_ok=True)
+        return directory
+    there = parse_json(read_bytes(path / CONFIG), str(path / CONFIG))
+    found = difference(there, parse_json(canonical_json(config), "the configuration"))
+    if found is not None:
+        raise UsageError(
+            f"{path} holds another unfinished calibration: {found}; repeat its command to go on with it, choose "
+            "another --output, or --force to start anew"
+        )
+    return path
+
+
+def _estimate(common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float) -> Estimate:
+    """What a calibration costs; the model is loaded to count tokens and parameters."""
+    from kvsearch.calibrate.cost import ModelSize, Work, estimate
+    from kvsearch.calibrate.prompts import prompts_of
+
+    loaded, options = common.load(model), recipe.options()
+    prompts = prompts_of(loaded, texts, options.protocol, options.answer_tokens)
+    work = Work.of(prompts, recipe.policies(), options)
+    return estimate(ModelSize.of(loaded.model), work, tflops, options.max_memory)
+
+
+def _say_cost(found: Estimate, common: Common, config: Mapping[str, Any]) -> None:
+    """Print an estimate with the configuration as JSON, and tell it in words."""
+    common.print_json({**config, "estimate": found.as_json()})
+    if common.as_json:
+        return
+    memory = found.memory
+    for line in (
+        f"{found.samples} continuations, {found.runs:,} runs of the model as the paper does it",
+        f"as the paper does it (--naive): {_cost_words(found.naive)} at {found.tflops:g} TFLOP/s",
+        f"in one sweep over the layers: {_cost_words(found.sweep)}, {found.speedup:.3g} times less arithmetic",
+        f"memory besides the weights: {memory.peak / 1e9:.3g} GB for {memory.groups} disturbances at a time, "
+        f"{memory.minimum / 1e9:.3g} GB at least",
+    ):
+        common.say(line)
+
+
+def _cost_words(cost: Cost) -> str:
+    return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {_time(cost.seconds)}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -34,7 +34,7 @@ def show(
 
     For a profile: local eviction ratios and whether they are stable across questions and texts; of LU-KV, how far the
     policy's ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's; of a dynamic method,
-    how many entries a static table moves.
+    how many entries a static table moves. Of PolyKV: what every pattern does to every layer, without --ratio.
     """
     from kvsearch.plan.profile import load_profile
 
@@ -80,7 +80,11 @@ def _shared(allocation: AllocationSpec) -> str:
 
 def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Common) -> None:
     from kvsearch.cli.show_dynamic import is_dynamic, show_dynamic
+    from kvsearch.cli.show_signals import show_signals
 
+    if profile.metadata.signals is not None:
+        show_signals(profile, common, plan is not None)
+        return
     if is_dynamic(profile):
         show_dynamic(profile, ratio, common, plan is not None)
         return

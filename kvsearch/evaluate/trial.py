@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from kvsearch.errors import UsageError
 from kvsearch.evaluate.averages import MACRO, Block
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.methods import FULL
@@ -31,17 +31,13 @@ class Trial:
     study: Study
     labels: Mapping[str, str]
 
-    @cached_property
-    def _block(self) -> Block:
-        return self.study.blocks[0]
-
     def score(self, name: str) -> Estimate:
         """The mean over all tasks with its 95% interval."""
-        return self._block.overall.scores[self.labels[name]]
+        return self._block(name).overall.scores[self.labels[name]]
 
     def by_task(self, name: str) -> dict[str, float]:
         """The mean of every task."""
-        return {row.task: row.scores[self.labels[name]].mean for row in self._block.rows if row.kind == "task"}
+        return {row.task: row.scores[self.labels[name]].mean for row in self._block(name).rows if row.kind == "task"}
 
     def gain(self, name: str, others: Sequence[str]) -> Difference:
         """What `name` scores above the mean of `others`, paired by question, with its 95% interval."""
@@ -55,6 +51,10 @@ class Trial:
     def tasks(self) -> tuple[str, ...]:
         """What was asked."""
         return self.study.averages[MACRO]
+
+    def _block(self, name: str) -> Block:
+        """Where its scores are: contenders of another size are in another block."""
+        return next(block for block in self.study.blocks if self.labels[name] in block.overall.scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,12 @@ def prepare_trial(
     """Check that plans, `others` and tasks fit together; plans that differ in nothing but their origin run once.
 
     Raises:
+        UsageError: two of them have one name, or a plan that of the full cache.
         UsageError, IncompatibleError: see `kvsearch.evaluate.study.prepare` and `Program.from_plan`.
     """
+    taken = {FULL, *(contender.label for contender in others)} & plans.keys()
+    if taken:
+        raise UsageError(f"two of what is tried are called {min(taken)!r}: name them differently")
     contenders = {FULL: full_contender(loaded)}
     labels, known = {FULL: FULL}, dict[str, str]()
     for name, plan in plans.items():

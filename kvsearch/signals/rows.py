@@ -11,21 +11,23 @@ SCRATCH_BYTES = 64 * 2**20
 
 
 def score_rows(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int, valid: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Logits of the K query rows, -inf for what comes after them, a few kv heads at a time, [B, heads, G, K, N] fp32.
 
     `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]. `tables` is how many fp32 tables of
-    that shape the caller makes of a piece.
+    that shape the caller makes of a piece. Keys that are not `valid` [B, N] (None: all are) are -inf, too: all of a row
+    is where it comes before the first valid key.
     """
     batch, heads, length, _ = keys.shape
     rows = query.shape[2]
     queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
     later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    hidden = later if valid is None else later | ~valid[:, None, None, None]
     step = max(1, SCRATCH_BYTES // (4 * tables * batch * queries.shape[2] * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
         scores = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        yield part, scores.masked_fill_(later, float("-inf"))
+        yield part, scores.masked_fill_(hidden, float("-inf"))

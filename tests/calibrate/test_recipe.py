@@ -127,7 +127,7 @@ def test_the_shipped_recipes(path: Path) -> None:
         assert made.sink_count == 4
         assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
         assert recipe.options(0).normalization == recipe.normalization
-    else:
+    elif isinstance(recipe, DynamicRecipe):
         assert made.window_count == 32
         assert recipe.make_allocation().name == recipe.method
 
@@ -167,6 +167,8 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     assert resolve_recipe(path, {"policy": "keydiff"}, []).params == {}
     assert resolve_recipe(path, {"policy": "keydiff"}, ["sinks=2"]).params == {"sinks": 2}
     assert resolve_recipe(path, {"policy": "snapkv"}, []).params == {"window": 8}
+    shared = write(tmp_path, "method: polykv\nparams: {window: 8}\n")  # those of all patterns
+    assert resolve_recipe(shared, {"policy": "tova"}, []).params == {"window": 8}
     unnamed = write(tmp_path, "params: {window: 8}\n")  # those of the default policy
     assert resolve_recipe(unnamed, {"policy": "snapkv"}, []).params == {"window": 8}
     assert resolve_recipe(unnamed, {"policy": "keydiff"}, []).params == {}
@@ -185,7 +187,7 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         (
             {"method": "lukf"},
             [],
-            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv\)",
+            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv\)",
         ),
         ({"normalization": "layers"}, [], r"unknown normalization 'layers'; did you mean 'layer'\? \(known: effect, "),
         ({"aggregate": "mean"}, [], r"unknown aggregate 'mean'.*\(known: ratios, importance\)"),
@@ -212,7 +214,7 @@ def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], probl
         ("polcy: snapkv", ["polcy: unknown key"]),
         ("policy: [snapkv]", ["policy: "]),
         ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
-        ("method: evolkv", ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv)"]),
+        ("method: evolkv", ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv, polykv)"]),
         ("method: laav", ["method: 'laav' is unknown; did you mean 'lava'?"]),
         ("method: [lava]", ["method: ['lava'] is unknown"]),
         ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),

@@ -27,7 +27,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-VERBS = ("calibrate", "export", "evaluate", "generate", "show", "headroom", "lm-eval", "policies", "tasks", "doctor")
+VERBS = (
+    "calibrate", "export", "validate", "select", "evaluate", "generate", "show", "headroom", "lm-eval", "policies",
+    "tasks", "doctor",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS)

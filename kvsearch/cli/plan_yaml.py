@@ -1,0 +1,63 @@
+"""kvsearch plan yaml, kvsearch plan build: a plan as people read and edit it, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsearch.cli.common import Common, command
+from kvsearch.cli.plan_output import Force, Output, check_output, deliver
+
+
+@command
+def yaml(
+    plan: Annotated[Path, typer.Argument(help="The plan file.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The YAML file.", show_default=False)],
+    common: Common,
+    force: Annotated[bool, typer.Option("--force", help="Replace the YAML file.")] = False,
+) -> None:
+    """Write a plan in YAML to read and edit: layers by range, a budget for all heads or a list, no sums to keep.
+
+    `kvsearch plan build` makes a plan of it again, byte by byte the same one if nothing was edited.
+
+    Example: kvsearch plan yaml plan.json -o strategy.yaml
+    """
+    from kvsearch.plan import load_plan
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.plan.layout import plan_to_yaml
+
+    check_output(output, force)
+    text = plan_to_yaml(load_plan(plan))
+    if not common.dry_run:
+        atomic_write(output, text.encode(), overwrite=force)
+    if common.as_json:
+        common.print_json({"yaml": str(output), "lines": text.count("\n")})
+    else:
+        verb = "would write" if common.dry_run else "wrote"
+        common.say(f"{verb} {output}; next: edit it, then kvsearch plan build {output} -o plan.json")
+
+
+@command
+def build(
+    strategy: Annotated[Path, typer.Argument(help="A YAML file as `plan yaml` writes it.", show_default=False)],
+    output: Output,
+    common: Common,
+    force: Force = False,
+) -> None:
+    """Write the plan of a YAML file; whatever is wrong with it is told with its line.
+
+    Example: kvsearch plan build strategy.yaml -o plan.json
+    """
+    from kvsearch.errors import UsageError
+    from kvsearch.export.strategy_yaml import plan_from_yaml
+    from kvsearch.plan.files import read_bytes
+
+    check_output(output, force)
+    data = read_bytes(strategy)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{strategy} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+    deliver(plan_from_yaml(text, str(strategy)), output, force, common)

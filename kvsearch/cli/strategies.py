@@ -1,0 +1,156 @@
+"""What commands on a PolyKV calibration share: its directory, its model, the sizes to try, and finished replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsearch.cli.calibrate import CONFIG, PROFILE
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.cli.common import Common
+    from kvsearch.evaluate.ledger import Ledger
+    from kvsearch.export.build import Target
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.plan import Profile
+
+HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
+
+Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory that `calibrate --method polykv` wrote.", show_default=False),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="MODEL", help="A hub id, a local directory, or `bundled`.", show_default="as calibrated"
+    ),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        help="Entries to keep per kv head, on average.", min=1, show_default="those that were measured, one by one"
+    ),
+]
+Ratio = Annotated[
+    float | None, typer.Option(help="Share of the cache to evict, 0 to 1, in place of a budget.", show_default=False)
+]
+
+
+def load_signals(directory: Path) -> Profile:
+    """The profile of a PolyKV calibration.
+
+    Raises:
+        UsageError: there is no such directory or no profile in it, or the profile is damaged or has no signals.
+    """
+    from kvsearch.plan.profile import load_profile
+    from kvsearch.signals.table import SignalTable
+
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise UsageError(f"{directory} {what}: give the directory of a calibration, or {HOW}")
+    if not (directory / PROFILE).exists():
+        raise UsageError(f"{directory} has no {PROFILE}: give the directory of a finished calibration, or {HOW}")
+    return SignalTable(load_profile(directory / PROFILE)).profile
+
+
+def calibrated_model(directory: Path, typed: str | None) -> str:
+    """The model to load: what was `typed`, or else what the calibration was told to measure.
+
+    Raises:
+        UsageError: nothing was typed and `directory` does not say.
+    """
+    if typed is not None:
+        return typed
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    path = directory / CONFIG
+    config = parse_json(read_bytes(path), str(path)) if path.exists() else None
+    name = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(name, str):
+        raise UsageError(f"{path} does not say which model was calibrated: give --model")
+    return name
+
+
+def load_calibrated(common: Common, directory: Path, typed: str | None, profile: Profile) -> LoadedModel:
+    """Load the model of a calibration; see `calibrated_model`.
+
+    Raises:
+        UsageError: which model it is cannot be told.
+        IncompatibleError: it is another model than the one that was measured.
+        EnvironmentFault: it cannot be loaded here.
+    """
+    loaded = common.load(calibrated_model(directory, typed))
+    profile.metadata.model.require(loaded.fingerprint, f"the profile in {directory}")
+    return loaded
+
+
+def targets_of(profile: Profile, budget: int | None = None, ratio: float | None = None) -> list[Target]:
+    """The sizes to try: the one that was typed, or else all budgets that the calibration measured, ascending.
+
+    Raises:
+        UsageError: both a budget and a ratio, or one out of range.
+    """
+    from kvsearch.export.build import Target
+    from kvsearch.signals.table import SignalTable
+
+    if budget is None and ratio is None:
+        return [Target(budget=measured) for measured in SignalTable(profile).axes.budgets]
+    return [Target(ratio, budget)]
+
+
+def comma_separated(flag: str, typed: str | None) -> list[str] | None:
+    """The names in a list such as cosine,ppl; UsageError if one of them is empty."""
+    if typed is None:
+        return None
+    names = [name.strip() for name in typed.split(",")]
+    if not all(names):
+        raise UsageError(f"{flag} takes names with commas between them, got {typed!r}")
+    return names
+
+
+@contextmanager
+def kept_replies(place: Path, config: Mapping[str, Any], replies: int, force: bool, common: Common) -> Iterator[Ledger]:
+    """The ledger of a trial of so many `replies`, in the directory `place`; says how to go on after Ctrl-C.
+
+    `config` is all that the replies depend on, as JSON, in the form of `Evaluation.config`.
+
+    Raises:
+        UsageError: replies of another trial are there and `force` is off; see `open_run` for more.
+    """
+    from kvsearch.evaluate.run_directory import open_run
+
+    if not force:
+        _require_same(place, config)
+    with open_run(place, config, force) as ledger:
+        if ledger.samples:
+            common.say(f"going on with {place}: {len(ledger.samples)} replies are there, {replies} are needed")
+        try:
+            yield ledger
+        except KeyboardInterrupt:
+            common.say(f"{len(ledger.samples)} replies are kept in {place}: give the same command again to go on")
+            raise
+
+
+def _require_same(place: Path, config: Mapping[str, Any]) -> None:
+    from kvsearch.evaluate.run_directory import CONFIG as KEPT
+    from kvsearch.evaluate.run_directory import difference
+    from kvsearch.plan.canonical import canonical_json
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    if not (place / KEPT).exists():
+        return
+    there = parse_json(read_bytes(place / KEPT), str(place / KEPT))
+    found = difference(there, parse_json(canonical_json(config), "the configuration"))
+    if found is not None:
+        raise UsageError(
+            f"{place} has replies to other questions: {found}; repeat its command to go on with it, or give --force to "
+            "start anew"
+        )

@@ -1,0 +1,208 @@
+"""kvsearch validate: find out which signals of a PolyKV calibration are worth following."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsearch.cli import evaluate_options as how_asked
+from kvsearch.cli import strategies as own
+from kvsearch.cli import task_options as asked
+from kvsearch.cli.common import Common, command
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.evaluate.validation import PreparedValidation
+    from kvsearch.evaluate.validation_report import Validation
+
+PANEL, REPLIES = "What is judged", "validation"
+
+Phases = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="When strategies evict: prefill, decode, both; each is judged by itself.",
+        show_default="all that were measured",
+        rich_help_panel=PANEL,
+    ),
+]
+Signals = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="Signals to judge, as routes or for budgets: cosine, ppl, entropy, error, nll, ppl-chosen and others; "
+        "route:NAME and budgets:NAME say which of the two.",
+        show_default="cosine,ppl,entropy, as far as they were measured",
+        rich_help_panel=PANEL,
+    ),
+]
+Permutations = Annotated[int, typer.Option(help="Random controls of every signal, at least 5.", rich_help_panel=PANEL)]
+Split = Annotated[
+    str,
+    typer.Option(help="Part of the examples: select or train, never what is reported on.", rich_help_panel=asked.PANEL),
+]
+ProtocolName = Annotated[
+    str | None,
+    typer.Option(
+        help="question-agnostic or question-aware; see `evaluate`.",
+        show_default="that of the calibration",
+        rich_help_panel=how_asked.ASKED,
+    ),
+]
+
+
+@command
+def validate(
+    directory: own.Directory,
+    common: Common,
+    model: own.ModelName = None,
+    budget: own.Budget = None,
+    ratio: own.Ratio = None,
+    phases: Phases = None,
+    signals: Signals = None,
+    permutations: Permutations = 5,
+    tasks: asked.Tasks = "synthetic",
+    length: asked.Length = None,
+    split: Split = "select",
+    data: asked.Data = None,
+    data_revision: asked.DataRevision = None,
+    prompts: asked.Prompts = None,
+    haystack: asked.Haystack = None,
+    squad: asked.Squad = None,
+    hotpot: asked.Hotpot = None,
+    depths: asked.Depths = None,
+    shots: asked.Shots = None,
+    shots_from: asked.ShotsFrom = None,
+    metric: asked.Metric = None,
+    protocol: ProtocolName = None,
+    samples: how_asked.Samples = 20,
+    max_length: how_asked.MaxLength = None,
+    batch: how_asked.Batch = 8,
+    max_memory: how_asked.MaxMemory = None,
+    force: Annotated[bool, typer.Option("--force", help="Start anew, whatever was validated before.")] = False,
+) -> None:
+    """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
+
+    A signal is useful if its strategy is better than random choices and than its inverse, harmful if it is worse than
+    random or uniform ones, else useless. What was found is kept in DIR/validation.json, and finished replies in
+    DIR/validation, so the same command goes on where it stopped.
+
+    Example: kvsearch validate runs/polykv --samples 40
+    """
+    from kvsearch.evaluate.protocol import find_protocol
+    from kvsearch.evaluate.study import Settings
+    from kvsearch.evaluate.validation import check_permutations, find_subjects, prepare_validation, refuse_reported
+    from kvsearch.evaluate.validation_report import FILE
+    from kvsearch.signals.table import SignalTable
+    from kvsearch.tasks.catalog import find_tasks
+
+    check_permutations(permutations)
+    options = asked.task_options(
+        length=length, split=split, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack,
+        squad=squad, hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
+    )  # fmt: skip
+    chosen = find_tasks(tasks, options)
+    refuse_reported(chosen)
+    profile = own.load_signals(directory)
+    table = SignalTable(profile)
+    names = own.comma_separated("--signals", signals), own.comma_separated("--phases", phases)
+    subjects = find_subjects(table, *names)
+    targets = own.targets_of(profile, budget, ratio)
+    memory = how_asked.memory_bytes(max_memory)
+    protocol_used = find_protocol(protocol or table.axes.protocol)
+    settings = Settings(samples, protocol_used, common.seed, batch, memory, max_length)
+    loaded = own.load_calibrated(common, directory, model, profile)
+    prepared = [
+        prepare_validation(loaded, profile, target, chosen, settings, subjects, permutations) for target in targets
+    ]
+    before = _before(directory / FILE, prepared[0], force)
+    if common.dry_run:
+        common.print_json(_to_do(prepared))
+        return
+    found = _found(prepared[0], before, directory, force, common)
+    for one in prepared[1:]:
+        found = _found(one, found, directory, force, common)
+    _show(found, prepared, directory / FILE, common)
+
+
+def _to_do(prepared: Sequence[PreparedValidation]) -> dict[str, object]:
+    conditions = prepared[0].conditions
+    sizes = [
+        {
+            "budget": one.budget, "ratio": one.target.ratio, "strategies": one.strategies,
+            "replies": one.evaluation.replies,
+        }
+        for one in prepared
+    ]  # fmt: skip
+    return {
+        "tasks": list(conditions.tasks),
+        "split": conditions.split,
+        "protocol": conditions.protocol,
+        "signals": [subject._asdict() for subject in prepared[0].compared],
+        "budgets": sizes,
+    }
+
+
+def _found(
+    one: PreparedValidation, before: Validation | None, directory: Path, force: bool, common: Common
+) -> Validation:
+    """Run one size; what was found so far is in the file when this returns."""
+    from kvsearch.evaluate.validation_report import FILE, save_validation
+
+    place = directory / REPLIES / f"{_slug(one)}-{one.evaluation.settings.protocol}"
+    needed = one.evaluation.replies
+    common.say(
+        f"{one.strategies} strategies and the full cache at {one.budget:g} entries per kv head: {needed} replies"
+    )
+    with (
+        own.kept_replies(place, one.config(), needed, force, common) as ledger,
+        common.progress("batches") as progress,
+    ):
+        result = one.run(progress, ledger)
+    found = result if before is None else result.merged(before)
+    save_validation(found, directory / FILE)
+    return found
+
+
+def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation | None:
+    """What the file has already; with `force`, only if it can be read and was found under the same conditions."""
+    from kvsearch.evaluate.validation_report import load_validation
+
+    try:
+        found = load_validation(path)
+    except UsageError:
+        if force:
+            return None
+        raise
+    changed = None if found is None else prepared.conditions.difference(found)
+    if changed is None or force:
+        return found if changed is None else None
+    raise UsageError(f"{path} is about other questions or another profile: {changed}; --force replaces it")
+
+
+def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path, common: Common) -> None:
+    from kvsearch.evaluate.validation_report import as_json, validation_table, verdict_lines
+
+    sizes = [(one.budget, one.target.ratio) for one in prepared]
+    now = [at for at in found.budgets if (at.budget, at.ratio) in sizes]
+    for at in now:
+        if at.doubt is not None:
+            common.warn(at.doubt)
+    if common.as_json:
+        common.print_json(as_json(found))
+    else:
+        for at in now:
+            common.out.print(validation_table(found, at))
+            for line in verdict_lines(at):
+                common.out.print(line, markup=False, soft_wrap=True)
+    others = ", ".join(at.size for at in found.budgets if at not in now)
+    common.say(f"kept in {path}" + (f", beside what was found before at {others}" if others else ""))
+
+
+def _slug(prepared: PreparedValidation) -> str:
+    """The size in the name of a directory."""
+    target = prepared.target
+    return str(target.budget) if target.budget is not None else f"ratio-{target.ratio}"

@@ -1,0 +1,296 @@
+"""What a validation of signals found: the rule of its verdicts, its records, their file, and the table of them.
+
+A file is JSON with a "schema" of `SCHEMA` and the fields of `Validation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+
+from pydantic import Field, ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluate.protocol import Protocol
+from kvsearch.evaluate.run_directory import difference
+from kvsearch.evaluate.statistics import Difference, Estimate
+from kvsearch.evaluate.study import LEAST_USEFUL
+from kvsearch.evaluate.trial import Trial
+from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
+from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import parse_json, problems_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA, FILE = "kvsearch.validation/1", "validation.json"
+Kind = Literal["route", "budgets"]
+Phases = Literal["prefill", "decode", "both"]
+Verdict = Literal["useful", "useless", "harmful"]
+
+COLUMNS = (
+    "signal", "kind", "phases", "forward", "inverse", "uniform", "random (range)", "forward - inverse",
+    "forward - uniform", "forward - random", "verdict",
+)  # fmt: skip
+TEXTS = ("signal", "kind", "phases", "verdict")
+_UNIFORM: Final[dict[Kind, str]] = {"route": "one pattern in all layers", "budgets": "equal budgets"}
+_RANDOM: Final[dict[Kind, str]] = {"route": "random patterns", "budgets": "random permutations"}
+
+
+class Subject(NamedTuple):
+    """What is judged: a signal, what for, and in which phases."""
+
+    signal: str
+    kind: Kind
+    phases: Phases
+
+
+class Compared(NamedTuple):
+    """The names, in a trial, of the strategies that a subject is judged by."""
+
+    forward: str
+    inverse: str
+    uniform: str
+    random: tuple[str, ...]
+
+
+class Gains(Record):
+    """What the forward strategy scores above its controls, paired by question; "random" is above their mean.
+
+    The 95% intervals are over contexts: the random controls are taken as they were drawn, so a significant gain on the
+    mean of few that differ much may still be chance. `Judged.lower` says how many of them score lower.
+    """
+
+    inverse: Difference
+    uniform: Difference
+    random: Difference
+
+
+class Judged(Record):
+    """A signal as a route or for budgets: the scores of its strategy and controls, and what follows from them."""
+
+    signal: Text
+    kind: Kind
+    phases: Phases
+    forward: Estimate
+    inverse: Estimate
+    uniform: Estimate
+    random: tuple[Estimate, ...] = Field(min_length=1)
+    gains: Gains
+    verdict: Verdict
+    reason: Text
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What was judged, as a key to sort by: routes first, then budgets, by signal and phases."""
+        return get_args(Kind).index(self.kind), self.signal, get_args(Phases).index(self.phases)
+
+    @property
+    def lower(self) -> int:
+        """How many of the random controls score lower than the forward strategy."""
+        return sum(one.mean < self.forward.mean for one in self.random)
+
+    @property
+    def words(self) -> str:
+        """What was judged, for people: `cosine as a route in prefill`."""
+        use = "as a route" if self.kind == "route" else "for budgets"
+        return f"{self.signal} {use} in {'both phases' if self.phases == 'both' else self.phases}"
+
+
+class AtBudget(Record):
+    """All that was judged at one size: `budget` entries per kv head, on average, or of a prompt as long as calibrated.
+
+    `ratio` is the share to evict, where that was asked for.
+    """
+
+    budget: float = Field(gt=0)
+    ratio: float | None = None
+    full: Estimate
+    signals: tuple[Judged, ...]
+
+    @property
+    def size(self) -> str:
+        """The size as it was asked for, for people."""
+        return f"{self.budget:g} entries per kv head" if self.ratio is None else f"{100 * self.ratio:g}% evicted"
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the verdicts may say little, if they do."""
+        if self.full.mean >= LEAST_USEFUL:
+            return None
+        return f"the full cache itself scores {self.full.mean:.2f}: these questions cannot tell signals apart"
+
+
+class Asked(Record):
+    """What was asked of one task, by content."""
+
+    contexts: Count
+    questions: Count
+    metric: Text
+    rows_sha256: Sha256
+
+
+class Conditions(Record):
+    """What was asked of which profile. `split` is the part of the examples, None of tasks that have no parts."""
+
+    model: ModelFingerprint
+    profile_sha256: Sha256
+    tasks: dict[Text, Asked] = Field(min_length=1)
+    split: Text | None
+    protocol: Protocol
+    seed: Index
+
+    def difference(self, other: Conditions) -> str | None:
+        """Say where the other one is not of the same profile and questions, which makes it "there"; None if it is."""
+        names = set(Conditions.model_fields) - {"model"}  # the profile has it
+        mine, theirs = (one.model_dump(mode="json", include=names) for one in (self, other))
+        return difference(theirs, mine)
+
+
+class Validation(Conditions):
+    """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first."""
+
+    budgets: tuple[AtBudget, ...] = Field(min_length=1)
+
+    def merged(self, other: Validation) -> Validation:
+        """All of this validation, and what only the other one, of the same conditions, has judged."""
+        found = {(at.budget, at.ratio or 0.0): at for at in other.budgets}
+        for at in self.budgets:
+            size = at.budget, at.ratio or 0.0
+            there = found[size].signals if size in found else ()
+            signals = {one.place: one for one in (*there, *at.signals)}
+            found[size] = at.model_copy(update={"signals": tuple(signals[place] for place in sorted(signals))})
+        return self.model_copy(update={"budgets": tuple(found[size] for size in sorted(found))})
+
+
+def judge(kind: Kind, gains: Gains, constant: bool = False) -> tuple[Verdict, str]:
+    """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
+
+    "Above" and "below" mean that the 95% interval of the difference is. The rule, the first that applies:
+
+    1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
+    2. harmful: forward is below the uniform control, or below the mean of the random controls;
+    3. useful: forward is above the mean of the random controls, and above its inverse;
+    4. useless: all else.
+    """
+    uniform, random = _side(gains.uniform), _side(gains.random)
+    if constant:
+        return "useless", "constant: forward and inverse are the same strategy"
+    if min(uniform, random) < 0:
+        below = [name for name, side in ((_UNIFORM[kind], uniform), (_RANDOM[kind], random)) if side < 0]
+        return "harmful", f"forward is below {' and '.join(below)}"
+    if random > 0 and _side(gains.inverse) > 0:
+        also = "and" if uniform > 0 else "but not"
+        return "useful", f"forward is above {_RANDOM[kind]} and its inverse, {also} above {_UNIFORM[kind]}"
+    return "useless", _useless(kind, gains)
+
+
+def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
+    """A signal with its verdict, from the scores of a trial."""
+    gains = Gains(
+        inverse=trial.gain(names.forward, [names.inverse]),
+        uniform=trial.gain(names.forward, [names.uniform]),
+        random=trial.gain(names.forward, names.random),
+    )
+    verdict, reason = judge(subject.kind, gains, trial.labels[names.forward] == trial.labels[names.inverse])
+    return Judged(
+        **subject._asdict(),
+        forward=trial.score(names.forward),
+        inverse=trial.score(names.inverse),
+        uniform=trial.score(names.uniform),
+        random=tuple(map(trial.score, names.random)),
+        gains=gains,
+        verdict=verdict,
+        reason=reason,
+    )
+
+
+def _useless(kind: Kind, gains: Gains) -> str:
+    """Why a signal that does no harm does no good."""
+    inverse, random = _side(gains.inverse), _side(gains.random)
+    if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):
+        return "forward and all controls score the same on every question"
+    if inverse > 0:
+        return f"forward is no better than {_RANDOM[kind]}: the gap to the inverse comes from a bad inverse"
+    if random > 0:
+        return (
+            f"forward is above {_RANDOM[kind]}, but no better than its inverse: the signal's direction does not matter"
+        )
+    if inverse < 0:
+        return f"forward is below its inverse and no better than {_RANDOM[kind]}: the signal points the wrong way"
+    return f"forward is no better than its inverse and than {_RANDOM[kind]}"
+
+
+def _side(gain: Difference) -> int:
+    """1 if a difference is above zero, -1 if below, 0 if its interval cannot tell."""
+    return int(gain.low > 0) - int(gain.high < 0)
+
+
+def as_json(found: Validation) -> dict[str, Any]:
+    """The content of a file."""
+    return {"schema": SCHEMA, **found.model_dump(mode="json")}
+
+
+def save_validation(found: Validation, path: Path) -> None:
+    """Write a file in one step, in place of one that is there; EnvironmentFault if it cannot be written."""
+    atomic_write(path, canonical_json(as_json(found)))
+
+
+def load_validation(path: Path) -> Validation | None:
+    """Read a file; None if there is none.
+
+    Raises:
+        UsageError: it is no such file, or is damaged.
+        EnvironmentFault: it cannot be read.
+    """
+    if not path.exists():
+        return None
+    remedy = "delete it and validate again"
+    content = parse_json(read_bytes(path), str(path))
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
+        raise UsageError(f"{path} is no {SCHEMA} file: {remedy}")
+    try:
+        return Validation.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(f"{path} is damaged ({problems_of(error)[0]}): {remedy}") from error
+
+
+def validation_table(found: Validation, at: AtBudget) -> Table:
+    """The scores at one size in percent, a row for every signal, with 95% intervals of the differences."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    questions = sum(task.questions for task in found.tasks.values())
+    title = f"{found.model.name}, {at.size}, {found.protocol}: score in percent, full cache {100 * at.full.mean:.1f}"
+    caption = f"{questions} questions of {', '.join(found.tasks)}; paired differences, 95% intervals over contexts"
+    table = Table(title=title, title_justify="left", box=SIMPLE, caption=caption, caption_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in TEXTS else "right")
+    for judged in at.signals:
+        table.add_row(*_cells(judged))
+    return table
+
+
+def verdict_lines(at: AtBudget) -> Iterator[str]:
+    """Why every signal got its verdict, a line each."""
+    for judged in at.signals:
+        advice = ", do not build strategies of this size on it" if judged.verdict == "harmful" else ""
+        rank = f"{judged.lower} of {len(judged.random)} random controls score lower"
+        yield f"{judged.words} is {judged.verdict}{advice}: {judged.reason}; {rank}"
+
+
+def _cells(judged: Judged) -> Iterator[str]:
+    random = [one.mean for one in judged.random]
+    yield from (judged.signal, judged.kind, judged.phases)
+    yield from (_percent(one.mean) for one in (judged.forward, judged.inverse, judged.uniform))
+    yield f"{_percent(fmean(random))} ({_percent(min(random))}..{_percent(max(random))})"
+    for gain in (judged.gains.inverse, judged.gains.uniform, judged.gains.random):
+        yield f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    yield judged.verdict
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.1f}"

@@ -1,0 +1,334 @@
+"""PolyKV's strategies (arXiv 2606.15157, Algorithm 1): for every phase and layer a pattern, then a budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.budgets.proportional import Direction, Proportional
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.calibrate.provenance import provenance
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.export.build import Target, total_entries
+from kvsearch.export.direct import PHASES
+from kvsearch.naming import suggest
+from kvsearch.plan import LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile
+from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.policies.registry import create_policy
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+
+Ints = NDArray[np.int64]
+
+UNIFORM = "uniform"
+FULL = PolicySpec(name="full")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How signals become a plan: a route chooses patterns, a sensitivity budgets; the same for every phase.
+
+    Args:
+        route: by which every layer takes its best pattern, one of `ROUTES`; None: `policy` in every layer.
+        budgets: "uniform", or the sensitivity of `SENSITIVITIES` that shares out what is above the floors.
+        phases: when to evict: "prefill", "decode" or "both"; each phase is chosen and shared out by itself.
+        inverse_route: take the worst pattern of every layer instead, as a control.
+        inverse_budgets: give the most sensitive layer the smallest budget, as a control.
+        policy: the pattern of a strategy without a route; default: the policy of the profile.
+        exclude: patterns that no layer may take. The sensitivities over all patterns still count them.
+        least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. What the pattern of a
+            layer always keeps (sinks and window) is its floor in any case.
+        full_layers: so many layers keep the full cache, at the cost of the whole length: those whose best pattern is
+            the worst by the route, or without a route the most sensitive ones.
+
+    Raises:
+        UsageError: a name is unknown, a number is out of range, or two settings contradict each other.
+    """
+
+    route: str | None = "cosine"
+    budgets: str = UNIFORM
+    phases: str = "prefill"
+    inverse_route: bool = False
+    inverse_budgets: bool = False
+    policy: str | None = None
+    exclude: tuple[str, ...] = ()
+    least: int | None = None
+    full_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("route", self.route, ROUTES),
+            ("budget signal", self.budgets, (UNIFORM, *SENSITIVITIES)),
+            ("phases", self.phases, tuple(PHASES)),
+        ):
+            if value is not None and value not in known:
+                raise UsageError(f"unknown {what} {value!r}{suggest(value, known)}")
+        for wrong, problem in (
+            (
+                self.route is not None and self.policy is not None,
+                f"policy {self.policy!r} is for route none: every layer takes it",
+            ),
+            (self.route is None and self.inverse_route, "route none has no inverse: name a route"),
+            (self.budgets == UNIFORM and self.inverse_budgets, "uniform budgets have no inverse: name a budget signal"),
+            (self.least is not None and self.least < 0, f"least must be 0 entries or more, got {self.least}"),
+            (self.full_layers < 0, f"full layers must be 0 or more, got {self.full_layers}"),
+            (
+                self.route is None and self.budgets == UNIFORM and self.full_layers > 0,
+                "neither route nor budget signal says which layers should keep the full cache: name one of them",
+            ),
+        ):
+            if wrong:
+                raise UsageError(problem)
+
+    @property
+    def name(self) -> str:
+        """What the strategy is called in tables, e.g. "cosine + entropy"; the phases are not part of it."""
+        route = self.route or self.policy or "policy"
+        parts = [route + " inverse" * self.inverse_route]
+        if self.budgets != UNIFORM:
+            parts.append(self.budgets + " inverse" * self.inverse_budgets)
+        details = [f"without {', '.join(self.exclude)}"] if self.exclude else []
+        details += [] if self.least is None else [f"least {self.least}"]
+        details += [f"{self.full_layers} full"] if self.full_layers else []
+        return " + ".join(parts) + (f" ({'; '.join(details)})" if details else "")
+
+
+class Chosen(NamedTuple):
+    """One phase of a strategy."""
+
+    patterns: tuple[PolicySpec, ...]  # of every profile layer
+    budgets: Ints  # [L, Hkv]
+
+
+def strategy_plan(profile: Profile, strategy: Strategy, target: Target) -> Plan:
+    """The plan of a strategy at `target`; its provenance says what was chosen and from which signals.
+
+    Raises:
+        UsageError: see `choose`.
+    """
+    table = SignalTable(profile)
+    chosen = choose(table, strategy, target)
+    settings = asdict(strategy)
+    settings["budget_signal"] = settings.pop("budgets")
+    settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
+    settings["signal_budget"] = table.nearest(_size(profile, target).mean)
+    return plan_of(profile, chosen, target, settings)
+
+
+def choose(table: SignalTable, strategy: Strategy, target: Target) -> dict[Phase, Chosen]:
+    """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
+
+    Among equally good patterns the first one is taken. The budgets of a phase add up to `target` exactly; heads of a
+    layer get equal ones, but for odd entries. A signal that is the same everywhere is warned of (KvsearchWarning):
+    patterns are then the policy of the profile, budgets equal.
+
+    Raises:
+        UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the target is below what
+            patterns always keep or keeps everything.
+    """
+    size = _size(table.profile, target)
+    return {phase: _Construction(table, strategy, phase, size).chosen() for phase in PHASES[strategy.phases]}
+
+
+def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], target: Target, settings: Mapping[str, Any]) -> Plan:
+    """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
+    metadata, origin = profile.metadata, profile.metadata.provenance
+    phases = {phase: _phase_plan(profile, part) for phase, part in chosen.items()}
+    floors = [_floor(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
+    joined = {**origin.settings, "ratio": target.ratio, "budget": target.budget, **settings}
+    return Plan(
+        model=metadata.model,
+        length=target.length or metadata.length,
+        scaling="proportional" if target.ratio is not None else "fixed",
+        floor=min(floors, default=1),
+        prefill=phases.get("prefill"),
+        decode=phases.get("decode"),
+        total=next(iter(phases.values())).total,
+        provenance=provenance(origin.method, origin.seed, origin.data_sha256, joined),
+    )
+
+
+def _phase_plan(profile: Profile, chosen: Chosen) -> PhasePlan:
+    layers: list[LayerPlan | None] = [None] * profile.metadata.model.layers
+    rows = zip(profile.metadata.layers, chosen.patterns, chosen.budgets.tolist(), strict=True)
+    for layer, pattern, budget in rows:
+        layers[layer] = LayerPlan(policy=pattern, budget=tuple(budget))
+    return PhasePlan(layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a phase has to share out."""
+
+    shape: tuple[int, int]  # profile layers, kv heads
+    total: int
+    length: int | None  # of the prompts that the budgets are for; None: budgets for any prompt
+
+    @property
+    def mean(self) -> float:
+        return self.total / (self.shape[0] * self.shape[1])
+
+
+def _size(profile: Profile, target: Target) -> _Size:
+    shape, length = profile.metadata.shape, target.length or profile.metadata.length
+    size = _Size(
+        shape,
+        total_entries(target, length, shape[0] * shape[1]),
+        length if target.length or target.ratio is not None else None,
+    )
+    if size.mean >= length:
+        raise UsageError(
+            f"{size.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; "
+            f"lower the budget or give the --length of your prompts"
+        )
+    return size
+
+
+@dataclass(frozen=True)
+class _Construction:
+    """Algorithm 1 for one phase."""
+
+    table: SignalTable
+    strategy: Strategy
+    phase: Phase
+    size: _Size
+
+    def chosen(self) -> Chosen:
+        routed = self._routed()
+        full = self._full_layers(routed)
+        patterns = [self.table.axes.patterns[index] for index in routed]
+        rest = [row for row in range(len(patterns)) if row not in full]
+        whole, heads = self.size.length or 0, self.size.shape[1]
+        left = self.size.total - len(full) * heads * whole
+        floors = [_floor(patterns[row]) for row in rest]
+        self._check_floors([patterns[row].name for row in rest], rest, floors, left / (len(rest) * heads))
+        budgets = np.full(self.size.shape, whole, dtype=np.int64)
+        budgets[rest] = self._share(self._weights(routed, rest), left, floors)
+        return Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(patterns)), budgets)
+
+    def _routed(self) -> list[int]:
+        """The pattern of every layer, as an index into the patterns of the table."""
+        strategy, layers = self.strategy, self.size.shape[0]
+        if strategy.route is None:
+            return [self._policy()] * layers
+        candidates, wanted = self._wanted(strategy.route)
+        if len(candidates) > 1 and all(is_constant(row) for row in wanted):
+            own = [index for index in candidates if self.table.patterns[index] == self._own_policy]
+            policy = (own or candidates)[0]
+            _warn(
+                f"{strategy.route} is the same for all patterns in every {self.phase} layer: nothing seems to have "
+                f"been evicted at {self.table.nearest(self.size.mean)} entries per kv head, so "
+                f"{self.table.patterns[policy]} is used everywhere"
+            )
+            return [policy] * layers
+        best = wanted.argmin(axis=1) if strategy.inverse_route else wanted.argmax(axis=1)
+        return [candidates[index] for index in best]
+
+    @property
+    def _own_policy(self) -> str:
+        return self.table.profile.metadata.policy.name
+
+    def _wanted(self, route: str) -> tuple[list[int], NDArray[np.float64]]:
+        """The candidates, and how much each layer prefers them, [L, candidates]."""
+        candidates = self._candidates()
+        return candidates, self.table.preference(route, self.phase, self.size.mean)[:, candidates]
+
+    def _candidates(self) -> list[int]:
+        """Indices of the patterns that a layer may take; no signal can judge the full cache, which agrees with itself.
+
+        It takes a layer's place by `full_layers` alone.
+        """
+        for name in self.strategy.exclude:
+            self._index(name, "exclude")
+        out = (*self.strategy.exclude, FULL.name)
+        found = [index for index, name in enumerate(self.table.patterns) if name not in out]
+        if not found:
+            listed = ", ".join(self.table.patterns)
+            raise UsageError(f"no pattern is left to choose from, the profile has {listed}: exclude fewer")
+        return found
+
+    def _policy(self) -> int:
+        """The pattern of a strategy without a route."""
+        name = self.strategy.policy or self._own_policy
+        index = self._index(name, "use policy")
+        if index not in self._candidates():
+            what = "the full cache evicts nothing" if name == FULL.name else "it is excluded"
+            raise UsageError(f"cannot use policy {name!r} in every layer: {what}")
+        return index
+
+    def _index(self, name: str, what: str) -> int:
+        known = self.table.patterns
+        if name not in known:
+            raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
+        return known.index(name)
+
+    def _full_layers(self, routed: Sequence[int]) -> list[int]:
+        """Rows of the layers that keep the full cache: those that suffer most from the best that can be done."""
+        count, layers, route = self.strategy.full_layers, self.size.shape[0], self.strategy.route
+        if not count:
+            return []
+        if self.size.length is None:
+            raise UsageError("a layer with the full cache costs a whole prompt: give the --length of your prompts")
+        if count >= layers:
+            raise UsageError(
+                f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
+            )
+        harm = self._sensitivity(routed) if route is None else -self._wanted(route)[1].max(axis=1)
+        return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
+
+    def _sensitivity(self, routed: Sequence[int]) -> NDArray[np.float64]:
+        return self.table.sensitivity(self.strategy.budgets, self.phase, self.size.mean, routed)
+
+    def _check_floors(self, names: Sequence[str], rest: Sequence[int], floors: Sequence[int], mean: float) -> None:
+        """UsageError if a mean of `mean` entries is below what the pattern of one of the `rest` layers always keeps."""
+        worst = max(range(len(floors)), key=floors.__getitem__)
+        if mean >= floors[worst]:
+            return
+        name, layer, full = names[worst], self.table.profile.metadata.layers[rest[worst]], self.strategy.full_layers
+        found, remedy = f"{mean:g} entries per kv head is below", "keep more"
+        if full:
+            left = f"would leave {max(mean, 0):g} entries per kv head to the others"
+            found = f"{full} of {full + len(rest)} layers in full {left}, below"
+            remedy = "give fewer --full-layers, keep more"
+        instead = f"exclude {name}" if self.strategy.route else "use another policy"
+        raise UsageError(
+            f"{found} the {floors[worst]} that {name} in {self.phase} layer {layer} always keeps: "
+            f"{remedy}, {instead}, or calibrate it with a smaller window"
+        )
+
+    def _weights(self, routed: Sequence[int], rest: Sequence[int]) -> NDArray[np.float64] | None:
+        """Sensitivities of the layers that share the budget; None: equal ones."""
+        signal = self.strategy.budgets
+        if signal == UNIFORM:
+            return None
+        found = self._sensitivity(routed)[rest]
+        if len(found) > 1 and is_constant(found):
+            _warn(f"{signal} is the same in every {self.phase} layer, so it cannot tell them apart: budgets are equal")
+            return None
+        return found
+
+    def _share(self, weights: NDArray[np.float64] | None, total: int, floors: Sequence[int]) -> Ints:
+        """Budgets of the layers with these floors, [layers, Hkv]; they add up to `total`."""
+        shape, least = (len(floors), self.size.shape[1]), self.strategy.least
+        low = np.broadcast_to(np.array(floors)[:, None], shape)
+        caps = np.full(shape, self.size.length or MOST_ENTRIES)
+        if weights is None:
+            return Uniform().allocate(np.zeros(shape), total, low, caps)
+        if least is not None and least * low.size > total:
+            raise UsageError(f"least {least} is above the mean of {total / low.size:g} entries per kv head: lower it")
+        direction: Direction = "inverse" if self.strategy.inverse_budgets else "forward"
+        return Proportional(direction, least).allocate(weights, total, low, caps)
+
+
+def _floor(pattern: PolicySpec) -> int:
+    """Entries per kv head that a pattern always keeps, at least one."""
+    policy = create_policy(pattern.name, pattern.params)
+    return max(1, policy.sink_count + policy.window_count)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, KvsearchWarning, stacklevel=3)

@@ -1,0 +1,148 @@
+"""A plan in YAML, as people read and edit it (PolyKV, arXiv 2606.15157, Figure 2): layers by range, no sums to keep.
+
+    model: bundled
+    scaling: fixed
+    floor: 8
+    prefill:
+      layers:
+        0-7: {policy: snapkv, budget: 640, params: {window: 8}}
+        8: {policy: tova, budget: [600, 700]}  # per kv head
+        9-11: full  # whole cache
+
+Parameters that several entries share stand once under `policies`, by the name of the policy; an entry with `params` of
+its own does not read them. Whatever a plan holds is in its YAML, except for the total, which follows from the budgets:
+so reading what was written gives the same plan, byte by byte. Provenance is kept as it is when budgets are edited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import yaml
+
+from kvsearch.plan import AllocationSpec, LayerPlan, PhasePlan, Plan, canonical_json
+
+STRATEGY_FORMAT = "kvsearch.strategy"
+STRATEGY_VERSION = 1
+WHOLE = "full"  # what stands for a layer without a budget
+
+_HEADER = f"""\
+# A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
+# Layers: a number or a range. Budgets: entries per kv head, one for all heads or a list. {WHOLE}: the whole cache.
+"""
+_WIDTH = 120
+
+Params = dict[str, Any]
+
+
+def plan_to_yaml(plan: Plan) -> str:
+    """Render a plan as YAML; equal plans give equal texts, and reading them gives the plan again."""
+    shared = _shared(plan)
+    model = plan.model.model_dump(exclude_none=True)
+    document: dict[str, Any] = {
+        "format": STRATEGY_FORMAT,
+        "version": STRATEGY_VERSION,
+        "model": model.pop("name"),
+        "length": plan.length,
+        "scaling": plan.scaling,
+        "floor": plan.floor,
+        "allocation": None if plan.allocation == AllocationSpec() else _Line(plan.allocation.model_dump()),
+        "policies": {name: _Line(sorted(params.items())) for name, params in sorted(shared.items())} or None,
+        "prefill": _phase(plan.prefill, shared),
+        "decode": _phase(plan.decode, shared),
+        "fingerprint": model,
+        "provenance": _provenance(plan),
+    }
+    given = {key: value for key, value in document.items() if value is not None}
+    return _HEADER + yaml.dump(given, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def layer_ranges(layers: Sequence[int]) -> list[str]:
+    """Ascending layers as ranges, e.g. ["0-2", "5"]."""
+    runs = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
+    return [_range([layer for _, layer in run]) for _, run in runs]
+
+
+def _range(layers: Sequence[int]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+class _Line(dict[str, Any]):
+    """A mapping that is written between braces."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # plain or in single quotes, some line breaks would be read as others
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+def _line(dumper: _Dumper, mapping: _Line) -> yaml.MappingNode:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", mapping, flow_style=True)
+
+
+def _list(dumper: _Dumper, items: tuple[Any, ...]) -> yaml.SequenceNode:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(_Line, _line)
+_Dumper.add_representer(tuple, _list)
+
+
+def _shared(plan: Plan) -> dict[str, Params]:
+    """Parameters by policy that at least two entries have; of several, those that most have."""
+    uses: Counter[tuple[str, bytes]] = Counter()
+    found: dict[tuple[str, bytes], Params] = {}
+    for phase in (plan.prefill, plan.decode):
+        for _, entry in _entries(phase):
+            if entry is not None and entry.policy.params:
+                key = (entry.policy.name, canonical_json(entry.policy.params))
+                uses[key] += 1
+                found[key] = entry.policy.params
+    shared: dict[str, Params] = {}
+    for key, count in sorted(uses.items(), key=lambda use: (-use[1], use[0])):
+        if count > 1:
+            shared.setdefault(key[0], found[key])
+    return shared
+
+
+def _entries(phase: PhasePlan | None) -> Iterator[tuple[list[int], LayerPlan | None]]:
+    """Runs of layers with equal content."""
+    if phase is None:
+        return
+    for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):
+        pairs = list(run)
+        yield [index for index, _ in pairs], pairs[0][1]
+
+
+def _phase(phase: PhasePlan | None, shared: dict[str, Params]) -> dict[str, Any] | None:
+    if phase is None:
+        return None
+    entries = {_range(layers): _entry(layer, shared) for layers, layer in _entries(phase)}
+    return {"layers": {int(key) if key.isdecimal() else key: entry for key, entry in entries.items()}}
+
+
+def _entry(layer: LayerPlan | None, shared: dict[str, Params]) -> _Line | str:
+    if layer is None:
+        return WHOLE
+    name, params, budget = layer.policy.name, layer.policy.params, layer.budget
+    entry = _Line(policy=name, budget=budget[0] if len(set(budget)) == 1 else budget)
+    if canonical_json(params) != canonical_json(shared.get(name, {})):  # 1 == 1.0 == True would not do
+        entry["params"] = dict(sorted(params.items()))
+    return entry
+
+
+def _provenance(plan: Plan) -> dict[str, Any]:
+    dumped = plan.provenance.model_dump(exclude_none=True)
+    dumped["settings"] = dict(sorted(plan.provenance.settings.items()))
+    if not dumped["settings"]:
+        del dumped["settings"]
+    return dumped

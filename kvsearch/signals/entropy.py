@@ -1,0 +1,70 @@
+"""How scattered the attention of a layer is: PolyKV's budget signal, arXiv 2606.15157, Eq. 4, in two readings.
+
+Read literally, Eq. 4 is the entropy of the mean row, which is high for two heads that look at one place each. The mean
+of the rows' entropies is low for them, and rows of any length can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvsearch.signals.rows import score_rows
+
+
+def row_entropy(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+) -> Tensor:
+    """Mean over heads and rows of the entropy of an attention row as a share of the largest possible, [B] fp32, 0 to 1.
+
+    `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]; `valid` [B, N] is False where there
+    is padding (None: nowhere). The largest possible is the logarithm of how many keys the row sees. A row that sees one
+    key has no choice, so it is left out, and so are rows of padding; 0 if no row is left.
+    """
+    seen = _visible(query, keys, valid)
+    counted = seen > 1
+    total = query.new_zeros(len(query), dtype=torch.float32)
+    for attention in _attention(query, keys, scaling, softcap, valid):
+        entropy = torch.special.entr(attention).sum(-1)  # 0 log 0 is 0
+        share = entropy / seen.clamp(min=2).log()[:, None, None]
+        total += share.masked_fill(~counted[:, None, None], 0).sum((1, 2, 3))
+    rows = counted.sum(-1) * query.shape[1]
+    return (total / rows.clamp(min=1)).clamp(0, 1)
+
+
+def mean_row(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+) -> Tensor:
+    """Attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
+
+    It adds up to 1. Rows of padding are left out; 0 everywhere if no row is left.
+    """
+    counted = _visible(query, keys, valid) > 0
+    total = keys.new_zeros((len(keys), keys.shape[2]), dtype=torch.float32)
+    for attention in _attention(query, keys, scaling, softcap, valid):
+        total += attention.masked_fill_(~counted[:, None, None, :, None], 0).sum((1, 2, 3))
+    rows = counted.sum(-1, keepdim=True) * query.shape[1]
+    return total / rows.clamp(min=1)
+
+
+def literal_entropy(mean: Tensor) -> float:
+    """Entropy in nats of the attention to each key position `mean` [N], which adds up to 1 (Eq. 4)."""
+    return float(torch.special.entr(mean.double()).sum())
+
+
+def _attention(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, valid: Tensor | None
+) -> Iterator[Tensor]:
+    """Attention of the rows, a few kv heads at a time, [B, heads, G, K, N] fp32; NaN where a row sees nothing."""
+    for _, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
+        yield scores.softmax(-1)
+
+
+def _visible(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
+    """How many keys each row sees, [B, K]; 0 for rows of padding."""
+    if valid is None:
+        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+    seen = valid.cumsum(-1).masked_fill(~valid, 0)
+    return seen[:, keys.shape[2] - query.shape[2] :]

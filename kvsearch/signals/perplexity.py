@@ -1,0 +1,27 @@
+"""What a model loses on tokens it should predict.
+
+PolyKV (arXiv 2606.15157, Eq. 3) compares perplexity, exp of the mean loss, with and without eviction. Means and
+differences are left to the caller, in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCRATCH_BYTES = 64 * 2**20
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
+
+    The row of a target is the one that predicts it. fp32 logits are made of a few rows at a time.
+    """
+    wanted = targets.to(logits.device).expand(logits.shape[:-1]).reshape(-1, 1)
+    rows = logits.flatten(0, -2)
+    step = max(1, SCRATCH_BYTES // (8 * rows.shape[-1]))
+    losses = [
+        -part.float().log_softmax(-1).gather(-1, chosen)
+        for part, chosen in zip(torch.split(rows, step), torch.split(wanted, step), strict=True)
+    ]
+    return torch.cat(losses).reshape(logits.shape[:-1])

@@ -1,0 +1,272 @@
+"""`kvsearch export` of PolyKV profiles: what it writes and says, where its defaults come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.evaluate import validation
+from kvsearch.export.build import Target
+from kvsearch.export.strategy import Strategy, strategy_plan
+from kvsearch.models.loading import LoadOptions, load
+from kvsearch.plan import ModelFingerprint, Profile, load_plan, load_profile, save_profile
+from tests.cli.conftest import Run
+from tests.plan.builders import PROVENANCE
+from tests.signals.profiles import make_signals, signal_metadata
+
+USAGE = 2
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}, "h2o": {}}
+
+
+@pytest.fixture(scope="module")
+def bundled() -> ModelFingerprint:
+    return load("bundled", LoadOptions("cpu")).fingerprint
+
+
+def calibrated_as(
+    directory: Path, model: ModelFingerprint, settings: dict[str, Any] | None = None, **changes: Any
+) -> Profile:
+    """A made-up profile of the bundled model in `directory`."""
+    origin = {**PROVENANCE, "method": "polykv", "settings": settings or {}}
+    metadata = signal_metadata(model, PATTERNS, provenance=origin, **changes)
+    directory.mkdir(exist_ok=True)
+    profile = make_signals(metadata)
+    save_profile(profile, directory / "profile.safetensors", overwrite=True)
+    return profile
+
+
+@pytest.fixture
+def polykv(tmp_path: Path, bundled: ModelFingerprint) -> Path:
+    calibrated_as(tmp_path / "run", bundled)
+    return tmp_path / "run"
+
+
+def refused(run: Run, words: str, *arguments: object) -> None:
+    """Run an export that must fail with one line and write nothing."""
+    output = Path(str(arguments[arguments.index("-o") + 1]))
+    code, out, talk = run("export", *arguments)
+    assert (code, out) == (USAGE, ""), talk
+    assert words in talk
+    assert talk.startswith("kvsearch: error: ")
+    assert talk.count("\n") == 1
+    assert not output.exists()
+
+
+def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, talk = run("export", polykv, "-o", path, "--budget", 32, "--phases", "both")
+    assert (code, out) == (0, "")
+    plan = load_plan(path)
+    assert plan == strategy_plan(
+        load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Target(budget=32)
+    )
+    first, *lines = talk.splitlines()
+    assert first == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
+    assert [line.partition(":")[0] for line in lines] == ["prefill", "decode"]
+    assert all(line.endswith("; 32 entries per kv head") for line in lines)
+
+
+def test_layers_are_told_as_ranges(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
+    best = np.array([0, 0, 0, 2, 2, 0])
+    cosine = np.broadcast_to((np.arange(4) == best[:, None]).astype(np.float32), (3, 1, 2, 6, 4))
+    entropy = np.broadcast_to(np.arange(1, 7, dtype=np.float32), (3, 2, 6))
+    profile = make_signals(signal_metadata(bundled, PATTERNS), cosine=cosine, entropy=entropy)
+    save_profile(profile, tmp_path / "profile.safetensors")
+    path = tmp_path / "plan.json"
+    code, _, talk = run("export", tmp_path, "-o", path, "--budget-signal", "entropy", "--least", 8)
+    assert code == 0, talk
+    assert talk.splitlines()[1] == "prefill: snapkv in layers 0-2 and 5, tova in 3-4; 15 to 49 entries per kv head"
+    code, _, talk = run(
+        "export", tmp_path / "profile.safetensors", "-o", path, "--ratio", 0.5, "--full-layers", 1, "--force"
+    )
+    assert code == 0, talk
+    assert talk.splitlines()[1] == (
+        "prefill: full in layer 0, snapkv in 1-2 and 5, tova in 3-4; 80 entries per kv head"
+    )
+
+
+def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> None:
+    path, profile = tmp_path / "plan.json", load_profile(polykv / "profile.safetensors")
+    given: list[tuple[Strategy, tuple[object, ...]]] = [
+        (
+            Strategy("ppl", "entropy", "decode", inverse_budgets=True, exclude=("tova", "h2o"), least=9),
+            ("--route", "ppl", "--budget-signal", "entropy", "--phases", "decode", "--inverse-budgets", "--exclude",
+             "tova, h2o", "--least", 9),
+        ),
+        (
+            Strategy(None, "ppl-mean", policy="h2o", full_layers=1),
+            ("--route", "none", "--budget-signal", "ppl-mean", "--policy", "h2o", "--full-layers", 1),
+        ),
+        (Strategy(inverse_route=True, phases="both"), ("--inverse-route", "--phases", "both")),
+    ]  # fmt: skip
+    for strategy, options in given:
+        code, _, talk = run("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
+        assert code == 0, talk
+        assert load_plan(path) == strategy_plan(profile, strategy, Target(budget=64, length=300))
+
+
+def test_what_was_asked_at_calibration_is_the_default(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
+    asked = {"route": "error", "budget_signal": "entropy", "phases": "decode"}
+    profile = calibrated_as(tmp_path / "run", bundled, asked, budgets=(48,))
+    path = tmp_path / "plan.json"
+    assert run("export", tmp_path / "run", "-o", path)[0] == 0
+    assert load_plan(path) == strategy_plan(profile, Strategy("error", "entropy", "decode"), Target(budget=48))
+    typed = ("--route", "cosine", "--budget-signal", "uniform", "--phases", "prefill", "--ratio", 0.5)
+    assert run("export", tmp_path / "run", "-o", path, *typed, "--force")[0] == 0
+    assert load_plan(path) == strategy_plan(profile, Strategy(), Target(ratio=0.5))
+    calibrated_as(tmp_path / "run", bundled, {"route": "none"}, budgets=(48,))
+    assert run("export", tmp_path / "run", "-o", path, "--policy", "tova", "--force")[0] == 0
+    assert load_plan(path).provenance.settings["policy"] == "tova"
+
+
+def test_the_result_as_json(run: Run, polykv: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, talk = run("export", polykv, "-o", path, "--phases", "decode", "--json")
+    assert (code, talk) == (0, "")
+    told = json.loads(out)
+    layers = told.pop("phases")["decode"]
+    assert told == {
+        "plan": str(path), "total": 768, "length": 200, "scaling": "fixed", "layers": 6, "kv_heads": 4,
+    }  # fmt: skip
+    assert sorted(layer for taken in layers.values() for layer in taken) == list(range(6))
+
+
+def test_a_dry_run_writes_nothing(run: Run, polykv: Path, tmp_path: Path) -> None:
+    code, _, talk = run("export", polykv, "-o", tmp_path / "plan.json", "--dry-run")
+    assert (code, (tmp_path / "plan.json").exists()) == (0, False)
+    assert talk.startswith("would write ")
+    assert "\nprefill: " in talk
+
+
+def test_the_plan_runs(run: Run, polykv: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    options = ("--budget", 200, "--length", 400, "--phases", "both", "--budget-signal", "entropy")
+    assert run("export", polykv, "-o", path, *options, "--full-layers", 1)[0] == 0
+    code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 2)
+    assert code == 0, talk
+    assert 0 < json.loads(out)["entries"] < json.loads(out)["full_entries"]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--route", "cosin"), "unknown route 'cosin'; did you mean 'cosine'?"),
+        (("--budget-signal", "entrop"), "unknown budget signal 'entrop'; did you mean 'entropy'?"),
+        (("--phases", "decod"), "unknown phases 'decod'; did you mean 'decode'?"),
+        (("--policy", "tova"), "policy 'tova' is for route none"),
+        (("--route", "none", "--policy", "tofa"), "did you mean 'tova'?"),
+        (("--route", "none", "--inverse-route"), "route none has no inverse"),
+        (("--inverse-budgets",), "uniform budgets have no inverse"),
+        (("--exclude", "tofa"), "cannot exclude 'tofa': the profile has no such pattern; did you mean 'tova'?"),
+        (("--exclude", "tova,,h2o"), "--exclude takes names with commas between them"),
+        (("--exclude", "snapkv,streaming,tova,h2o"), "no pattern is left to choose from"),
+        (("--least", 9), "--least is for budgets by a signal: name a --budget-signal"),
+        (("--least", 33, "--budget-signal", "ppl"), "least 33 is above the mean of 32 entries per kv head"),
+        (("--full-layers", 1), "give the --length of your prompts"),
+        (("--full-layers", 6, "--length", 200), "6 of 6 layers in full would leave none to evict from"),
+        (("--route", "none", "--full-layers", 1, "--length", 200), "which layers should keep the full cache"),
+        (("--budget", 7, "--route", "none"), "7 entries per kv head is below the 8 that snapkv in prefill layer 0"),
+        (("--budget", 200), "200 entries per kv head is all of a 200-token prompt"),
+        (("--budget", 9, "--ratio", 0.5), "give either a ratio to evict"),
+        (("--ratio", 1.5), "ratio 1.5 is outside (0, 1)"),
+    ],
+)
+def test_requests_that_are_refused(
+    run: Run, polykv: Path, tmp_path: Path, options: tuple[object, ...], words: str
+) -> None:
+    refused(run, words, polykv, "-o", tmp_path / "plan.json", *options)
+
+
+def test_a_budget_must_be_named_where_several_were_measured(
+    run: Run, tmp_path: Path, bundled: ModelFingerprint
+) -> None:
+    calibrated_as(tmp_path / "run", bundled, budgets=(16, 32))
+    refused(
+        run, "give --budget or --ratio: the profile was measured at 16, 32 entries", tmp_path / "run", "-o",
+        tmp_path / "plan.json",
+    )  # fmt: skip
+
+
+def test_a_phase_that_was_not_measured(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
+    calibrated_as(tmp_path / "run", bundled, phases=("decode",))
+    refused(run, "signals of the prefill phase were not measured", tmp_path / "run", "-o", tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--route", "cosine"), "--route:"),
+        (("--budget-signal", "uniform", "--phases", "both"), "--budget-signal, --phases:"),
+        (("--inverse-route", "--inverse-budgets"), "--inverse-route, --inverse-budgets:"),
+        (("--policy", "tova", "--exclude", "h2o"), "--policy, --exclude:"),
+        (("--least", 0, "--full-layers", 0), "--least, --full-layers:"),
+        (("--allow-harmful",), "--allow-harmful:"),
+    ],
+)
+def test_other_profiles_have_no_strategies(
+    run: Run, calibrated: Path, tmp_path: Path, options: tuple[object, ...], named: str
+) -> None:
+    words = f"{named} only for profiles of method polykv, this one is of method lukv"
+    refused(run, words, calibrated, "-o", tmp_path / "plan.json", "--ratio", 0.8, *options)
+
+
+def test_other_profiles_have_no_default_budget(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    refused(run, "give either a ratio to evict", calibrated, "-o", tmp_path / "plan.json")
+
+
+def test_a_plan_that_is_there_is_kept(run: Run, polykv: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("mine")
+    code, _, talk = run("export", polykv, "-o", path)
+    assert (code, path.read_text()) == (USAGE, "mine")
+    assert "exists" in talk
+    assert run("export", polykv, "-o", path, "--force")[0] == 0
+
+
+# --- signals that were judged harmful -------------------------------------------------------------------------------
+
+
+def test_harmful_signals_are_not_used_unless_allowed(
+    run: Run, polykv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, Strategy, float]] = []
+
+    def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
+        asked.append((directory, strategy, budget))
+        return "route cosine was judged harmful" if strategy.route == "cosine" else None
+
+    monkeypatch.setattr(validation, "harmful", harmful)
+    path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
+    assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
+    assert not asked
+    (polykv / "validation.json").write_text("{}")
+    refused(
+        run,
+        "route cosine was judged harmful; --allow-harmful to write it all the same",
+        polykv,
+        "-o",
+        path,
+        "--budget",
+        20,
+    )
+    assert asked == [(polykv, Strategy(), 20.0)]
+    assert run("export", file, "-o", path, "--route", "ppl", "--ratio", 0.9, "--phases", "both")[0] == 0
+    assert asked[1:] == [(polykv, Strategy("ppl", phases="both"), 20.0)]
+    code, _, talk = run("export", polykv, "-o", path, "--allow-harmful", "--force")
+    assert code == 0
+    assert talk.startswith("kvsearch: warning: route cosine was judged harmful\nwrote ")
+
+
+def test_a_damaged_validation_is_told(run: Run, polykv: Path, tmp_path: Path) -> None:
+    (polykv / "validation.json").write_text("{}")
+    code, _, talk = run("export", polykv, "-o", tmp_path / "plan.json")
+    assert code == USAGE
+    assert "validation.json" in talk
+    assert not (tmp_path / "plan.json").exists()

@@ -1,0 +1,150 @@
+"""`kvsearch plan yaml` and `build`: there and back byte by byte, edits, and mistakes with their lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsearch.plan import load_plan, save_plan
+from tests.cli.conftest import Run
+from tests.plan.builders import make_plan, phase_dict
+
+USAGE = 2
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan of three layers: 10 and 6 entries, the whole cache, 4 and 12 entries."""
+    phase = phase_dict([[10, 6], None, [4, 12]])
+    for layer in phase["layers"]:
+        if layer is not None:
+            layer["policy"] = {"name": "snapkv", "params": {"window": 4}}
+    save_plan(make_plan(prefill=phase), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_there_and_back_gives_the_same_bytes(run: Run, plan: Path, tmp_path: Path) -> None:
+    strategy, again = tmp_path / "strategy.yaml", tmp_path / "again.json"
+    code, out, talk = run("plan", "yaml", plan, "-o", strategy)
+    assert (code, out) == (0, "")
+    assert talk == f"wrote {strategy}; next: edit it, then kvsearch plan build {strategy} -o plan.json\n"
+    assert "    0: {policy: snapkv, budget: [10, 6]}\n    1: full\n" in strategy.read_text()
+    code, out, talk = run("plan", "build", strategy, "-o", again)
+    assert (code, out) == (0, "")
+    assert talk == f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\n"
+    assert again.read_bytes() == plan.read_bytes()
+
+
+def test_a_plan_of_a_calibration_there_and_back(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    strategy, again = tmp_path / "strategy.yaml", tmp_path / "again.json"
+    assert run("plan", "yaml", calibrated / "plan.json", "-o", strategy)[0] == 0
+    assert run("plan", "build", strategy, "-o", again)[0] == 0
+    assert again.read_bytes() == (calibrated / "plan.json").read_bytes()
+
+
+def test_an_edited_plan(run: Run, plan: Path, tmp_path: Path) -> None:
+    strategy, new = tmp_path / "strategy.yaml", tmp_path / "new.json"
+    run("plan", "yaml", plan, "-o", strategy)
+    edited = (
+        strategy.read_text()
+        .replace("    1: full\n", "")
+        .replace("    0: {policy: snapkv, budget: [10, 6]}", "    0-1: {policy: tova, budget: 9, params: {sinks: 2}}")
+    )
+    strategy.write_text(edited)
+    code, out, talk = run("plan", "build", strategy, "-o", new, "--json")
+    assert code == 0, talk
+    assert json.loads(out) == {
+        "plan": str(new), "total": 52, "scaling": "proportional", "length": 40, "phases": "prefill",
+        "allocation": "static",
+    }  # fmt: skip
+    assert load_plan(new).budgets("prefill") == ((9, 9), (9, 9), (4, 12))
+    assert load_plan(new).provenance == load_plan(plan).provenance
+
+
+def test_a_dry_run_and_json(run: Run, plan: Path, tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.yaml"
+    code, _, talk = run("plan", "yaml", plan, "-o", strategy, "--dry-run")
+    assert (code, strategy.exists()) == (0, False)
+    assert talk.startswith(f"would write {strategy}")
+    code, out, talk = run("plan", "yaml", plan, "-o", strategy, "--json")
+    assert (code, talk) == (0, "")
+    assert json.loads(out) == {"yaml": str(strategy), "lines": strategy.read_text().count("\n")}
+    code, _, talk = run("plan", "build", strategy, "-o", tmp_path / "new.json", "--dry-run")
+    assert (code, (tmp_path / "new.json").exists()) == (0, False)
+    assert talk.startswith("would write")
+
+
+@pytest.mark.parametrize("verb", ["yaml", "build"])
+def test_what_is_there_is_kept(run: Run, plan: Path, tmp_path: Path, verb: str) -> None:
+    strategy, mine = tmp_path / "strategy.yaml", tmp_path / "mine"
+    run("plan", "yaml", plan, "-o", strategy)
+    source = plan if verb == "yaml" else strategy
+    mine.write_text("mine")
+    code, out, talk = run("plan", verb, source, "-o", mine)
+    assert (code, out, mine.read_text()) == (USAGE, "", "mine")
+    assert talk == f"kvsearch: error: {mine} exists: choose another file, or --force to replace it\n"
+    assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
+    assert mine.read_text() != "mine"
+    code, _, talk = run("plan", verb, source, "-o", tmp_path / "no" / "such")
+    assert code == USAGE
+    assert "its folder does not exist" in talk
+
+
+@pytest.mark.parametrize("verb", ["yaml", "build"])
+def test_a_source_that_is_not_there(run: Run, tmp_path: Path, verb: str) -> None:
+    code, _, talk = run("plan", verb, tmp_path / "none", "-o", tmp_path / "new")
+    assert (code, talk) == (USAGE, f"kvsearch: error: there is no file {tmp_path / 'none'}: check the path\n")
+    code, _, talk = run("plan", verb, tmp_path, "-o", tmp_path / "new")
+    assert code == USAGE
+    assert "is a folder" in talk
+
+
+def test_mistakes_are_told_with_their_lines(run: Run, plan: Path, tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.yaml"
+    run("plan", "yaml", plan, "-o", strategy)
+    text = (
+        strategy.read_text()
+        .replace("policy: snapkv, budget: [10", "policy: snapvk, budget: [3")
+        .replace("1: full", "2: full")
+    )
+    strategy.write_text(text)
+    code, out, talk = run("plan", "build", strategy, "-o", tmp_path / "new.json")
+    assert (code, out) == (USAGE, "")
+    heading, *problems = talk.splitlines()
+    assert heading == f"kvsearch: error: {strategy} is not valid, 4 problems:"
+    assert [line.strip().partition(": ")[0] for line in problems] == ["line 12", "line 13", "line 13", "line 15"]
+    assert "did you mean 'snapkv'?" in talk
+    assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not a kvsearch.strategy file: it holds no object"),
+        (b"\xff\xfe", "is not UTF-8 text: byte 0 is 0xff"),
+        (b"format: [", "is not valid YAML at line 1"),
+        (b"{}", "is not a kvsearch.strategy file: its format is null"),
+    ],
+)
+def test_files_that_are_no_strategy(run: Run, tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "s.yaml").write_bytes(content)
+    code, out, talk = run("plan", "build", tmp_path / "s.yaml", "-o", tmp_path / "new.json")
+    assert (code, out) == (USAGE, "")
+    assert words in talk
+    assert talk.count("\n") == 1
+
+
+def test_a_strategy_is_no_plan(run: Run, plan: Path, tmp_path: Path) -> None:
+    run("plan", "yaml", plan, "-o", tmp_path / "s.yaml")
+    code, _, talk = run("plan", "yaml", tmp_path / "s.yaml", "-o", tmp_path / "t.yaml")
+    assert code == USAGE
+    assert "is not valid JSON" in talk
+
+
+def test_the_commands_import_no_yaml_before_they_run() -> None:
+    code = "import sys, kvsearch.cli; print('yaml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,166 @@
+"""`kvsearch show` of PolyKV profiles: tables by phase and budget, the best patterns, and all means as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.plan import Profile, save_profile
+from kvsearch.signals.table import SignalTable
+from tests.cli.conftest import Run
+from tests.plan.builders import model
+from tests.signals.profiles import make_signals, signal_metadata
+
+NINE: dict[str, dict[str, Any]] = {
+    "h2o": {"recent": 4}, "tova": {}, "cam": {}, "pyramidkv": {}, "snapkv": {}, "d2o": {}, "cake": {},
+    "scissorhands": {}, "streaming": {},
+}  # fmt: skip
+LONG: dict[str, dict[str, Any]] = {
+    "expected_attention": {}, "duo_attention": {}, "scissorhands": {}, "criticalkv": {}, "pyramidkv": {},
+    "streaming": {}, "keydiff": {}, "snapkv": {}, "full": {},
+}  # fmt: skip
+
+
+def saved(directory: Path, profile: Profile) -> Path:
+    save_profile(profile, directory / "profile.safetensors")
+    return directory
+
+
+def by_layer(*layers: list[float]) -> np.ndarray:
+    return np.broadcast_to(np.array(layers, dtype=np.float32), (3, 1, 1, len(layers), 3))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Two layers, three patterns and one phase with known values."""
+    metadata = signal_metadata(model(layers=2), phases=("prefill",), budgets=(16,))
+    losses = by_layer([1.5, 1.25, 1.0], [1.0, 1.0, 1.0]).astype(np.float64)
+    profile = make_signals(
+        metadata, cosine=by_layer([0.5, 0.875, 0.75], [0.25, 0.5, 1.0]), nll=losses, full_nll=np.ones(3),
+        entropy=np.broadcast_to(np.array([0.25, 0.75], dtype=np.float32), (3, 1, 2)),
+    )  # fmt: skip
+    return saved(tmp_path, profile)
+
+
+def rows(out: str, title: str) -> list[list[str]]:
+    """The cells of the table under a title, the header first."""
+    lines = out[out.index(title) :].splitlines()[1:]
+    found = [line.split() for line in lines if line.strip() and not line.strip().startswith("─")]
+    return found[: next((at for at, cells in enumerate(found) if not cells[0][0].isdigit() and at), len(found))]
+
+
+def test_the_tables(run: Run, small: Path) -> None:
+    code, out, talk = run("show", small)
+    assert (code, talk) == (0, "")
+    assert rows(out, "prefill at 16 entries per kv head: cosine of attention outputs") == [
+        ["layer", "snapkv", "streaming", "tova", "entropy"],
+        ["0", "0.5000", "*0.8750", "0.7500", "0.2500"],
+        ["1", "0.2500", "0.5000", "*1.0000", "0.7500"],
+    ]
+    assert rows(out, "prefill at 16 entries per kv head: what perplexity gains") == [
+        ["layer", "snapkv", "streaming", "tova"],
+        ["0", "+1.76", "+0.772", "*+0"],
+        ["1", "+0", "+0", "+0"],
+    ]
+    assert "perplexity  2.71828 under the full cache" in out
+    assert out.index("what perplexity gains") > out.index("cosine of attention")
+
+
+@pytest.mark.parametrize("patterns", [NINE, LONG], ids=["paper", "long names"])
+def test_nine_patterns_fit_on_a_page(run: Run, tmp_path: Path, patterns: dict[str, dict[str, Any]]) -> None:
+    metadata = signal_metadata(model(layers=32), patterns, budgets=(64, 512))
+    code, out, talk = run("show", saved(tmp_path, make_signals(metadata)))
+    assert (code, talk) == (0, "")
+    tables = out[out.index("prefill at 64") :]
+    assert max(len(line.rstrip()) for line in tables.splitlines()) <= 120
+    assert "…" not in tables
+    for phase in ("prefill", "decode"):
+        for budget in (64, 512):
+            assert f"{phase} at {budget} entries per kv head: cosine" in tables
+            assert f"{phase} at {budget} entries per kv head: what perplexity gains" in tables
+    assert tables.count("*") == 2 * 2 * 2 * 32 + 1  # one best pattern in every row, and what the star means
+
+
+def test_the_full_cache_is_never_the_best(run: Run, tmp_path: Path) -> None:
+    metadata = signal_metadata(model(layers=1), {"full": {}, "tova": {}, "h2o": {}}, phases=("decode",))
+    directory = saved(tmp_path, make_signals(metadata, cosine=by_layer([1.0, 0.5, 0.25])))
+    _, out, _ = run("show", directory)
+    assert rows(out, "cosine of")[1][:4] == ["0", "1.0000", "*0.5000", "0.2500"]
+    _, out, _ = run("show", directory, "--json")
+    assert json.loads(out)["means"][0]["best"]["cosine"] == ["tova"]
+
+
+def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
+    profile = make_signals(signal_metadata(budgets=(16, 64)))
+    code, out, talk = run("show", saved(tmp_path, profile), "--json")
+    assert (code, talk) == (0, "")
+    told, table = json.loads(out), SignalTable(profile)
+    assert told["metadata"]["method"] == "polykv"
+    assert told["patterns"] == ["snapkv", "streaming", "tova"]
+    assert told["perplexity"] == table.perplexity
+    assert [(part["phase"], part["budget"]) for part in told["means"]] == [
+        ("prefill", 16), ("prefill", 64), ("decode", 16), ("decode", 64),
+    ]  # fmt: skip
+    for part in told["means"]:
+        assert sorted(part["signals"]) == ["cosine", "error", "nll", "ppl"]
+        for name, values in part["signals"].items():
+            assert np.allclose(values, table.measured(name, part["phase"], part["budget"]))
+            best = table.preference(name, part["phase"], part["budget"]).argmax(axis=1)
+            assert part["best"][name] == [told["patterns"][at] for at in best]
+    assert np.allclose(told["entropies"]["decode"]["entropy"], table.sensitivity("entropy", "decode", 16, ()))
+
+
+def test_layers_that_no_pattern_harms_have_no_best(run: Run, small: Path) -> None:
+    _, out, _ = run("show", small, "--json")
+    assert json.loads(out)["means"][0]["best"]["ppl"] == ["tova", None]
+
+
+def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "entropies").mkdir()
+    errors = make_signals(cosine=None, nll=None, full_nll=None, entropy=None)
+    code, out, _ = run("show", saved(tmp_path / "errors", errors))
+    assert code == 0
+    assert "relative distance of attention outputs" in out
+    assert "perplexity" not in out
+    assert "entropy" not in out
+    entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, literal_entropy=np.ones((2, 4)))
+    code, out, _ = run("show", saved(tmp_path / "entropies", entropies))
+    assert code == 0
+    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy", "entropy-literal"]
+    assert "*" not in out
+
+
+def test_values_that_are_small_or_large(run: Run, tmp_path: Path) -> None:
+    metadata = signal_metadata(model(layers=2), phases=("prefill",))
+    losses = by_layer([1.00002, 1.00001, 1.0], [1.0, 1.00001, 1.0]).astype(np.float64)
+    (tmp_path / "small").mkdir()
+    close = make_signals(metadata, cosine=by_layer([0.99999, 1, 1], [1, 1, 1]), nll=losses, full_nll=np.ones(3))
+    _, out, _ = run("show", saved(tmp_path / "small", close))
+    assert rows(out, "cosine of")[1][1:4] == ["0.99999", "*1.00000", "1.00000"]
+    assert rows(out, "what perplexity gains")[1][1:] == ["+5.44e-05", "+2.72e-05", "*+0"]
+    large = make_signals(metadata, nll=losses + by_layer([9, 5, 1], [0, 1e-12, 0]), full_nll=np.ones(3))
+    _, out, _ = run("show", saved(tmp_path, large))
+    assert rows(out, "what perplexity gains")[1:] == [
+        ["0", "+2.2e+04", "+401", "*+4.67"], ["1", "*+0", "+2.72e-05", "+0"],
+    ]  # fmt: skip
+
+
+def test_a_plan_cannot_be_judged_by_signals(run: Run, small: Path, calibrated: Path) -> None:
+    code, out, talk = run("show", small, "--plan", calibrated / "plan.json")
+    assert (code, out) == (2, "")
+    assert talk == (
+        "kvsearch: error: --plan needs a LU-KV profile: a polykv profile does not say what entries are worth\n"
+    )
+
+
+def test_a_damaged_profile(run: Run, small: Path) -> None:
+    file = small / "profile.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    code, out, talk = run("show", small)
+    assert (code, out) == (2, "")
+    assert "is no complete safetensors file" in talk

@@ -1,0 +1,516 @@
+"""Validation of signals: verdicts on made-up differences, controls of equal size, what is kept and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.run_directory import open_run
+from kvsearch.evaluate.statistics import Difference, Estimate
+from kvsearch.evaluate.study import Settings
+from kvsearch.evaluate.validation import (
+    PreparedValidation,
+    find_subjects,
+    harmful,
+    prepare_validation,
+    refuse_reported,
+    validate,
+)
+from kvsearch.evaluate.validation_report import (
+    FILE,
+    AtBudget,
+    Gains,
+    Judged,
+    Kind,
+    Phases,
+    Subject,
+    Validation,
+    Verdict,
+    as_json,
+    judge,
+    load_validation,
+    save_validation,
+    validation_table,
+    verdict_lines,
+)
+from kvsearch.export.build import Target
+from kvsearch.export.strategy import Strategy
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile, save_profile
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.signals.table import SignalTable
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+
+from .. import tiny
+from ..plan.builders import model as toy
+from ..signals.profiles import make_signals, signal_metadata
+from .shown import rendered
+
+TARGET = Target(budget=16)
+HOW = Settings(3, seed=4, batch=4)
+
+
+@dataclass(frozen=True)
+class Lottery(tiny.Listed):
+    """Any reply has some score: a random model's are never right."""
+
+    def score(self, reply: str, query: Query) -> float:
+        return sum(map(ord, reply)) % 11 / 10
+
+
+TASKS = [Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def profile_of(model: LoadedModel, **arrays: Any) -> Profile:
+    return make_signals(signal_metadata(model.fingerprint, budgets=(16, 32)), **arrays)
+
+
+def prepared(
+    model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
+) -> PreparedValidation:
+    profile = changes.pop("profile", None) or profile_of(model)
+    subjects = find_subjects(SignalTable(profile), signals, phases)
+    asked = {"target": TARGET, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
+    return prepare_validation(model, profile, subjects=subjects, **asked)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def gain(low: float, high: float) -> Difference:
+    return Difference((low + high) / 2, low, high, 3, 2, 1)
+
+
+ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), Difference(0, 0, 0, 0, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "uniform", "random", "verdict", "reason"),
+    [
+        (ABOVE, ABOVE, ABOVE, "useful", "above random patterns and its inverse, and above one pattern in all layers"),
+        (ABOVE, LEVEL, ABOVE, "useful", "and its inverse, but not above one pattern in all layers"),
+        (ABOVE, BELOW, ABOVE, "harmful", "forward is below one pattern in all layers"),
+        (ABOVE, ABOVE, BELOW, "harmful", "forward is below random patterns"),
+        (ABOVE, BELOW, BELOW, "harmful", "forward is below one pattern in all layers and random patterns"),
+        (ABOVE, LEVEL, LEVEL, "useless", "no better than random patterns: the gap to the inverse comes from a bad inv"),
+        (ABOVE, ABOVE, LEVEL, "useless", "no better than random patterns: the gap to the inverse comes from a bad inv"),
+        (LEVEL, ABOVE, ABOVE, "useless", "above random patterns, but no better than its inverse"),
+        (BELOW, LEVEL, LEVEL, "useless", "the signal points the wrong way"),
+        (LEVEL, LEVEL, LEVEL, "useless", "forward is no better than its inverse and than random patterns"),
+        (EQUAL, EQUAL, EQUAL, "useless", "forward and all controls score the same on every question"),
+        (gain(0.0, 0.3), ABOVE, ABOVE, "useless", "no better than its inverse"),
+        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful", "but not above one pattern"),
+    ],
+)
+def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str, reason: str) -> None:
+    found, why = judge("route", Gains(inverse=inverse, uniform=uniform, random=random))
+    assert found == verdict
+    assert reason in why
+
+
+def test_verdicts_on_budgets_are_in_their_words() -> None:
+    _, why = judge("budgets", Gains(inverse=ABOVE, uniform=LEVEL, random=LEVEL))
+    assert why == "forward is no better than random permutations: the gap to the inverse comes from a bad inverse"
+    _, why = judge("budgets", Gains(inverse=ABOVE, uniform=BELOW, random=LEVEL))
+    assert why == "forward is below equal budgets"
+
+
+def test_a_constant_signal_does_no_harm() -> None:
+    """Whatever the one strategy scores is not the signal's doing."""
+    gains = Gains(inverse=EQUAL, uniform=EQUAL, random=BELOW)
+    assert judge("route", gains, constant=True) == ("useless", "constant: forward and inverse are the same strategy")
+    assert judge("route", gains)[0] == "harmful"
+
+
+bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
+
+
+@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]))
+def test_verdicts_exclude_each_other(inverse: Difference, uniform: Difference, random: Difference, kind: Kind) -> None:
+    verdict, why = judge(kind, Gains(inverse=inverse, uniform=uniform, random=random))
+    harms = uniform.high < 0 or random.high < 0
+    assert (verdict == "harmful") == harms
+    assert (verdict == "useful") == (not harms and random.low > 0 and inverse.low > 0)
+    assert why
+    assert "\n" not in why
+
+
+# --- what is judged --------------------------------------------------------------------------------------------------
+
+
+def test_the_signals_of_the_paper_in_all_phases() -> None:
+    found = find_subjects(SignalTable(make_signals()))
+    kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl", "budgets")]
+    assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
+
+
+def test_only_what_was_measured() -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
+    assert find_subjects(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        (["cosine"], [("cosine", "route")]),
+        (["ppl"], [("ppl", "route"), ("ppl", "budgets")]),
+        (["budgets:ppl", "ppl"], [("ppl", "budgets"), ("ppl", "route")]),
+        (["error"], [("error", "route"), ("error", "budgets")]),
+        (["nll-chosen"], [("nll-chosen", "budgets")]),
+        (["budgets:cosine", "entropy"], [("cosine", "budgets"), ("entropy", "budgets")]),
+    ],
+)
+def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
+    assert find_subjects(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+
+
+@pytest.mark.parametrize(
+    ("signals", "phases", "problem"),
+    [
+        (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
+        (["route:entropy"], None, "unknown signal 'entropy'"),
+        (["rout:cosine"], None, "unknown kind of signal 'rout' in 'rout:cosine'; did you mean 'route'"),
+        (["entropy-literal"], None, "no 'entropy-literal' signal for budgets .it has entropy, cosine.*calibrate with"),
+        (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
+        (None, ["prefil"], "unknown phases 'prefil'; did you mean 'prefill'"),
+        (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
+    ],
+)
+def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | None, problem: str) -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None))
+    with pytest.raises(UsageError, match=problem):
+        find_subjects(table, signals, phases)
+
+
+def test_a_profile_without_the_papers_signals() -> None:
+    table = SignalTable(make_signals(cosine=None, nll=None, full_nll=None, entropy=None))
+    with pytest.raises(UsageError, match="none of cosine, ppl and entropy: name the signals"):
+        find_subjects(table)
+    assert find_subjects(table, ["route:error"], ["both"]) == [("error", "route", "both")]
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
+    label = made.prepared.labels[name]
+    program = next(one.program for one in made.evaluation.contenders if one.label == label)
+    found = getattr(program, phase)
+    assert isinstance(found, PhaseProgram)
+    return found
+
+
+def patterns(made: PreparedValidation, name: str, phase: str = "prefill") -> list[str]:
+    return [policy.name for _, policy in sorted(phase_of(made, name, phase).policies.items())]
+
+
+def budgets(made: PreparedValidation, name: str, phase: str = "prefill") -> list[int]:
+    """Of every layer, the entries of all heads."""
+    return [int(row) for row in np.sum(phase_of(made, name, phase).table(200), axis=1)]
+
+
+def test_controls_of_a_route(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    made = prepared(model, ["cosine"], ["both"], profile=profile)
+    (names,) = made.compared.values()
+    table, known = SignalTable(profile), list(SignalTable(profile).patterns)
+    drawn = []
+    for phase in table.axes.phases:
+        wanted = table.preference("cosine", phase, 16)
+        assert patterns(made, names.forward, phase) == [known[index] for index in wanted.argmax(axis=1)]
+        assert patterns(made, names.inverse, phase) == [known[index] for index in wanted.argmin(axis=1)]
+        assert patterns(made, names.uniform, phase) == [profile.metadata.policy.name] * 4
+        drawn += [patterns(made, name, phase) for name in names.random]
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert budgets(made, name, phase) == [32] * 4
+    assert {name for each in drawn for name in each} == set(known)
+    assert len({tuple(each) for each in drawn}) > 5  # the phases are drawn by themselves
+
+
+def test_controls_of_budgets(model: LoadedModel) -> None:
+    entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (3, 2, 4))
+    made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, entropy=entropy))
+    (names,) = made.compared.values()
+    for phase in ("prefill", "decode"):
+        forward = budgets(made, names.forward, phase)
+        assert sum(forward) == 4 * 32
+        assert forward == sorted(forward)
+        assert budgets(made, names.inverse, phase) == forward[::-1]
+        assert budgets(made, names.uniform, phase) == [32] * 4
+        drawn = [budgets(made, name, phase) for name in names.random]
+        assert all(sorted(each) == forward for each in drawn)
+        assert len({tuple(each) for each in drawn}) > 2
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert set(patterns(made, name, phase)) == {"snapkv"}
+
+
+def test_signals_share_controls_that_do_not_depend_on_them(model: LoadedModel) -> None:
+    made = prepared(model, ["cosine", "route:error"])
+    one, other = made.compared.values()
+    assert (one.uniform, one.random) == (other.uniform, other.random)
+    assert made.strategies <= 2 * 2 + 1 + 5
+    assert made.evaluation.replies == (made.strategies + 1) * 4
+
+
+def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
+    few, many = (prepared(model, ["entropy"], permutations=count) for count in (5, 9))
+    (less,), (more,) = few.compared.values(), many.compared.values()
+    assert more.random[:5] == less.random
+    assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
+    assert few.config() == many.config()
+    again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
+    assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
+
+
+def test_controls_at_a_ratio(model: LoadedModel) -> None:
+    """Odd entries: all hold the same, too."""
+    made = prepared(model, ["cosine", "entropy"], target=Target(ratio=0.903))
+    assert made.budget == round(0.097 * 200 * 8) / 8
+    totals = {sum(budgets(made, name)) for names in made.compared.values() for name in (*names[:3], *names.random)}
+    assert totals == {round(0.097 * 200 * 8)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"permutations": 4}, "4 permutations cannot tell a signal from chance: at least 5"),
+        ({"target": Target(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
+        ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
+        ({"settings": Settings(1)}, "task one has one context"),
+    ],
+)
+def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        prepared(model, ["cosine"], **changes)
+
+
+def test_reported_examples_are_out_of_reach() -> None:
+    refuse_reported([SyntheticTask("single", 512, split) for split in ("train", "calibrate", "select")])
+    for split in ("report", "all"):
+        with pytest.raises(UsageError, match=f"split '{split}' has the examples that results are reported on"):
+            refuse_reported([Lottery("x", ()), Split("mine", (), split=split)])
+
+
+@dataclass(frozen=True)
+class Split(tiny.Listed):
+    split: str = "all"
+
+
+def test_a_profile_of_another_model(model: LoadedModel) -> None:
+    with pytest.raises(IncompatibleError, match="made for another model"):
+        prepared(model, ["cosine"], profile=make_signals())
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(model: LoadedModel) -> Validation:
+    return prepared(model, ["cosine", "entropy"], ["prefill", "both"]).run()
+
+
+def test_scores_and_gains(found: Validation, model: LoadedModel) -> None:
+    (at,) = found.budgets
+    assert (at.budget, at.ratio, len(at.signals)) == (16.0, None, 4)
+    assert [(one.signal, one.kind, one.phases) for one in at.signals][:2] == [
+        ("cosine", "route", "prefill"), ("cosine", "route", "both"),
+    ]  # fmt: skip
+    for one in at.signals:
+        assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
+        assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
+        assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
+        assert len(one.random) == 5
+        assert (one.verdict, one.reason) == judge(one.kind, one.gains)
+    assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
+    asked = found.tasks["one"]
+    assert (asked.contexts, asked.questions, found.split, found.seed) == (3, 4, None, 4)
+    assert found.model == model.fingerprint
+
+
+def test_the_same_seed_finds_the_same(found: Validation, model: LoadedModel) -> None:
+    again = prepared(model, ["cosine", "entropy"], ["prefill", "both"]).run()
+    assert as_json(again) == as_json(found)
+
+
+def test_validate_is_all_of_it_at_once(found: Validation, model: LoadedModel) -> None:
+    profile = profile_of(model)
+    one = Subject("cosine", "route", "prefill")
+    assert validate(model, profile, TARGET, TASKS, HOW, [one]).budgets[0].signals == found.budgets[0].signals[:1]
+
+
+@pytest.mark.parametrize("name", ["cosine", "entropy"])
+def test_a_constant_signal(model: LoadedModel, name: str) -> None:
+    shape = (3, 2, 2, 4, 3) if name == "cosine" else (3, 2, 4)
+    profile = profile_of(model, **{name: np.full(shape, 0.5, np.float32)})
+    (one,) = prepared(model, [name], profile=profile).run().budgets[0].signals
+    assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
+    assert one.forward == one.inverse == one.uniform
+
+
+def test_going_on_with_other_signals(model: LoadedModel, tmp_path: Path) -> None:
+    """What is finished is not asked again, and what is found does not depend on it."""
+    few, many = prepared(model, ["cosine"]), prepared(model, ["cosine", "entropy"], permutations=6)
+    with open_run(tmp_path / "run", few.config()) as ledger:
+        few.run(ledger=ledger)
+        there = len(ledger.samples)
+    with open_run(tmp_path / "run", many.config()) as ledger:
+        result = many.run(ledger=ledger)
+        assert len(ledger.samples) == many.evaluation.replies
+    assert there == few.evaluation.replies
+    assert as_json(result) == as_json(prepared(model, ["cosine", "entropy"], permutations=6).run())
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def judged(
+    verdict: Verdict = "harmful", signal: str = "cosine", kind: Kind = "route", phases: Phases = "prefill"
+) -> Judged:
+    score, gains = Estimate(0.5, 0.4, 0.6), Gains(inverse=ABOVE, uniform=BELOW, random=LEVEL)
+    alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
+    return Judged(
+        signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
+        gains=gains, verdict=verdict, reason="of that",
+    )  # fmt: skip
+
+
+def made_up(*sizes: tuple[float, list[Judged]], **changes: Any) -> Validation:
+    full = Estimate(1.0, 1.0, 1.0)
+    asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
+    return Validation(
+        **{
+            "model": toy(), "profile_sha256": "b" * 64, "tasks": {"one": asked}, "split": "select", "seed": 0,
+            "protocol": "question-aware", **changes,
+        },
+        budgets=tuple(AtBudget(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
+    )  # fmt: skip
+
+
+def test_files_say_what_was_found(found: Validation, tmp_path: Path) -> None:
+    assert load_validation(tmp_path / FILE) is None
+    save_validation(found, tmp_path / FILE)
+    content = (tmp_path / FILE).read_bytes()
+    assert json.loads(content)["schema"] == "kvsearch.validation/1"
+    there = load_validation(tmp_path / FILE)
+    assert there == found
+    save_validation(found, tmp_path / FILE)
+    assert (tmp_path / FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": "kvsearch.validation/2"}, "is no kvsearch.validation/1 file: delete it"),
+        ({"budgets": []}, "is damaged .budgets: .*: delete it and validate again"),
+        ({"seed": "x"}, "is damaged .seed: "),
+        ({"more": 1}, "is damaged .more: unknown key"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    content = {**as_json(made_up((64, [judged()]))), **change}
+    (tmp_path / FILE).write_text(json.dumps(content))
+    for read in (load_validation, lambda path: harmful(path.parent, Strategy(), 64)):
+        with pytest.raises(UsageError, match=problem) as caught:
+            read(tmp_path / FILE)
+        assert "\n" not in str(caught.value)
+    (tmp_path / FILE).write_text("[" + json.dumps(content))
+    with pytest.raises(UsageError, match="not valid JSON"):
+        harmful(tmp_path, Strategy(), 64)
+
+
+def test_merging_keeps_what_was_not_judged_again() -> None:
+    before = made_up((32, [judged()]), (64, [judged(), judged(phases="both"), judged(signal="ppl")]))
+    now = made_up((64, [judged("useful"), judged("useless", "entropy", "budgets")]), (16, [judged("useful")]))
+    found = now.merged(before)
+    assert [at.budget for at in found.budgets] == [16, 32, 64]
+    assert [(one.signal, one.phases, one.verdict) for one in found.budgets[2].signals] == [
+        ("cosine", "prefill", "useful"), ("cosine", "both", "harmful"), ("ppl", "prefill", "harmful"),
+        ("entropy", "prefill", "useless"),
+    ]  # fmt: skip
+    assert found.budgets[1].signals == before.budgets[0].signals
+
+
+def test_conditions_that_differ_are_named() -> None:
+    one = made_up((64, [judged()]))
+    assert one.difference(made_up((32, []), model=toy(name="renamed"))) is None
+    assert one.difference(made_up((64, []), seed=3)) == "seed is 3 there, 0 here"
+    assert "protocol is 'question-agnostic' there" in str(
+        one.difference(made_up((64, []), protocol="question-agnostic"))
+    )
+
+
+def test_tables_and_lines(found: Validation) -> None:
+    at = made_up((64, [judged(), judged("useless", "entropy", "budgets", "both")])).budgets[0]
+    text = rendered([validation_table(found, at)])
+    for words in ("64 entries per kv head", "full cache 100.0", "50.0", "45.0 (30.0..60.0)", "-20.0 [-30.0, -10.0]"):
+        assert words in text
+    assert list(verdict_lines(at)) == [
+        "cosine as a route in prefill is harmful, do not build strategies of this size on it: of that; 1 of 2 random "
+        "controls score lower",
+        "entropy for budgets in both phases is useless: of that; 1 of 2 random controls score lower",
+    ]
+
+
+def test_scores_that_say_nothing_are_doubted(found: Validation) -> None:
+    at = found.budgets[0]
+    assert at.doubt is None
+    doubt = at.model_copy(update={"full": Estimate(0.05, 0.0, 0.1)}).doubt
+    assert doubt == "the full cache itself scores 0.05: these questions cannot tell signals apart"
+
+
+# --- warnings for others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
+    save_validation(made_up((32, [judged("useful")]), (128, bad)), tmp_path / FILE)
+    return tmp_path
+
+
+COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "told"),
+    [
+        (Strategy(), 128, COSINE),
+        (Strategy(), 65, COSINE),  # nearer by ratio than 32
+        (Strategy(), 63, None),  # useful at 32
+        (Strategy(inverse_route=True), 128, None),
+        (Strategy(phases="both"), 128, None),  # not validated
+        (Strategy("ppl"), 128, None),
+        (Strategy(None), 128, None),
+        (
+            Strategy(None, "entropy", "both"),
+            128,
+            "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
+        ),
+        (Strategy(None, "entropy", "both", inverse_budgets=True), 128, None),
+        (Strategy("cosine", "entropy"), 200, COSINE),
+    ],
+)
+def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
+    assert harmful(directory, strategy, budget) == told
+
+
+def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
+    profile = make_signals()
+    save_profile(profile, directory / "profile.safetensors")
+    assert harmful(directory, Strategy(), 128) is None
+    assert harmful(directory / "elsewhere", Strategy(), 128) is None

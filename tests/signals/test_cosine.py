@@ -1,0 +1,92 @@
+"""Agreement of attention outputs: worked examples, edges, and what cannot change it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.signals.cosine import output_agreement
+
+
+def agreement(full: list[float], changed: list[float]) -> tuple[float, float]:
+    found = output_agreement(torch.tensor(full), torch.tensor(changed))
+    return found.cosine.item(), found.error.item()
+
+
+def test_a_worked_example() -> None:
+    cosine, error = agreement([1, 2, 2], [1, 2, 1])
+    assert cosine == pytest.approx(7 / (3 * math.sqrt(6)), abs=1e-6)
+    assert cosine == pytest.approx(0.9526, abs=1e-4)
+    assert error == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("full", "changed", "expected"),
+    [
+        ([3.0, 4.0], [6.0, 8.0], (1.0, 1.0)),
+        ([3.0, 4.0], [-3.0, -4.0], (-1.0, 2.0)),
+        ([3.0, 4.0], [-4.0, 3.0], (0.0, math.sqrt(2))),
+        ([0.0, 0.0], [0.0, 0.0], (1.0, 0.0)),
+        ([0.0, 0.0], [3.0, 4.0], (0.0, 1.0)),
+        ([3.0, 4.0], [0.0, 0.0], (0.0, 1.0)),
+        ([2e18, 0.0], [1e18, 0.0], (1.0, 0.5)),
+    ],
+)
+def test_edges(full: list[float], changed: list[float], expected: tuple[float, float]) -> None:
+    assert agreement(full, changed) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equal_outputs_agree_exactly(dtype: torch.dtype) -> None:
+    outputs = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = output_agreement(outputs, outputs.clone())
+    assert torch.equal(found.cosine, torch.ones(3, 7))
+    assert torch.equal(found.error, torch.zeros(3, 7))
+    moved = outputs.clone()
+    moved[1, 2, 5] += 1
+    assert (output_agreement(outputs, moved).error > 0).nonzero().tolist() == [[1, 2]]
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    """A dot product of 4096 terms in bf16 would be off by more than the agreement is."""
+    full, noise = torch.randn(2, 5, 4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    changed = full + 0.01 * noise
+    found = output_agreement(full, changed)
+    exact = output_agreement(full.double().float(), changed.double().float())
+    assert found.cosine.dtype == found.error.dtype == torch.float32
+    assert torch.equal(found.cosine, exact.cosine)
+    double, moved = full.double(), changed.double()
+    error = (double - moved).norm(dim=-1) / double.norm(dim=-1)
+    torch.testing.assert_close(found.error.double(), error, rtol=1e-5, atol=0)
+
+
+def test_several_changes_of_one_output() -> None:
+    generator = torch.Generator().manual_seed(2)
+    full, changed = torch.randn(4, 8, generator=generator), torch.randn(3, 4, 8, generator=generator)
+    together = output_agreement(full, changed)
+    assert together.cosine.shape == together.error.shape == (3, 4)
+    for index, one in enumerate(changed):
+        alone = output_agreement(full, one)
+        torch.testing.assert_close(together.cosine[index], alone.cosine)
+        torch.testing.assert_close(together.error[index], alone.error)
+
+
+def test_a_broken_model_shows() -> None:
+    found = output_agreement(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([[1.0, math.nan], [1.0, 2.0]]))
+    assert found.cosine.isnan().tolist() == found.error.isnan().tolist() == [True, False]
+
+
+@given(st.integers(0, 10_000), st.floats(0.01, 100), st.integers(1, 9))
+def test_bounds_and_scale(seed: int, scale: float, size: int) -> None:
+    full, changed = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(seed))
+    found, scaled = output_agreement(full, changed), output_agreement(full * scale, changed * scale)
+    assert bool((found.cosine.abs() <= 1).all())
+    assert bool((found.error >= 0).all())
+    torch.testing.assert_close(scaled.cosine, found.cosine, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scaled.error, found.error, rtol=1e-4, atol=1e-5)
+    turned = output_agreement(full, changed * scale)  # a cosine ignores length, the error does not
+    torch.testing.assert_close(turned.cosine, found.cosine, rtol=1e-4, atol=1e-5)

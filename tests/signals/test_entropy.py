@@ -1,0 +1,165 @@
+"""Entropy of attention rows: worked examples of both readings, padding, and brute force row by row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.signals import rows as module
+from kvsearch.signals.entropy import literal_entropy, mean_row, row_entropy
+from kvsearch.signals.rows import score_rows
+
+SURE = 200.0  # a logit that leaves nothing for the others
+
+
+def one_hot_heads(*targets: int, keys: int = 4) -> tuple[Tensor, Tensor]:
+    """One row of one-hot attention per head, head by head to a key of `targets`; keys are unit vectors."""
+    table = torch.eye(keys)[None, None]
+    return SURE * torch.stack([table[0, 0, target] for target in targets])[None, :, None], table
+
+
+def observe(
+    batch: int = 2, heads: int = 2, group: int = 3, rows: int = 4, length: int = 9, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, heads, length, 8, generator=generator)
+    return torch.randn(batch, heads * group, rows, 8, generator=generator), keys
+
+
+def padded(batch: int, length: int, pads: int) -> Tensor:
+    """All sequences but the first have padding on the left."""
+    valid = torch.ones(batch, length, dtype=torch.bool)
+    valid[1:, :pads] = False
+    return valid
+
+
+def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> tuple[float, Tensor]:
+    """Mean entropy and mean row of one sequence, query head by query head and row by row."""
+    group, (length, rows) = len(query) // len(keys), (keys.shape[1], query.shape[1])
+    entropies, total, counted = [], torch.zeros(length), 0
+    for head in range(len(query)):
+        for row in range(rows):
+            end = length - rows + row + 1
+            seen = valid[:end].nonzero().flatten()
+            if not valid[end - 1]:
+                continue
+            attention = (query[head, row] @ keys[head // group, seen].T * scaling).softmax(-1)
+            total[seen] += attention
+            counted += 1
+            if len(seen) > 1:
+                entropies.append(float(-(attention * attention.log()).sum()) / math.log(len(seen)))
+    return sum(entropies) / max(len(entropies), 1), total / max(counted, 1)
+
+
+def test_a_row_that_sees_one_place_has_no_entropy() -> None:
+    query, keys = one_hot_heads(1, 1)
+    assert row_entropy(query, keys, 1.0).tolist() == [0.0]
+    assert literal_entropy(mean_row(query, keys, 1.0)[0]) == 0.0
+
+
+def test_a_row_that_sees_all_alike_has_the_largest() -> None:
+    query, keys = torch.zeros(1, 2, 3, 4), torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    assert row_entropy(query, keys, 1.0).item() == pytest.approx(1, abs=1e-6)
+    last = query[:, :, -1:]
+    assert literal_entropy(mean_row(last, keys, 1.0)[0]) == pytest.approx(math.log(8))
+
+
+def test_two_heads_that_look_at_one_place_each_tell_the_readings_apart() -> None:
+    """Both rows have entropy 0, but their mean is half and half: ln 2."""
+    query, keys = one_hot_heads(0, 2)
+    assert row_entropy(query, keys, 1.0).tolist() == [0.0]
+    mean = mean_row(query, keys, 1.0)
+    assert mean.tolist() == [[0.5, 0.0, 0.5, 0.0]]
+    assert literal_entropy(mean[0]) == pytest.approx(math.log(2))
+
+
+def test_a_worked_example() -> None:
+    """Attention [1/2, 1/4, 1/4] has 1.5 ln 2 nats of at most ln 3; the row before it, uniform over two keys, all."""
+    keys = torch.tensor([2.0, 1.0, 1.0]).log().view(1, 1, 3, 1)
+    both = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    expected = 1.5 * math.log(2) / math.log(3)
+    assert row_entropy(both[:, :, 1:], keys, 1.0).item() == pytest.approx(expected)
+    assert row_entropy(both, keys, 1.0).item() == pytest.approx((1 + expected) / 2)
+    assert mean_row(both, keys, 1.0)[0].tolist() == pytest.approx([0.5, 0.375, 0.125])
+
+
+def test_rows_without_a_choice_are_left_out() -> None:
+    """The first row sees itself alone: counting it as 0 would say that attention is half as scattered."""
+    query, keys = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)
+    assert row_entropy(query, keys, 1.0).item() == pytest.approx(1)
+    assert row_entropy(query[:, :, :1], keys[:, :, :1], 1.0).tolist() == [0.0]
+    assert mean_row(query, keys, 1.0).tolist() == [[0.75, 0.25]]
+
+
+@pytest.mark.parametrize("pads", [0, 3, 6, 8])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_it_is_the_entropy_of_every_row(pads: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)  # one kv head at a time
+    query, keys = observe()
+    valid = padded(2, 9, pads)
+    entropy, mean = row_entropy(query, keys, 0.3, softcap, valid), mean_row(query, keys, 0.3, softcap, valid)
+    if softcap is not None:
+        assert entropy[0] > row_entropy(query, keys, 0.3, None, valid)[0]  # smaller logits, flatter rows
+        return
+    for sequence in range(2):
+        expected = by_hand(query[sequence], keys[sequence], 0.3, valid[sequence])
+        assert entropy[sequence].item() == pytest.approx(expected[0], rel=1e-5)
+        torch.testing.assert_close(mean[sequence], expected[1])
+
+
+def test_padding_changes_nothing() -> None:
+    query, keys = observe(batch=1)
+    junk = torch.cat([torch.full((1, 2, 5, 8), 9.0), keys], 2)
+    valid = torch.ones(1, 14, dtype=torch.bool)
+    valid[:, :5] = False
+    torch.testing.assert_close(row_entropy(query, junk, 0.3, valid=valid), row_entropy(query, keys, 0.3))
+    torch.testing.assert_close(mean_row(query, junk, 0.3, valid=valid)[:, 5:], mean_row(query, keys, 0.3))
+    assert not mean_row(query, junk, 0.3, valid=valid)[:, :5].any()
+
+
+def test_a_sequence_of_padding_has_nothing() -> None:
+    query, keys = observe(batch=1)
+    valid = torch.zeros(1, 9, dtype=torch.bool)
+    assert row_entropy(query, keys, 0.3, valid=valid).tolist() == [0.0]
+    assert not mean_row(query, keys, 0.3, valid=valid).any()
+
+
+def test_keys_that_are_not_valid_are_hidden_like_later_ones() -> None:
+    query, keys = observe()
+    valid = padded(2, 9, 3)
+    parts = [scores for _, scores in score_rows(query, keys, 0.3, None, tables=1, valid=valid)]
+    hidden = torch.cat(parts, 1).isinf()
+    assert hidden[0, 0, 0].tolist() == [[key > 5 + row for key in range(9)] for row in range(4)]
+    assert hidden[1, 1, 2].tolist() == [[key > 5 + row or key < 3 for key in range(9)] for row in range(4)]
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    query, keys = (tensor.to(torch.bfloat16) for tensor in observe())
+    found = row_entropy(query, keys, 0.3)
+    assert found.dtype == mean_row(query, keys, 0.3).dtype == torch.float32
+    assert torch.equal(found, row_entropy(query.float(), keys.float(), 0.3))
+
+
+def test_a_broken_model_shows() -> None:
+    query, keys = observe()
+    query[1, 0, 0, 0] = math.nan
+    assert row_entropy(query, keys, 0.3).isnan().tolist() == [False, True]
+
+
+@limits(max_examples=30)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5))
+def test_bounds(seed: int, rows: int, heads: int, pads: int) -> None:
+    query, keys = observe(heads=heads, rows=rows, length=7, seed=seed)
+    valid = padded(2, 7, pads)
+    entropy, mean = row_entropy(query, keys, 2.0, valid=valid), mean_row(query, keys, 2.0, valid=valid)
+    assert bool(((entropy >= 0) & (entropy <= 1)).all())
+    torch.testing.assert_close(mean.sum(-1), torch.ones(2))
+    assert 0 <= literal_entropy(mean[0]) <= math.log(7) + 1e-6
+    flat = row_entropy(query, keys, 0.0, valid=valid)
+    assert bool((flat + 1e-6 >= entropy).all())  # nothing is more scattered than uniform attention

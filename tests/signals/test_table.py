@@ -1,0 +1,179 @@
+"""Reading signals by name: worked examples of every measure, means over samples and tokens, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.signals.table import ENTROPIES, ROUTES, SENSITIVITIES, SignalTable, is_constant
+from tests.plan.builders import make_profile
+from tests.signals.profiles import make_signals, signal_metadata
+
+ONE_PHASE = {"phases": ("prefill",), "patterns": {"snapkv": {"window": 4}, "tova": {}}}
+
+
+def table(**arrays: Any) -> SignalTable:
+    """Two layers, two patterns, one phase, one budget; arrays [samples, layers, patterns] where they are by pattern."""
+    described = signal_metadata(**ONE_PHASE, budgets=(32,))
+    model = described.model.model_copy(update={"layers": 2})
+    metadata = described.model_copy(update={"model": model, "layers": (0, 1)})
+    for name in ("cosine", "relative_error", "nll"):
+        if arrays.get(name) is not None:
+            arrays[name] = np.asarray(arrays[name], dtype=np.float64)[:, None, None]
+    tokens = np.asarray(arrays.pop("sample_tokens", [1, 1]), dtype=np.int32)
+    return SignalTable(make_signals(metadata, samples=2, sample_tokens=tokens, **arrays))
+
+
+LOSSES = {
+    "nll": [[[1.0, 2.0], [1.0, 0.5]], [[3.0, 2.0], [2.0, 2.0]]],
+    "full_nll": np.array([1.0, 2.0]),
+    "sample_tokens": [1, 3],
+}
+
+
+def test_cosine_and_error_are_means_over_the_samples() -> None:
+    values = [[[1.0, 0.5], [0.25, 0.75]], [[0.5, 0.5], [0.75, 0.25]]]
+    found = table(cosine=values, relative_error=values)
+    mean = np.array([[0.75, 0.5], [0.5, 0.5]])
+    assert np.array_equal(found.measured("cosine", "prefill", 32), mean)
+    assert np.array_equal(found.preference("cosine", "prefill", 32), mean)
+    assert np.array_equal(found.measured("error", "prefill", 32), mean)
+    assert np.array_equal(found.preference("error", "prefill", 32), -mean)
+
+
+def test_losses_are_means_over_all_tokens() -> None:
+    """The second sample has three of the four tokens: full 1.75 nats, layer 0 under snapkv 2.5, layer 1 under tova
+    1.625, which is better than the full cache."""
+    found = table(**LOSSES)
+    assert found.perplexity == pytest.approx(math.exp(1.75))
+    assert found.measured("nll", "prefill", 32) == pytest.approx(np.array([[0.75, 0.25], [0.0, -0.125]]))
+    ppl = np.array([[math.exp(2.5), math.exp(2)], [math.exp(1.75), math.exp(1.625)]]) - math.exp(1.75)
+    assert found.measured("ppl", "prefill", 32) == pytest.approx(ppl)
+    assert found.preference("ppl", "prefill", 32) == pytest.approx(-ppl)
+    assert found.preference("nll", "prefill", 32).argmax(axis=1).tolist() == [1, 1]
+
+
+def test_sensitivity_of_the_worst_the_chosen_and_the_mean_pattern() -> None:
+    found = table(**LOSSES, cosine=[[[1.0, 0.5], [0.25, 0.75]]] * 2)
+    assert found.sensitivity("nll", "prefill", 32, [0, 0]) == pytest.approx([0.75, 0.0])
+    assert found.sensitivity("nll-chosen", "prefill", 32, [1, 1]) == pytest.approx([0.25, -0.125])
+    assert found.sensitivity("nll-mean", "prefill", 32, [0, 0]) == pytest.approx([0.5, -0.0625])
+    assert found.sensitivity("ppl", "prefill", 32, [0, 0]) == pytest.approx(
+        [math.exp(2.5) - math.exp(1.75), 0.0]
+    )  # Eq. 5
+    assert found.sensitivity("cosine", "prefill", 32, [0, 0]) == pytest.approx([0.5, 0.75])  # 1 - cosine
+    assert found.sensitivity("cosine-chosen", "prefill", 32, [0, 1]) == pytest.approx([0.0, 0.25])
+    assert found.sensitivity("cosine-mean", "prefill", 32, [0, 0]) == pytest.approx([0.25, 0.5])
+
+
+def test_entropy_is_read_in_two_ways() -> None:
+    found = table(entropy=np.array([[[0.2, 0.4]], [[0.4, 0.8]]]), literal_entropy=np.array([[1.5, 2.5]]))
+    assert found.sensitivity("entropy", "prefill", 32, [0, 0]) == pytest.approx([0.3, 0.6])
+    assert found.sensitivity("entropy-literal", "prefill", 32, [0, 0]).tolist() == [1.5, 2.5]
+
+
+def test_phases_and_budgets_do_not_mix() -> None:
+    metadata = signal_metadata(budgets=(16, 64))
+    shape = (2, 2, 2, 4, 3)  # samples, budgets, phases, layers, patterns
+    values = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
+    entropy = np.arange(16, dtype=np.float64).reshape(2, 2, 4)
+    found = SignalTable(make_signals(metadata, samples=2, cosine=values, entropy=entropy))
+    for at, phase in enumerate(("prefill", "decode")):
+        for number, budget in enumerate((16, 64)):
+            assert np.array_equal(found.measured("cosine", phase, budget), values[:, number, at].mean(0))
+        assert np.array_equal(found.sensitivity("entropy", phase, 16, [0] * 4), entropy[:, at].mean(0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"), [(1, 16), (16, 16), (31, 16), (32, 16), (32.1, 64), (64, 64), (9999, 256), (128, 64)]
+)
+def test_the_nearest_budget_as_ratios_go(asked: float, nearest: int) -> None:
+    """32 is as far from 16 as from 64: the smaller one of the two."""
+    found = SignalTable(make_signals(signal_metadata(budgets=(16, 64, 256))))
+    assert found.nearest(asked) == nearest
+
+
+def test_what_was_measured() -> None:
+    found = SignalTable(make_signals())
+    assert found.patterns == ("snapkv", "streaming", "tova")
+    assert found.routes == ROUTES
+    assert set(found.sensitivities) == set(SENSITIVITIES) - {"entropy-literal"}
+    less = SignalTable(make_signals(cosine=None, entropy=None))
+    assert less.routes == ("error", "ppl", "nll")
+    assert less.sensitivities == tuple(
+        f"{measure}{over}" for measure in ("error", "ppl", "nll") for over in ("", "-chosen", "-mean")
+    )
+    literal = SignalTable(make_signals(literal_entropy=np.zeros((2, 4))))
+    assert set(literal.sensitivities) == set(SENSITIVITIES)
+    none = SignalTable(make_signals(cosine=None, relative_error=None, nll=None, full_nll=None))
+    assert (none.routes, none.sensitivities) == ((), ("entropy",))
+
+
+@pytest.mark.parametrize("name", SENSITIVITIES)
+def test_every_sensitivity_has_a_value_for_every_layer(name: str) -> None:
+    found = SignalTable(make_signals(literal_entropy=np.random.default_rng(0).uniform(size=(2, 4))))
+    for phase in ("prefill", "decode"):
+        values = found.sensitivity(name, phase, 32, [0, 1, 2, 0])
+        assert values.shape == (4,)
+        assert values.dtype == np.float64
+        assert np.isfinite(values).all()
+
+
+@given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - set(ENTROPIES))))
+def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
+    plain = make_signals(seed=seed)
+    worse = {
+        array: plain.arrays[array] - np.array([0, 0.1, 0, 0])[:, None] * (1 if array == "cosine" else -1)
+        for array in ("cosine", "relative_error", "nll")
+    }
+    before = SignalTable(plain).sensitivity(name, "decode", 32, [2, 1, 0, 2])
+    after = SignalTable(make_signals(seed=seed, **worse)).sensitivity(name, "decode", 32, [2, 1, 0, 2])
+    assert after[1] > before[1]
+    assert after[[0, 2, 3]] == pytest.approx(before[[0, 2, 3]], abs=1e-6)
+
+
+def test_profiles_of_other_methods_have_no_signals() -> None:
+    with pytest.raises(UsageError, match="this 'lukv' profile has no signals to route by: calibrate --method polykv"):
+        SignalTable(make_profile())
+
+
+@pytest.mark.parametrize(
+    ("read", "problem"),
+    [
+        (lambda t: t.measured("cosin", "prefill", 32), r"unknown signal 'cosin'; did you mean 'cosine'\?"),
+        (lambda t: t.preference("entropy", "prefill", 32), "unknown signal 'entropy'"),
+        (lambda t: t.sensitivity("ppl-chose", "prefill", 32, []), r"unknown budget signal .* mean 'ppl-chosen'\?"),
+        (lambda t: t.sensitivity("uniform", "prefill", 32, []), "unknown budget signal 'uniform'"),
+        (lambda t: t.measured("cosine", "decode", 32), r"the decode phase were not measured \(only prefill\)"),
+        (lambda t: t.sensitivity("entropy", "decode", 32, []), r"the decode phase were not measured \(only prefill\)"),
+        (lambda t: t.measured("ppl", "prefill", 32), r"no 'ppl' signal \(it has entropy, cosine, .*: calibrate with"),
+        (lambda t: t.sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
+        (lambda t: t.sensitivity("entropy-literal", "prefill", 32, []), "this profile has no 'entropy-literal' signal"),
+        (lambda t: t.perplexity, "this profile has no 'ppl' signal"),
+    ],
+)
+def test_what_is_not_there(read: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        read(SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None)))
+
+
+@pytest.mark.parametrize(
+    ("values", "constant"),
+    [
+        ([0.0, 0.0], True),
+        ([3.0], True),
+        ([1.0, 1.0 + 1e-12], True),
+        ([1e12, 1e12 + 1], True),  # the spread counts as a share of the size
+        ([1e-6, 2e-6], False),
+        ([1.0, 1.0 + 1e-6], False),
+        ([-1.0, 1.0], False),
+    ],
+)
+def test_signals_that_say_nothing(values: list[float], constant: bool) -> None:
+    assert is_constant(np.array(values)) is constant
