@@ -68,12 +68,18 @@ class Disturbances:
 
 
 class Measured:
-    """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN."""
+    """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN.
+
+    `entropy` [B, P, L] is that of attention rows, of the prompt and of what follows it, `attention` [B, P, L, T + K]
+    their mean; None where it is not measured.
+    """
 
     def __init__(self, tried: Disturbances, batch: int) -> None:
         shape = (batch, *tried.shape)
         self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
         self.full_loss = np.zeros(batch)
+        self.entropy: NDArray[np.float64] | None = None
+        self.attention: NDArray[np.float64] | None = None
 
     def note_outputs(self, row: int, item: Disturbance, agreement: tuple[Tensor, Tensor]) -> None:
         """Cosine and relative error [B] of what layer `row` puts out."""

@@ -104,17 +104,15 @@ class _Measure:
         found: Arrays = places(some.places, number, contexts, lengths)
         found[TOKENS] = alone.predicting.sum(-1).cpu().numpy().astype(np.int32)
         wanted = {"outputs": "cosine" in options.signals, "losses": "ppl" in options.signals}
+        measured = None if self.sweeping is None else self.sweeping.measure(after)
         if options.naive and any(wanted.values()):
-            measured = Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone)
-            found |= measured.arrays(**wanted)
-        elif self.sweeping is not None:
-            measured = self.sweeping.measure(after)
+            found |= Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone).arrays(**wanted)
+        elif measured is not None:
             found |= {name: array[rows] for name, array in measured.arrays(**wanted).items()}
-        if self.sweeping is not None and "entropy" in options.signals:
-            share, attention = self.sweeping.entropy(after)
-            found[ENTROPY] = share[rows].astype(np.float32)
+        if measured is not None and measured.entropy is not None and measured.attention is not None:
+            found[ENTROPY] = measured.entropy[rows].astype(np.float32)
             if options.literal_entropy:
-                found[ROW_SUM] = attention[rows].sum(0)
+                found[ROW_SUM] = measured.attention[rows].sum(0)
         self._require_numbers(found)
         return found
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.calibrate.disturbances import Disturbance, Disturbances, Measured
@@ -52,32 +50,30 @@ class Sweeping:
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 
     def measure(self, after: Continuations) -> Measured:
-        """Cosine, relative error and loss under every disturbance, as far as they are wanted."""
+        """Cosine, relative error and loss under every disturbance, and entropy, as far as they are wanted."""
         measured = Measured(self.tried, len(after.tokens))
         with self.tree.trunk(after.tokens) as trunk:
             replays = _Replays(self.tried, trunk, after, measured if "cosine" in self.signals else None)
-            if "ppl" not in self.signals:
-                for layer in self.tried.layers if "cosine" in self.signals else ():
+            if "ppl" in self.signals:
+                self._sweep(trunk, after, replays, measured)
+            elif "cosine" in self.signals:
+                for layer in self.tried.layers:
                     for item in self.tried.of_layer:
                         replays(layer, item)
-                return measured
-            measured.full_loss[:] = self._losses(trunk.leaving[None], after)[0].cpu().numpy()
-            for places in self._chunks():
-                disturbed: dict[int, list[Disturbance]] = {}
-                for row, item in places:
-                    disturbed.setdefault(self.tried.layers[row], []).append(item)
-                measured.note_losses(places, self._losses(self.tree.sweep(trunk, disturbed, replays), after))
+            if "entropy" in self.signals:
+                parts = [_scattered(trunk.followed[layer], self.tried.phases, self.entropy_rows, after)
+                         for layer in self.tried.layers]  # fmt: skip
+                measured.entropy = torch.stack([share for share, _ in parts], -1).double().numpy()
+                measured.attention = torch.stack([row for _, row in parts], 2).double().numpy()
         return measured
 
-    def entropy(self, after: Continuations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Entropy [B, P, L] of attention rows, of the prompt and of what follows it, and mean rows [B, P, L, T + K]."""
-        shares, rows = [], []
-        with self.tree.trunk(after.tokens) as trunk:
-            for layer in self.tried.layers:
-                share, row = _scattered(trunk.followed[layer], self.tried.phases, self.entropy_rows, after)
-                shares.append(share)
-                rows.append(row)
-        return torch.stack(shares, -1).double().numpy(), torch.stack(rows, 2).double().numpy()
+    def _sweep(self, trunk: Trunk, after: Continuations, replays: _Replays, measured: Measured) -> None:
+        measured.full_loss[:] = self._losses(trunk.leaving[None], after)[0].cpu().numpy()
+        for places in self._chunks():
+            disturbed: dict[int, list[Disturbance]] = {}
+            for row, item in places:
+                disturbed.setdefault(self.tried.layers[row], []).append(item)
+            measured.note_losses(places, self._losses(self.tree.sweep(trunk, disturbed, replays), after))
 
     def _chunks(self) -> Iterator[list[Place]]:
         places = [(row, item) for row in range(len(self.tried.layers)) for item in self.tried.of_layer]

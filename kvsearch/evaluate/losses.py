@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
-from kvsearch.runtime.stream import Followed, Stream
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program
@@ -26,6 +25,7 @@ from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.stream import Followed, Stream
 from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Task
 

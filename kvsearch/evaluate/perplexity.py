@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
@@ -26,6 +25,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.fork import prefill_all
+from kvsearch.signals.perplexity import token_losses
 from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw
 
@@ -192,11 +192,6 @@ def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:
             input_ids=given, attention_mask=mask, position_ids=_positions(given, seen), past_key_values=cache
         ).logits
         yield token_losses(logits, wanted)
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of `targets` [B, n] under `logits` [B, n, V], in nats, [B, n] fp32."""
-    return F.cross_entropy(logits.float().transpose(1, 2), targets.to(logits.device), reduction="none")
 
 
 def _positions(ids: Tensor, seen: int) -> Tensor:

@@ -5,9 +5,9 @@ A file is JSON with a "schema" of `SCHEMA` and the fields of `Validation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
@@ -60,13 +60,19 @@ class Compared(NamedTuple):
 class Gains(Record):
     """What the forward strategy scores above its controls, paired by question; "random" is above their mean.
 
-    The 95% intervals are over contexts: the random controls are taken as they were drawn, so a significant gain on the
-    mean of few that differ much may still be chance. `Judged.lower` says how many of them score lower.
+    The 95% intervals are over contexts, and take the random controls as they were drawn. `reach` is how far from the
+    mean of those one more random strategy may be, by their spread (95%): what gains less may be as random as they are.
     """
 
     inverse: Difference
     uniform: Difference
     random: Difference
+    reach: float = Field(ge=0)
+
+    @property
+    def beyond(self) -> int:
+        """1 if above what random strategies score, -1 if below, 0 if one of them could score the same."""
+        return _side(self.random) if abs(self.random.mean) > self.reach else 0
 
 
 class Judged(Record):
@@ -169,23 +175,33 @@ class Validation(Conditions):
 def judge(kind: Kind, gains: Gains, constant: bool = False) -> tuple[Verdict, str]:
     """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
 
-    "Above" and "below" mean that the 95% interval of the difference is. The rule, the first that applies:
+    "Above" and "below" mean that the 95% interval of the difference is, and for the random controls also that it is
+    more than one more random strategy may differ from their mean (`Gains.reach`). The first that applies:
 
     1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
-    2. harmful: forward is below the uniform control, or below the mean of the random controls;
-    3. useful: forward is above the mean of the random controls, and above its inverse;
+    2. harmful: forward is below the uniform control, or below the random controls;
+    3. useful: forward is above its inverse, and above the uniform control or the random controls;
     4. useless: all else.
     """
-    uniform, random = _side(gains.uniform), _side(gains.random)
+    uniform, random, inverse = _side(gains.uniform), gains.beyond, _side(gains.inverse)
+    names = {_UNIFORM[kind]: uniform, _RANDOM[kind]: random}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
     if min(uniform, random) < 0:
-        below = [name for name, side in ((_UNIFORM[kind], uniform), (_RANDOM[kind], random)) if side < 0]
-        return "harmful", f"forward is below {' and '.join(below)}"
-    if random > 0 and _side(gains.inverse) > 0:
-        also = "and" if uniform > 0 else "but not"
-        return "useful", f"forward is above {_RANDOM[kind]} and its inverse, {also} above {_UNIFORM[kind]}"
+        return "harmful", f"forward is below {' and '.join(name for name, side in names.items() if side < 0)}"
+    if inverse > 0 and max(uniform, random) > 0:
+        above = [name for name, side in names.items() if side > 0]
+        level = [f", no better than {name}" for name, side in names.items() if side == 0]
+        return "useful", f"forward is above its inverse and {' and '.join(above)}{''.join(level)}"
     return "useless", _useless(kind, gains)
+
+
+def prediction_reach(controls: Sequence[float]) -> float:
+    """How far from the mean of some random draws one more may be (95%): t s sqrt(1 + 1/n); n is 2 or more."""
+    from scipy.stats import t
+
+    count = len(controls)
+    return float(t.ppf(0.975, count - 1) * stdev(controls) * (1 + 1 / count) ** 0.5)
 
 
 def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
@@ -194,6 +210,7 @@ def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
         inverse=trial.gain(names.forward, [names.inverse]),
         uniform=trial.gain(names.forward, [names.uniform]),
         random=trial.gain(names.forward, names.random),
+        reach=prediction_reach([trial.score(name).mean for name in names.random]),
     )
     verdict, reason = judge(subject.kind, gains, trial.labels[names.forward] == trial.labels[names.inverse])
     return Judged(
@@ -210,18 +227,17 @@ def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
 
 def _useless(kind: Kind, gains: Gains) -> str:
     """Why a signal that does no harm does no good."""
-    inverse, random = _side(gains.inverse), _side(gains.random)
+    inverse, better = _side(gains.inverse), max(_side(gains.uniform), gains.beyond)
+    controls = f"{_UNIFORM[kind]} and {_RANDOM[kind]}"
     if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):
         return "forward and all controls score the same on every question"
     if inverse > 0:
-        return f"forward is no better than {_RANDOM[kind]}: the gap to the inverse comes from a bad inverse"
-    if random > 0:
-        return (
-            f"forward is above {_RANDOM[kind]}, but no better than its inverse: the signal's direction does not matter"
-        )
+        return f"forward is no better than {controls}: the gap to the inverse comes from a bad inverse"
+    if better > 0:
+        return "forward is above a control, but no better than its inverse: the signal's direction does not matter"
     if inverse < 0:
-        return f"forward is below its inverse and no better than {_RANDOM[kind]}: the signal points the wrong way"
-    return f"forward is no better than its inverse and than {_RANDOM[kind]}"
+        return f"forward is below its inverse and no better than {controls}: the signal points the wrong way"
+    return f"forward is no better than its inverse, {controls}"
 
 
 def _side(gain: Difference) -> int:

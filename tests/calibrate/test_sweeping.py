@@ -182,7 +182,10 @@ def test_entropy_is_that_of_the_attention_matrix() -> None:
     prompts = batch((40, (9,)), (33, (9,)))
     after = prompts.continuations(0, CPU)
     with running(model):
-        found, rows = Sweeping(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1).entropy(after)
+        measured = Sweeping(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1).measure(after)
+    found, rows = measured.entropy, measured.attention
+    assert found is not None
+    assert rows is not None
     for row, prompt in enumerate(prompts.prompts):
         whole = torch.cat([prompt.ids, prompt.following[0].tokens], 1)
         with torch.no_grad(), running(model):

@@ -60,7 +60,7 @@ def test_all_measured_budgets(run: Run, directory: Path) -> None:
         assert (judged["signal"], judged["kind"], judged["phases"]) == ("cosine", "route", "prefill")
         assert judged["verdict"] in ("useful", "useless", "harmful")
         assert len(judged["random"]) == 5
-        assert set(judged["gains"]) == {"inverse", "uniform", "random"}
+        assert set(judged["gains"]) == {"inverse", "uniform", "random", "reach"}
     assert "kept in" in talk
     assert harmful(directory, Strategy("ppl"), 64) is None
 

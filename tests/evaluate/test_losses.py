@@ -21,13 +21,13 @@ from kvsearch.evaluate.baselines import RandomEviction, full_cache
 from kvsearch.evaluate.loss_report import losses_json, losses_table, task_means
 from kvsearch.evaluate.losses import LayerLoss, QueryLosses, _decided, layer_rules, measure_losses, query_losses
 from kvsearch.evaluate.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
-from kvsearch.runtime.stream import Stream
 from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.replay import replay
+from kvsearch.runtime.stream import Stream
 from kvsearch.signals.output_loss import attention_change
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks

@@ -38,6 +38,7 @@ from kvsearch.evaluate.validation_report import (
     as_json,
     judge,
     load_validation,
+    prediction_reach,
     save_validation,
     validation_table,
     verdict_lines,
@@ -99,53 +100,91 @@ def gain(low: float, high: float) -> Difference:
 ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), Difference(0, 0, 0, 0, 6, 0)
 
 
+UNIFORM, RANDOM = "one pattern in all layers", "random patterns"
+
+
+def gains(inverse: Difference, uniform: Difference, random: Difference, reach: float = 0.0) -> Gains:
+    return Gains(inverse=inverse, uniform=uniform, random=random, reach=reach)
+
+
 @pytest.mark.parametrize(
     ("inverse", "uniform", "random", "verdict", "reason"),
     [
-        (ABOVE, ABOVE, ABOVE, "useful", "above random patterns and its inverse, and above one pattern in all layers"),
-        (ABOVE, LEVEL, ABOVE, "useful", "and its inverse, but not above one pattern in all layers"),
+        (ABOVE, ABOVE, ABOVE, "useful", f"forward is above its inverse and {UNIFORM} and {RANDOM}"),
+        (ABOVE, LEVEL, ABOVE, "useful", f"forward is above its inverse and {RANDOM}, no better than {UNIFORM}"),
+        (ABOVE, ABOVE, LEVEL, "useful", f"forward is above its inverse and {UNIFORM}, no better than {RANDOM}"),
         (ABOVE, BELOW, ABOVE, "harmful", "forward is below one pattern in all layers"),
         (ABOVE, ABOVE, BELOW, "harmful", "forward is below random patterns"),
         (ABOVE, BELOW, BELOW, "harmful", "forward is below one pattern in all layers and random patterns"),
-        (ABOVE, LEVEL, LEVEL, "useless", "no better than random patterns: the gap to the inverse comes from a bad inv"),
-        (ABOVE, ABOVE, LEVEL, "useless", "no better than random patterns: the gap to the inverse comes from a bad inv"),
-        (LEVEL, ABOVE, ABOVE, "useless", "above random patterns, but no better than its inverse"),
+        (ABOVE, LEVEL, LEVEL, "useless", f"{UNIFORM} and {RANDOM}: the gap to the inverse comes from a bad inverse"),
+        (LEVEL, ABOVE, ABOVE, "useless", "above a control, but no better than its inverse"),
         (BELOW, LEVEL, LEVEL, "useless", "the signal points the wrong way"),
-        (LEVEL, LEVEL, LEVEL, "useless", "forward is no better than its inverse and than random patterns"),
+        (LEVEL, LEVEL, LEVEL, "useless", f"forward is no better than its inverse, {UNIFORM} and {RANDOM}"),
         (EQUAL, EQUAL, EQUAL, "useless", "forward and all controls score the same on every question"),
         (gain(0.0, 0.3), ABOVE, ABOVE, "useless", "no better than its inverse"),
-        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful", "but not above one pattern"),
+        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful", "no better than one pattern"),
     ],
 )
 def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str, reason: str) -> None:
-    found, why = judge("route", Gains(inverse=inverse, uniform=uniform, random=random))
+    found, why = judge("route", gains(inverse, uniform, random))
     assert found == verdict
     assert reason in why
 
 
+@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, "useless")])
+def test_a_gain_within_the_spread_of_random_strategies_is_none(reach: float, verdict: str) -> None:
+    """A gain of 0.2 on their mean, significant over questions."""
+    assert judge("route", gains(ABOVE, LEVEL, ABOVE, reach))[0] == verdict
+
+
+def test_a_loss_within_the_spread_of_random_strategies_is_none() -> None:
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1))[0] == "harmful"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3))[0] == "useless"
+
+
+def test_how_far_one_more_random_strategy_may_be() -> None:
+    """Scores 1 to 5: mean 3, s = 1.5811, t(4) = 2.7764: 2.7764 * 1.5811 * sqrt(1.2) = 4.8089."""
+    assert prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
+    assert prediction_reach([0.3, 0.3, 0.3]) == 0.0
+
+
+def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
+    """What is drawn like its five controls is outside their reach one time in twenty."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(4000, 6))
+    outside = [abs(row[0] - row[1:].mean()) > prediction_reach(row[1:].tolist()) for row in draws]
+    assert np.mean(outside) == pytest.approx(0.05, abs=0.012)
+
+
 def test_verdicts_on_budgets_are_in_their_words() -> None:
-    _, why = judge("budgets", Gains(inverse=ABOVE, uniform=LEVEL, random=LEVEL))
-    assert why == "forward is no better than random permutations: the gap to the inverse comes from a bad inverse"
-    _, why = judge("budgets", Gains(inverse=ABOVE, uniform=BELOW, random=LEVEL))
+    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL))
+    assert why == (
+        "forward is no better than equal budgets and random permutations: the gap to the inverse comes from a bad "
+        "inverse"
+    )
+    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL))
     assert why == "forward is below equal budgets"
 
 
 def test_a_constant_signal_does_no_harm() -> None:
     """Whatever the one strategy scores is not the signal's doing."""
-    gains = Gains(inverse=EQUAL, uniform=EQUAL, random=BELOW)
-    assert judge("route", gains, constant=True) == ("useless", "constant: forward and inverse are the same strategy")
-    assert judge("route", gains)[0] == "harmful"
+    found = gains(EQUAL, EQUAL, BELOW)
+    assert judge("route", found, constant=True) == ("useless", "constant: forward and inverse are the same strategy")
+    assert judge("route", found)[0] == "harmful"
 
 
 bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
 
 
-@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]))
-def test_verdicts_exclude_each_other(inverse: Difference, uniform: Difference, random: Difference, kind: Kind) -> None:
-    verdict, why = judge(kind, Gains(inverse=inverse, uniform=uniform, random=random))
-    harms = uniform.high < 0 or random.high < 0
+@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]))
+def test_verdicts_exclude_each_other(
+    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float
+) -> None:
+    found = gains(inverse, uniform, random, reach)
+    verdict, why = judge(kind, found)
+    harms = uniform.high < 0 or found.beyond < 0
     assert (verdict == "harmful") == harms
-    assert (verdict == "useful") == (not harms and random.low > 0 and inverse.low > 0)
+    assert (verdict == "useful") == (not harms and inverse.low > 0 and (uniform.low > 0 or found.beyond > 0))
     assert why
     assert "\n" not in why
 
@@ -381,11 +420,11 @@ def test_going_on_with_other_signals(model: LoadedModel, tmp_path: Path) -> None
 def judged(
     verdict: Verdict = "harmful", signal: str = "cosine", kind: Kind = "route", phases: Phases = "prefill"
 ) -> Judged:
-    score, gains = Estimate(0.5, 0.4, 0.6), Gains(inverse=ABOVE, uniform=BELOW, random=LEVEL)
+    score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
     alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
     return Judged(
         signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
-        gains=gains, verdict=verdict, reason="of that",
+        gains=made, verdict=verdict, reason="of that",
     )  # fmt: skip
 
 

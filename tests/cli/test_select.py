@@ -1,0 +1,259 @@
+"""kvsearch select, end to end on the bundled model and a made-up profile of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvsearch.cli.select import select
+from kvsearch.models.loading import load
+from kvsearch.plan import load_plan, save_profile
+from kvsearch.policies.checks import check_plan
+from tests import tiny
+from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
+from tests.plan.builders import make_profile
+from tests.signals.profiles import make_signals, signal_metadata
+
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
+RETRIEVING = 3  # the layer in which the bundled model retrieves
+CONTEXTS, SAMPLES = 160, 32
+FEW = ("--routes", "nll", "--allocators", "uniform,nll-chosen")
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(select)
+
+
+def choose(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one selection."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task file of short contexts in the bundled model's language."""
+    path = tmp_path_factory.mktemp("task") / "mine.jsonl"
+    rows = []
+    for seed in range(CONTEXTS):
+        made = tiny.document(200, seed, facts=4)
+        for question in made.questions[:2]:
+            answer = " ".join(question.answer)
+            row = {"context": " ".join(made.words[1:]), "question": " ".join(question.prompt), "answers": [answer]}
+            rows.append({**row, "max_new_tokens": len(question.answer), "metric": "exact", "prompt": " {question}"})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured() -> bytes:
+    """A profile that knows which layer needs its entries."""
+    metadata = signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(16, 48, 128), length=512)
+    losses = np.zeros((2, 3, 2, 6, 3))
+    losses[:, :, :, RETRIEVING] = np.array([[2.0, 3, 2.5], [1, 2, 1.5], [0.3, 1, 0.6]])[:, None]
+    full = np.ones(2)
+    found = make_signals(metadata, 2, nll=losses + [0, 0.02, 0.01] + full[0], full_nll=full)
+    return found.to_bytes()
+
+
+def calibrated(directory: Path, profile: bytes) -> Path:
+    """What a calibration leaves."""
+    directory.mkdir(parents=True)
+    (directory / "profile.safetensors").write_bytes(profile)
+    (directory / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {}, "seed": 0}))
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path, measured: bytes) -> Path:
+    return calibrated(tmp_path / "polykv", measured)
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory, measured: bytes, questions: Path) -> tuple[Path, str, str]:
+    """The directory of a calibration from which a strategy was chosen, with its plan beside it; what was printed."""
+    directory = calibrated(tmp_path_factory.mktemp("chosen") / "polykv", measured)
+    code, out, talk = choose(*command(directory, questions))
+    assert code == 0, talk
+    return directory, out, talk
+
+
+def command(directory: Path, questions: Path, *more: object, plan: str = "plan.json") -> tuple[object, ...]:
+    asked = ("--tasks", f"jsonl:{questions}", "--samples", SAMPLES)
+    return (directory, "-o", directory.parent / plan, "--budget", 24, *asked, *FEW, *more)
+
+
+def run_of(directory: Path, size: str = "24", phases: str = "prefill") -> Path:
+    return directory / "selection" / f"{size}-question-agnostic-{phases}"
+
+
+def lines(directory: Path) -> int:
+    ledgers = (run_of(directory) / "prefill" / stage / "ledger.jsonl" for stage in ("first", "second", "report"))
+    return sum(len(ledger.read_text().splitlines()) for ledger in ledgers)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_that_is_better_is_written(chosen: tuple[Path, str, str]) -> None:
+    directory, out, talk = chosen
+    plan = load_plan(directory.parent / "plan.json")
+    check_plan(plan, "the plan")
+    budgets = [budget[0] for budget in plan.budgets("prefill") if budget]
+    assert plan.total == 24 * 24
+    assert max(range(6), key=budgets.__getitem__) == RETRIEVING
+    told = plan.provenance.settings
+    assert (plan.provenance.method, told["strategy"], told["fallback"]) == ("polykv", "nll + nll-chosen", False)
+    assert (told["route"], told["budget_signal"], told["phases"]) == ("nll", "nll-chosen", "prefill")
+    assert "nll + nll-chosen beats " in " ".join(out.split())
+    assert "of the gap to the full cache is recovered" in " ".join(out.split())
+    assert f"wrote {directory.parent / 'plan.json'} and {run_of(directory) / 'selection.json'}" in talk
+
+
+def test_the_report_beside_it(chosen: tuple[Path, str, str]) -> None:
+    directory, _, _ = chosen
+    told = json.loads((run_of(directory) / "selection.json").read_text())
+    assert (told["schema"], told["budget"], told["model"]) == ("kvsearch.selection/1", 24, "bundled")
+    assert (told["written"]["name"], told["written"]["fallback"]) == ("nll + nll-chosen", False)
+    (outcome,) = told["outcomes"]
+    assert (outcome["first"]["contexts"], outcome["second"]["contexts"]) == (16, 16)
+    winner = next(one for one in outcome["standings"] if one["name"] == told["written"]["name"])
+    assert winner["accepted"]
+    assert winner["chance"] <= 0.05
+    assert winner["lead"]["low"] > 0
+    report = told["report"]
+    assert report["asked"]["contexts"] == SAMPLES
+    assert set(report["scores"]) == {"full", "snapkv", report["baseline"], "nll + nll-chosen"}
+    assert report["scores"]["nll + nll-chosen"]["mean"] > report["scores"][report["baseline"]]["mean"]
+    entries = {name: held["entries"] for name, held in report["held"].items()}
+    assert {entries[name] for name in entries if name != "full"} == {576}
+    assert report["share"]["low"] <= report["share"]["mean"] <= report["share"]["high"]
+
+
+def test_the_same_command_goes_on_with_its_replies(chosen: tuple[Path, str, str], questions: Path) -> None:
+    directory, out, _ = chosen
+    before = lines(directory)
+    assert "exists: choose another file, or --force" in refused(
+        choose, USAGE, "plan.json", *command(directory, questions)
+    )
+    code, again, talk = choose(*command(directory, questions, "--force"))
+    assert (code, again) == (0, out)
+    assert talk.count("going on with") == 3
+    code, _, _ = choose(*command(directory, questions, "--top", 1, plan="other.json"))
+    assert code == 0
+    assert lines(directory) == before
+
+
+def test_replies_to_other_questions_are_kept_unless_forced(directory: Path, questions: Path, tmp_path: Path) -> None:
+    small = ("--samples", 2)
+    code, out, talk = choose(*command(directory, questions, *small))
+    assert code == 0, talk
+    assert "fallback to" in out
+    assert "so few contexts cannot show any lead" in " ".join(out.split())
+    other = command(directory, questions, "--samples", 3, plan="other.json")
+    refused(choose, USAGE, "has replies to other questions", *other)
+    code, _, talk = choose(*other, "--run", tmp_path / "elsewhere")
+    assert code == 0, talk
+    assert (tmp_path / "elsewhere" / "selection.json").exists()
+    ledger = run_of(directory) / "prefill" / "first" / "ledger.jsonl"
+    ledger.write_text("nonsense\n" + ledger.read_text())
+    refused(choose, USAGE, "line 1 is damaged", *command(directory, questions, *small, plan="third.json"))
+    code, _, talk = choose(*command(directory, questions, *small, "--force", "--json"))
+    assert code == 0, talk
+    assert talk.count("going on with") == 2
+    assert "nonsense" not in ledger.read_text()
+
+
+def test_a_fallback_says_so(directory: Path, questions: Path) -> None:
+    code, out, talk = choose(*command(directory, questions, "--samples", 4, "--json", "--quiet"))
+    assert (code, talk) == (0, "")
+    told = json.loads(out)
+    assert told["written"]["fallback"]
+    assert (told["report"]["gain"], told["report"]["share"]) == (None, None)
+    settings = load_plan(told["plan"]).provenance.settings
+    assert (settings["fallback"], settings["baseline"]) == (True, told["written"]["name"])
+    assert "strategy" not in settings
+
+
+def test_all_phases(directory: Path, questions: Path) -> None:
+    more = ("--phases", "all", "--samples", 2, "--allocators", "nll-chosen", "--ratio", 0.8)
+    arguments = [one for one in command(directory, questions) if one not in ("--budget", 24)]
+    code, out, talk = choose(*arguments, *more)
+    assert code == 0, talk
+    told = json.loads((run_of(directory, "0.8", "all") / "selection.json").read_text())
+    assert [one["phases"] for one in told["outcomes"]] == ["prefill", "decode", "both"]
+    assert [one["level"] for one in told["outcomes"]] == [0.05 / 3] * 3
+    assert "hold the full cache at the end of prefill" in talk
+    assert load_plan(directory.parent / "plan.json").scaling == "proportional"
+    assert out.count("first stage: ") == 3
+
+
+def test_what_would_be_done(directory: Path, questions: Path) -> None:
+    code, out, talk = choose(*command(directory, questions, "--dry-run", "--top", 1))
+    assert code == 0, talk
+    told = json.loads(out)
+    assert told["phases"]["prefill"]["candidates"] == 1
+    entrants = 1 + len(told["phases"]["prefill"]["baselines"])
+    assert told["most_replies"] == {"first": (entrants + 1) * 32, "second": 5 * 32, "report": 4 * 64}
+    assert told["run"] == str(run_of(directory))
+    assert not (directory.parent / "plan.json").exists()
+    assert not (directory / "selection").exists()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--routes", "cosin"), "unknown route 'cosin'; did you mean 'cosine'"),
+        (("--allocators", "curve"), "unknown allocator 'curve'; did you mean 'curves'"),
+        (("--allocators", "uniform,,ppl"), "--allocators takes names with commas between them"),
+        (("--explore", "fill"), "unknown level to explore 'fill'; did you mean 'full'"),
+        (("--phases", "decoding"), "unknown phases 'decoding'; did you mean 'decode'"),
+        (("--margin", "-0.1"), "--margin -0.1 is outside [0, 1)"),
+        (("--top", "0"), "--top 0 lets no candidate through"),
+        (("--protocol", "aware"), "unknown protocol 'aware'; did you mean 'question-aware'"),
+        (("--ratio", "0.5"), "give either a ratio"),
+        (("--budget", "8"), "no pattern"),
+        (("--routes", "none", "--allocators", "uniform"), "every candidate is a baseline, too"),
+        (("--tasks", "gsm"), "unknown task 'gsm'"),
+        (("--max-memory", "0"), "--max-memory 0 must be above 0 GB"),
+        (("-o", "/no/such/plan.json"), "its folder does not exist"),
+    ],
+)
+def test_requests_that_cannot_be_met(directory: Path, questions: Path, more: tuple[str, ...], words: str) -> None:
+    if words == "no pattern":  # every pattern but tova always keeps more
+        more, words = ("--budget", "8", "--routes", "snapkv"), "every candidate is a baseline, too"
+    refused(choose, USAGE, words, *command(directory, questions, *more))
+    assert not (directory / "selection").exists()
+
+
+def test_a_size_has_to_be_given_if_several_were_measured(directory: Path, questions: Path) -> None:
+    arguments = [one for one in command(directory, questions) if one not in ("--budget", 24)]
+    refused(choose, USAGE, "measured at 16, 48, 128 entries per kv head: say how many to keep", *arguments)
+
+
+def test_tasks_without_the_splits(directory: Path, tmp_path: Path, questions: Path) -> None:
+    row = json.loads(questions.read_text().splitlines()[0])
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    refused(choose, USAGE, "split 'select' is empty", *command(directory, tmp_path / "one.jsonl"))
+
+
+def test_directories_that_are_no_calibration(tmp_path: Path, questions: Path) -> None:
+    refused(choose, USAGE, "does not exist", *command(tmp_path / "none", questions))
+    lukv = tmp_path / "lukv"
+    lukv.mkdir()
+    save_profile(make_profile(), lukv / "profile.safetensors")
+    refused(choose, USAGE, "has no signals to route by", *command(lukv, questions))
+
+
+def test_another_model(tmp_path: Path, questions: Path) -> None:
+    metadata = signal_metadata(None, PATTERNS, budgets=(16, 48))
+    other = calibrated(tmp_path / "other", make_signals(metadata).to_bytes())
+    refused(choose, INCOMPATIBLE, "was made for another model", *command(other, questions))
