@@ -31,6 +31,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_policies.py --bundled
 	$(BIN)/python benchmarks/bench_allocation.py
 	$(BIN)/python benchmarks/bench_evaluation.py
+	$(BIN)/python benchmarks/bench_calibration.py
 
 # About an hour on two cores.
 train: setup

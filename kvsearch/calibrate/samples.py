@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from kvsearch.calibrate.options import SAMPLES
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS
@@ -51,6 +52,15 @@ class SampleFiles:
         whole = joined(self.parts)
         order = np.lexsort((whole[QUESTION], whole[PROMPT]))
         return {name: array if name == ROW_SUM else array[order] for name, array in whole.items()}
+
+
+def forget_samples(directory: Path) -> None:
+    """Remove the files of a calibration in `directory` whose profile is written."""
+    folder = directory / SAMPLES
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:

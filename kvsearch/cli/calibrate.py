@@ -218,6 +218,7 @@ def calibrate(
     atomic_write(directory / CONFIG, canonical_json(config))
     loaded = common.load(model)
 
+    from kvsearch.calibrate.samples import forget_samples
     from kvsearch.cli.show_dynamic import remarks
     from kvsearch.plan.profile import save_profile
     from kvsearch.policies.checks import warn_unfit
@@ -232,6 +233,8 @@ def calibrate(
         else:
             profile = chosen.calibrate(loaded, texts, policy_object, common.seed, progress)
     save_profile(profile, directory / PROFILE, overwrite=True)
+    if sweeps:
+        forget_samples(directory)
     if common.as_json:
         common.print_json({"profile": str(directory / PROFILE), **profile.metadata.model_dump(mode="json")})
         return

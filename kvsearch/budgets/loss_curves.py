@@ -1,0 +1,134 @@
+"""Budgets from measured losses: every layer has a curve of what it loses at a few budgets, and the sum is minimised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import water_fill
+
+
+class Joint(NamedTuple):
+    """Budgets and what to evict by, decided together."""
+
+    budgets: Ints  # [L, Hkv]
+    best: Ints  # of every layer the index of its pattern, [L]
+
+
+@dataclass(frozen=True)
+class LossCurves:
+    """Minimises the sum of the layers' losses; each is known at some budgets and linear between them.
+
+    A curve is made convex first (its lower hull), as a loss that is measured on few samples need not fall everywhere.
+    Then the steepest piece of all curves is bought first, which no other split of the total improves on (marginal
+    analysis: Fox 1966, Operations Research 14). Where gains are equal, as where no layer loses anything more, the
+    smallest budgets are raised first. A total that does not reach the beginning of all curves is shared equally.
+
+    Args:
+        budgets: where losses are known, in entries per kv head, ascending. At the last one nothing is lost: it is the
+            length of the prompts.
+        least: where curves begin. Below the first known budget they go on as straight lines over the logarithm of the
+            budget: as steep, from one halving to the next, as at their first piece. By default they begin at the first
+            known budget, and no layer gets less.
+
+    Raises:
+        UsageError: fewer than two budgets, not ascending, or below 1.
+    """
+
+    name: ClassVar[str] = "curves"
+    budgets: tuple[int, ...]
+    least: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.budgets) < 2 or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
+            told = ", ".join(map(str, self.budgets)) or "none"
+            raise UsageError(f"loss curves need two or more ascending budgets of 1 entry or more, got {told}")
+        if self.least is not None and self.least < 1:
+            raise UsageError(f"loss curves begin at 1 entry or more, got {self.least}")
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        """Allocate `total` entries by losses [L, len(budgets) - 1] in any unit; heads of a layer share equally.
+
+        The losses are those at all but the last budget, at which they are zero. Negative ones count as zero.
+
+        Returns:
+            int64 [L, Hkv].
+
+        Raises:
+            UsageError: a loss is not finite or they have another shape; `total` is outside [sum of floors, sum of
+                caps].
+        """
+        low, high = check_bounds(total, floors, caps)
+        losses = check_signals(signals, "losses")
+        if losses.shape != (len(low), len(self.budgets) - 1):
+            raise UsageError(f"losses must be {[len(low), len(self.budgets) - 1]}, got shape {list(losses.shape)}")
+        if not low.size:
+            return low
+        knots, curves = self.curves(losses)
+        have, gain = lift_floors(int(knots[0]), total, low, high), np.diff(-curves, axis=1) / np.diff(knots)
+        sums = _bought(np.maximum(gain, 0.0), knots * low.shape[1], total, have.sum(axis=1), high.sum(axis=1))
+        rows = zip(sums.tolist(), have, high, strict=True)
+        return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
+
+    def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> Joint:
+        """As `allocate` by the least of the losses [L, R, len(budgets) - 1] under R patterns, and the pattern to use.
+
+        That is the one that loses least at the known budget nearest to the layer's, as ratios go; the first of equals.
+        """
+        budgets = self.allocate(losses.min(axis=1), total, floors, caps)
+        known = np.log(np.array(self.budgets[:-1], dtype=np.float64))
+        nearest = np.abs(np.log(np.maximum(budgets.mean(axis=1), 1.0))[:, None] - known).argmin(axis=1)
+        return Joint(budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1))
+
+    def curves(self, losses: Floats) -> tuple[Ints, Floats]:
+        """The knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]; see `allocate`."""
+        known = np.array(self.budgets, dtype=np.int64)
+        whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
+        hull, first = convex(known.astype(np.float64), whole), self.budgets[0]
+        least = first if self.least is None else min(self.least, first)
+        halvings = math.ceil(math.log2(first / least))
+        below = np.unique(np.geomspace(least, first, halvings + 1).round().astype(np.int64))[:-1]
+        slope = (hull[:, 0] - hull[:, 1]) / math.log(self.budgets[1] / first)
+        continued = hull[:, :1] + slope[:, None] * np.log(first / below)
+        return np.concatenate([below, known]), np.concatenate([continued, hull], axis=1)
+
+
+def convex(at: Floats, values: Floats) -> Floats:
+    """The largest convex curves below `values` [L, N] at the places `at` [N], read there again."""
+    return np.stack([_hull(at, row) for row in values]) if len(values) else values
+
+
+def _hull(at: Floats, values: Floats) -> Floats:
+    """Andrew's monotone chain, lower half."""
+    kept: list[int] = []
+    for new in range(len(at)):
+        while len(kept) > 1 and _rises_above(at, values, kept[-2], kept[-1], new):
+            kept.pop()
+        kept.append(new)
+    return np.interp(at, at[kept], values[kept])
+
+
+def _rises_above(at: Floats, values: Floats, first: int, middle: int, last: int) -> bool:
+    """Whether the middle point is on or above the line through the other two."""
+    left = (values[middle] - values[first]) * (at[last] - at[first])
+    right = (values[last] - values[first]) * (at[middle] - at[first])
+    return bool(left >= right)
+
+
+def _bought(gain: Floats, knots: Ints, total: int, have: Ints, most: Ints) -> Ints:
+    """Entries of every layer, [L], from `have` to `most`: the best pieces of [L, K - 1] first, the rest at no gain."""
+    ends = np.array([0, *knots[1:], max(int(most.max()), int(knots[-1]))])  # a cap may keep heads below the first knot
+    room = np.diff(np.clip(ends, have[:, None], most[:, None]), axis=1)
+    priced = np.concatenate([gain, np.zeros((len(gain), 1))], axis=1)
+    for price in np.unique(priced)[::-1]:
+        more = np.where(priced == price, room, 0).sum(axis=1)
+        if int(have.sum() + more.sum()) >= total:
+            return water_fill(np.ones(len(have)), total, have, have + more)
+        have = have + more
+    return have

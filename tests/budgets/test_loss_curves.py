@@ -1,0 +1,217 @@
+"""Budgets from loss curves: worked by hand, optimal among all integer splits, exact totals within bounds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.budgets.base import Allocator, Floats, Ints, Signals
+from kvsearch.budgets.loss_curves import LossCurves, convex
+from kvsearch.errors import UsageError
+
+from .contract import LAYERS, LENGTH, AllocatorContract
+from .sweep import awkward, check
+
+BUDGETS = (2, 5, 9)
+
+
+class TestLossCurves(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return LossCurves((2, 7, 20, LENGTH))
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return -np.sort(-rng.pareto(1.1, (LAYERS, 3)), axis=1)
+
+    def scaled(self, signals: Signals, layer: int, head: int) -> Signals:
+        raised = signals.copy()
+        raised[layer] *= 2
+        return raised
+
+    def test_it_has_the_name_it_is_registered_under(self) -> None:
+        assert self.allocator().name == "curves"  # no registry can build it: the budgets are those of a profile
+
+
+class TestFromFewerEntriesThanWereMeasured(TestLossCurves):
+    def allocator(self) -> Allocator:
+        return LossCurves((7, 20, LENGTH), least=2)
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return -np.sort(-rng.pareto(1.1, (LAYERS, 2)), axis=1)
+
+
+def gains(losses: Floats, least: int | None = None) -> Floats:
+    """Loss that an entry saves, [L, pieces]."""
+    knots, curves = LossCurves(BUDGETS, least).curves(losses)
+    return -np.diff(curves, axis=1) / np.diff(knots)
+
+
+def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 100) -> tuple[Ints, Ints]:
+    return np.full((layers, heads), floor), np.full((layers, heads), cap)
+
+
+def test_a_worked_example() -> None:
+    # gains per entry: layer 0 saves 3 up to 5, then 1 up to 9; layer 1 saves 2 up to 5, then 0.5; layer 2 nothing
+    losses = np.array([[13.0, 4.0], [8.0, 2.0], [0.0, 0.0]])
+    np.testing.assert_allclose(gains(losses), [[3, 1], [2, 0.5], [0, 0]])
+    curves = LossCurves(BUDGETS)
+    expected = {
+        6: [2, 2, 2],
+        8: [4, 2, 2],
+        9: [5, 2, 2],
+        11: [5, 4, 2],
+        12: [5, 5, 2],
+        14: [7, 5, 2],
+        16: [9, 5, 2],
+        19: [9, 8, 2],
+        20: [9, 9, 2],
+        24: [9, 9, 6],  # no layer loses anything more: the smallest is raised
+        27: [9, 9, 9],
+        30: [10, 10, 10],
+    }
+    for total, budgets in expected.items():
+        assert curves.allocate(losses, total, *bounds(3)).ravel().tolist() == budgets
+        doubled = curves.allocate(losses, 2 * total, *bounds(3, heads=2))
+        assert doubled.tolist() == [[kept] * 2 for kept in budgets]
+
+
+def test_equal_gains_are_shared_out_evenly() -> None:
+    losses = np.array([[6.0, 3.0], [6.0, 3.0], [0.0, 0.0]])
+    assert LossCurves(BUDGETS).allocate(losses, 10, *bounds(3)).ravel().tolist() == [4, 4, 2]
+    assert LossCurves(BUDGETS).allocate(losses, 11, *bounds(3)).ravel().tolist() == [5, 4, 2]
+
+
+def test_the_heads_of_a_layer_share_what_it_gets() -> None:
+    losses = np.array([[13.0, 4.0], [0.0, 0.0]])
+    assert LossCurves(BUDGETS).allocate(losses, 25, *bounds(2, heads=3)).tolist() == [[7, 6, 6], [2, 2, 2]]
+
+
+def test_a_curve_that_is_not_convex_is_read_along_its_hull() -> None:
+    # the loss at 5 is above the line from 10 at 2 to 0 at 9, so the measured point says nothing
+    bumpy, straight = np.array([[10.0, 9.0]]), np.array([[10.0, 10 * 4 / 7]])
+    np.testing.assert_allclose(gains(bumpy), gains(straight))
+    np.testing.assert_allclose(convex(np.array([0.0, 1, 2, 4]), np.array([[4.0, 1, 3, 0]])), [[4, 1, 2 / 3, 0]])
+
+
+def test_losses_below_zero_count_as_zero() -> None:
+    below, at = np.array([[-3.0, -1.0], [4.0, -2.0]]), np.array([[0.0, 0.0], [4.0, 0.0]])
+    for total in range(4, 30):
+        given = [LossCurves(BUDGETS).allocate(losses, total, *bounds(2)).tolist() for losses in (below, at)]
+        assert given[0] == given[1]
+
+
+def test_no_layer_gets_less_than_was_measured_as_long_as_the_total_permits() -> None:
+    steep = np.array([[100.0, 50.0], [0.0, 0.0], [0.0, 0.0]])
+    assert LossCurves(BUDGETS).allocate(steep, 12, *bounds(3)).ravel().tolist() == [8, 2, 2]
+    assert LossCurves(BUDGETS).allocate(steep, 5, *bounds(3)).ravel().tolist() == [2, 2, 1]
+    assert LossCurves(BUDGETS).allocate(steep, 12, *bounds(3, cap=5)).ravel().tolist() == [5, 4, 3]
+    low = np.array([[1], [4], [1]])
+    assert LossCurves(BUDGETS).allocate(steep, 12, low, np.full((3, 1), 100)).ravel().tolist() == [6, 4, 2]
+
+
+def test_curves_go_on_below_what_was_measured() -> None:
+    # 3 nats between 16 and 64 are 1.5 a halving: 6.5 at 8, 8 at 4; a flat curve stays flat
+    knots, curves = LossCurves((16, 64, 100), least=4).curves(np.array([[5.0, 2.0], [0.0, 0.0], [-1.0, 2.0]]))
+    assert knots.tolist() == [4, 8, 16, 64, 100]
+    np.testing.assert_allclose(curves, [[8, 6.5, 5, 2, 0], [0] * 5, [0] * 5])
+    assert LossCurves((16, 64), least=40).curves(np.array([[1.0]]))[0].tolist() == [16, 64]
+    assert LossCurves((16, 64), least=3).curves(np.array([[1.0]]))[0].tolist() == [3, 5, 9, 16, 64]
+
+
+def test_what_a_layer_does_not_need_goes_to_those_that_do() -> None:
+    losses = np.array([[5.0, 2.0], [0.0, 0.0], [0.5, 0.2]])
+    bounded, free = LossCurves((16, 64, 100)), LossCurves((16, 64, 100), least=4)
+    assert bounded.allocate(losses, 60, *bounds(3)).ravel().tolist() == [28, 16, 16]
+    # layer 2 saves 0.0375 an entry from 4 to 8, which is less than 0.0625, what layer 0 saves from 16 to 64
+    assert free.allocate(losses, 60, *bounds(3)).ravel().tolist() == [52, 4, 4]
+    assert free.allocate(losses, 12, *bounds(3)).ravel().tolist() == [4, 4, 4]
+    assert free.allocate(losses, 15, *bounds(3, floor=5)).ravel().tolist() == [5, 5, 5]
+
+
+def test_a_pattern_for_what_each_layer_gets() -> None:
+    # layer 0 loses nothing under pattern 1; in layer 1 pattern 0 is best at 2 and pattern 1 at 5
+    losses = np.array([[[4.0, 2.0], [0.0, 0.0]], [[6.0, 3.0], [7.0, 1.0]]])
+    curves = LossCurves(BUDGETS)
+    wide = curves.allocate_jointly(losses, 7, *bounds(2))
+    assert (wide.budgets.ravel().tolist(), wide.best.tolist()) == ([2, 5], [1, 1])
+    tight = curves.allocate_jointly(losses, 5, *bounds(2))
+    assert (tight.budgets.ravel().tolist(), tight.best.tolist()) == ([2, 3], [1, 0])
+    none = curves.allocate_jointly(losses, 0, *bounds(2))
+    assert (none.budgets.ravel().tolist(), none.best.tolist()) == ([0, 0], [1, 0])
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_continued_curves_are_convex(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    budgets = tuple(np.cumsum(rng.integers(1, 40, 4)).tolist())
+    knots, curves = LossCurves(budgets, least=int(rng.integers(1, 9))).curves(rng.normal(1, 1, (3, 3)))
+    slopes = np.diff(curves, axis=1) / np.diff(knots)
+    assert (np.diff(slopes, axis=1) >= -1e-9).all()
+    assert (curves >= 0).all()
+
+
+@given(
+    st.lists(st.lists(st.integers(-2, 20), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.integers(0, 27),
+    st.lists(st.integers(9, 12), min_size=3, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_nothing_beats_it_among_all_integer_splits(drawn: list[list[int]], above: int, caps: list[int]) -> None:
+    losses, least = np.array(drawn, dtype=float), BUDGETS[0]
+    layers, high = len(losses), np.array(caps[: len(drawn)])[:, None]
+    total = min(least * layers + above, int(high.sum()))
+    hull = convex(np.array(BUDGETS, dtype=float), np.c_[np.maximum(losses, 0), np.zeros(layers)])
+
+    def lost(budgets: Floats) -> float:
+        return sum(float(np.interp(kept, BUDGETS, row)) for kept, row in zip(budgets, hull, strict=True))
+
+    found = LossCurves(BUDGETS).allocate(losses, total, np.zeros((layers, 1), dtype=np.int64), high)
+    every = product(*(range(least, cap + 1) for cap in high.ravel().tolist()))
+    best = min(lost(np.array(split)) for split in every if sum(split) == total)
+    assert found.sum() == total
+    assert lost(found.ravel()) <= best + 1e-9
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_hulls_are_convex_below_the_curve_and_keep_its_ends(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    at = np.cumsum(rng.integers(1, 9, 6)).astype(float)
+    values = rng.pareto(1.1, (2, 6))
+    hull = convex(at, values)
+    slopes = np.diff(hull, axis=1) / np.diff(at)
+    assert (np.diff(slopes, axis=1) >= -1e-9 * np.abs(values).max()).all()
+    assert (hull <= values + 1e-12 * values.max()).all()
+    np.testing.assert_array_equal(hull[:, [0, -1]], values[:, [0, -1]])
+
+
+def test_totals_are_exact_on_awkward_losses() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(2000):
+        layers, heads = (int(size) for size in rng.integers(1, 4, 2))
+        floors = rng.integers(0, 5, (layers, heads))
+        caps = floors + rng.integers(0, 13, (layers, heads))
+        total = int(rng.integers(floors.sum(), caps.sum() + 1))
+        check(LossCurves((1, 3, 7, 12)), awkward(rng, (layers, 3)), total, floors, caps)
+
+
+@pytest.mark.parametrize("budgets", [(), (4,), (4, 4), (8, 4), (0, 4)])
+def test_budgets_that_make_no_curve(budgets: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="two or more ascending budgets"):
+        LossCurves(budgets)
+
+
+def test_curves_that_begin_nowhere() -> None:
+    with pytest.raises(UsageError, match="loss curves begin at 1 entry or more, got 0"):
+        LossCurves(BUDGETS, least=0)
+
+
+def test_losses_that_cannot_be_used() -> None:
+    with pytest.raises(UsageError, match=r"losses must be \[2, 2\], got shape \[2, 3\]"):
+        LossCurves(BUDGETS).allocate(np.zeros((2, 3)), 10, *bounds(2))
+    with pytest.raises(UsageError, match="losses must be finite"):
+        LossCurves(BUDGETS).allocate(np.full((2, 2), np.nan), 10, *bounds(2))
