@@ -34,7 +34,7 @@ def main() -> None:
     loaded = load("bundled", LoadOptions())
     data = load_calibration_data(default_data("bundled")).limited(args.samples)
     options = PolykvOptions(budgets=(args.budget,), batch=args.batch)
-    policies, _ = candidates(("paper",), {"window": 8}, options.phases, options.budgets)
+    policies, _ = candidates(("paper",), {}, options.phases, options.budgets)
 
     def timed(naive: bool) -> tuple[Profile, float]:
         started = time.perf_counter()

@@ -92,7 +92,8 @@ class _Measure:
         swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
         self.sweeping = None
         if swept:
-            self.sweeping = Sweeping(loaded.model, tried, batch, swept, options.entropy_rows, groups)
+            rows, literal = options.entropy_rows, options.literal_entropy
+            self.sweeping = Sweeping(loaded.model, tried, batch, swept, rows, groups, literal=literal)
 
     def __call__(self, number: int) -> Arrays:
         """The arrays of the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
@@ -109,10 +110,10 @@ class _Measure:
             found |= Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone).arrays(**wanted)
         elif measured is not None:
             found |= {name: array[rows] for name, array in measured.arrays(**wanted).items()}
-        if measured is not None and measured.entropy is not None and measured.attention is not None:
+        if measured is not None and measured.entropy is not None:
             found[ENTROPY] = measured.entropy[rows].astype(np.float32)
-            if options.literal_entropy:
-                found[ROW_SUM] = measured.attention[rows].sum(0)
+        if measured is not None and measured.attention is not None:
+            found[ROW_SUM] = measured.attention[rows].sum(0)
         self._require_numbers(found)
         return found
 

@@ -19,6 +19,7 @@ from kvsearch.signals.entropy import mean_row, row_entropy
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
 Place = tuple[int, Disturbance]  # row of a layer, and what happens to it
+Rows = tuple[Tensor, Tensor, float, float | None, Tensor]  # queries, keys, scale, soft cap and which keys are real
 
 
 class Sweeping:
@@ -31,6 +32,7 @@ class Sweeping:
         signals: which of cosine, ppl and entropy are wanted.
         entropy_rows: query rows of the prompt whose entropy is taken.
         groups: the most disturbances that are in the sweep at a time.
+        literal: whether mean attention rows are wanted beside the entropy.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Sweeping:
         signals: Sequence[str],
         entropy_rows: int,
         groups: int,
+        *,
+        literal: bool = False,
     ) -> None:
-        self.model, self.tried, self.signals = model, tried, signals
+        self.model, self.tried, self.signals, self.literal = model, tried, signals, literal
         self.entropy_rows, self.groups = entropy_rows, groups
         wanted = tried.needs() if {"cosine", "ppl"} & set(signals) else []
         wanted += [Needs(query_rows=entropy_rows)] if "entropy" in signals else []
@@ -61,10 +65,12 @@ class Sweeping:
                     for item in self.tried.of_layer:
                         replays(layer, item)
             if "entropy" in self.signals:
-                parts = [_scattered(trunk.followed[layer], self.tried.phases, self.entropy_rows, after)
-                         for layer in self.tried.layers]  # fmt: skip
-                measured.entropy = torch.stack([share for share, _ in parts], -1).double().numpy()
-                measured.attention = torch.stack([row for _, row in parts], 2).double().numpy()
+                followed = [trunk.followed[layer] for layer in self.tried.layers]
+                shares = [_entropy(one, self.tried.phases, self.entropy_rows, after) for one in followed]
+                measured.entropy = torch.stack(shares, -1).double().numpy()
+                if self.literal:
+                    rows = [_mean_rows(one, self.tried.phases, self.entropy_rows, after) for one in followed]
+                    measured.attention = torch.stack(rows, 2).double().numpy()
         return measured
 
     def _sweep(self, trunk: Trunk, after: Continuations, replays: _Replays, measured: Measured) -> None:
@@ -113,17 +119,22 @@ def block_output(followed: Followed, outputs: Tensor) -> Tensor:
     return projected
 
 
-def _scattered(followed: Followed, phases: Sequence[str], rows: int, after: Continuations) -> tuple[Tensor, Tensor]:
-    """Entropy [B, P] and mean rows [B, P, T + K] of one layer, on the CPU."""
+def _entropy(followed: Followed, phases: Sequence[str], rows: int, after: Continuations) -> Tensor:
+    """Entropy of the attention rows of every phase, [B, P], on the CPU."""
+    return torch.stack([row_entropy(*_rows_of(followed, phase, rows, after)).cpu() for phase in phases], 1)
+
+
+def _mean_rows(followed: Followed, phases: Sequence[str], rows: int, after: Continuations) -> Tensor:
+    """The mean attention row of every phase, [B, P, T + K], on the CPU."""
+    means = [mean_row(*_rows_of(followed, phase, rows, after)).cpu() for phase in phases]
+    width = followed.keys.shape[2]
+    return torch.stack([torch.nn.functional.pad(mean, (0, width - mean.shape[1])) for mean in means], 1)
+
+
+def _rows_of(followed: Followed, phase: str, rows: int, after: Continuations) -> Rows:
+    """The last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
     context, how = followed.context, followed.logits
-    shares, means = [], []
-    for phase in phases:
-        if phase == "prefill":
-            given = (context.last_queries[:, :, -rows:], context.keys, how.scaling, how.softcap, context.valid)
-        else:
-            valid = torch.cat([context.valid, after.followed], 1)
-            given = (followed.query, followed.keys, how.scaling, how.softcap, valid)
-        shares.append(row_entropy(*given).cpu())
-        mean = mean_row(*given).cpu()
-        means.append(torch.nn.functional.pad(mean, (0, followed.keys.shape[2] - mean.shape[1])))
-    return torch.stack(shares, 1), torch.stack(means, 1)
+    if phase == "prefill":
+        return context.last_queries[:, :, -rows:], context.keys, how.scaling, how.softcap, context.valid
+    valid = torch.cat([context.valid, after.followed], 1)
+    return followed.query, followed.keys, how.scaling, how.softcap, valid

@@ -41,14 +41,28 @@ class Shared(NamedTuple):
         return cls(keys, values, scores.view(len(flat), -1, query.shape[2], flat.shape[1]))
 
 
+class Stretch(NamedTuple):
+    """Tokens during which the same slots were there."""
+
+    held: Tensor  # [S, k, C] bool, what each of them attended to
+    columns: Tensor | None  # [S, C] column of each slot; None: a slot for every column
+
+
 @dataclass(frozen=True)
 class Replay:
     """What came of K tokens in one layer."""
 
     outputs: Tensor  # [B, Hq, K, Dv] attention outputs
-    shown: Tensor  # [B, Hkv, K, T + K] bool, what each token attended to: the prompt's entries, then the tokens'
     held: Tensor  # [B, Hkv, T + K] int64, indices of the tokens held at the end, -1 elsewhere
     most: Tensor  # [B, Hkv] int64, the most entries held at a time
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def shown(self) -> Tensor:
+        """What each token attended to: the prompt's entries, then the tokens', [B, Hkv, K, T + K] bool."""
+        batch, heads, width = self.held.shape
+        parts = [spread(one.held, one.columns, width) for one in self.stretches]
+        return torch.cat(parts, 1).view(batch, heads, -1, width)
 
     @property
     def kept(self) -> list[list[list[int]]]:
@@ -99,6 +113,9 @@ class _Course:
         self.following = seen.seen if seen.next_position is None else seen.next_position
         self.used: Ints = left.keep.flatten(0, 1).sum(-1).cpu().numpy()
         self.most = self.used
+        self.waiting: list[Tensor] = []  # what the tokens of this stretch attended to, [S, C] bool each
+        self.stretches: list[Stretch] = []
+        self.outputs: list[Tensor] = []  # [S, G, k, Dv]
 
     def _columns(self, left: Kept) -> Cached:
         """A slot for every column; the tokens' own are empty yet."""
@@ -123,21 +140,29 @@ class _Course:
 
     def run(self) -> Replay:
         if self.rule is None or self.limits is None:
-            return self._result(self._unruled(), None)
-        policy = self.rule.policy
-        outputs, shown = [], []
-        for token in range(self.count):
-            self._arrive(token)
-            held = self.cached.held
-            shown.append(self._spread(held, held.new_zeros(()), self.length + self.count))
-            row = None
-            if policy.merges or policy.row is not None:
-                weights = self._scores(token).masked_fill(~held[:, None], float("-inf")).softmax(-1)
-                row = weights.mean(1)
-                if policy.merges:
-                    outputs.append(weights.to(self.cached.values.dtype) @ self.cached.values)
-            self._evict(self.rule, self.limits, token, row)
-        return self._result(torch.stack(shown, 1), torch.stack(outputs, 2) if policy.merges else None)
+            self.waiting = list(self._unruled().unbind(1))
+        else:
+            for token in range(self.count):
+                self._step(self.rule, self.limits, token)
+        self._close()
+        held = spread(self.cached.positions[:, None], self.columns, self.length + self.count, -1)
+        return Replay(
+            torch.cat(self.outputs, 2).view(self.batch, -1, self.count, self.cached.values.shape[-1]),
+            held.view(self.batch, self.heads, -1),
+            torch.from_numpy(self.most.reshape(self.batch, self.heads)),
+            tuple(self.stretches),
+        )
+
+    def _step(self, rule: DecodeRule, limits: Limits, token: int) -> None:
+        self._arrive(token)
+        held, row = self.cached.held, None
+        self.waiting.append(held)
+        if rule.policy.merges or rule.policy.row is not None:
+            weights = self._scores(token).masked_fill(~held[:, None], float("-inf")).softmax(-1)
+            row = weights.mean(1)
+            if rule.policy.merges:
+                self.outputs.append((weights.to(self.cached.values.dtype) @ self.cached.values)[:, :, None])
+        self._evict(rule, limits, token, row)
 
     def _unruled(self) -> Tensor:
         """What the tokens see where nothing leaves after the prompt, [S, K, T + K] bool."""
@@ -149,35 +174,31 @@ class _Course:
         self.most = self.used + self.count
         return shown
 
-    def _result(self, mask: Tensor, result: Tensor | None) -> Replay:
-        """`mask` [S, K, T + K] is what was seen; outputs [S, G, K, Dv] are computed from it unless they are given."""
-        if result is None:
-            values = self.shared.values.flatten(0, 1)
-            weights = self.shared.scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).to(values.dtype)
-            result = (weights.flatten(1, 2) @ values).view(*weights.shape[:3], -1)
-        positions = self.cached.positions
-        return Replay(
-            result.reshape(self.batch, -1, *result.shape[2:]),
-            mask.view(self.batch, self.heads, *mask.shape[1:]),
-            self._spread(positions, positions.new_full((), -1), mask.shape[-1]).view(self.batch, self.heads, -1),
-            torch.from_numpy(self.most.reshape(self.batch, self.heads)),
-        )
+    def _close(self) -> None:
+        """The outputs of the tokens of this stretch, unless they are there."""
+        if not self.waiting:
+            return
+        held = torch.stack(self.waiting, 1)
+        first = sum(stretch.held.shape[1] for stretch in self.stretches)
+        self.stretches.append(Stretch(held, self.columns))
+        self.waiting = []
+        if self.rule is not None and self.rule.policy.merges:
+            return
+        scores = self._scores(slice(first, first + held.shape[1]))
+        weights = scores.masked_fill(~held[:, None], float("-inf")).softmax(-1).to(self.cached.values.dtype)
+        result = weights.flatten(1, 2) @ self.cached.values
+        self.outputs.append(result.view(*weights.shape[:3], -1))
 
-    def _spread(self, slots: Tensor, empty: Tensor, width: int) -> Tensor:
-        """Values of slots [S, C] by column, [S, width], `empty` where a column has no slot."""
-        if self.columns is None:
-            return slots
-        return empty.repeat(len(slots), width).scatter_(1, self.columns, slots)
-
-    def _scores(self, token: int) -> Tensor:
-        """Attention logits of one token over the slots, [S, G, C] fp32."""
+    def _scores(self, tokens: int | slice) -> Tensor:
+        """Attention logits of a token over the slots, [S, G, C] fp32, or of several, [S, G, k, C]."""
         if self.rule is not None and self.rule.policy.merges:  # keys are not those given for long
-            query = self.query[:, :, token]
+            query = self.query[:, :, tokens]
             return self.logits.of(query.reshape(len(self.rows), -1, query.shape[-1]), self.cached.keys)
-        scores = self.shared.scores[:, :, token]
-        return (
-            scores if self.columns is None else scores.gather(-1, self.columns[:, None].expand(-1, scores.shape[1], -1))
-        )
+        scores = self.shared.scores[:, :, tokens]
+        if self.columns is None:
+            return scores
+        columns = self.columns.view(len(self.rows), *[1] * (scores.dim() - 2), -1)
+        return scores.gather(-1, columns.expand(*scores.shape[:-1], -1))
 
     def _arrive(self, token: int) -> None:
         self.cached.positions[:, self.own + token] = self.seen
@@ -204,6 +225,7 @@ class _Course:
         cached, width = self.cached, self.cached.positions.shape[1]
         if 2 * (used + ahead) >= width:
             return
+        self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
         slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
 
@@ -226,3 +248,11 @@ def _clear(state: State, slots: Tensor) -> None:
     """Zero the state of slots [S, C] bool, in place."""
     for tensor in state.entries.values():
         tensor.masked_fill_(slots.view(*slots.shape, *[1] * (tensor.dim() - 2)), 0)
+
+
+def spread(slots: Tensor, columns: Tensor | None, width: int, empty: int = 0) -> Tensor:
+    """Values of slots [S, k, C] by column, [S, k, width], `empty` where a column has no slot."""
+    if columns is None:
+        return slots
+    found = slots.new_full((*slots.shape[:2], width), empty)
+    return found.scatter_(2, columns[:, None].expand(-1, slots.shape[1], -1), slots)

@@ -169,9 +169,9 @@ def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.M
     swept: list[int] = []
     original = polykv.Sweeping
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         swept.append(args[-1])
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(polykv, "Sweeping", noted)
     found = profile(max_memory=least)

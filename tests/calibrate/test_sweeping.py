@@ -182,7 +182,9 @@ def test_entropy_is_that_of_the_attention_matrix() -> None:
     prompts = batch((40, (9,)), (33, (9,)))
     after = prompts.continuations(0, CPU)
     with running(model):
-        measured = Sweeping(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1).measure(after)
+        measured = Sweeping(
+            model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1, literal=True
+        ).measure(after)
     found, rows = measured.entropy, measured.attention
     assert found is not None
     assert rows is not None
