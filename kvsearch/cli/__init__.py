@@ -9,6 +9,7 @@ import typer
 from kvsearch.cli.calibrate import calibrate
 from kvsearch.cli.doctor import doctor
 from kvsearch.cli.evaluate import evaluate
+from kvsearch.cli.evolve import evolve
 from kvsearch.cli.export import export
 from kvsearch.cli.generate import generate
 from kvsearch.cli.headroom import headroom
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 VERBS = (
-    calibrate, validate, select, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor,
+    calibrate, validate, select, evolve, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor,
 )  # fmt: skip
 for verb in VERBS:
     app.command(no_args_is_help=verb not in (policies, tasks, doctor))(verb)

@@ -1,0 +1,192 @@
+"""Attention of many candidates over the same stored prompts: a candidate is how much of each head it sees.
+
+Keys and values of a prompt are stored once, sorted by rank inside each head, so what a candidate keeps of a head is a
+prefix of what is stored: a view, never a copy. The tokens that follow the prompts belong to their candidate.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvsearch.runtime.attention import Logits, Output, causal_mask, logit_scale, tag
+
+
+class Sight(NamedTuple):
+    """Keys [S, Hkv, N, D], values [S, Hkv, N, Dv] and which of them are seen, [S, Hkv, G, q, N] or broadcastable bool.
+
+    None: all are seen.
+    """
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor | None
+
+
+class Trail:
+    """The tokens that follow the prompts of S samples so far: where they are, and which are padding.
+
+    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self.valid = lengths.new_zeros(len(lengths), 0, dtype=torch.bool)  # [S, n]
+        self.positions = lengths.new_zeros(len(lengths), 0)  # [S, n]
+        self.seen: Tensor | None = None  # [S or 1, 1, 1, q, n], by the last q tokens; None: all
+        self.last = 0
+
+    def extend(self, valid: Tensor) -> Tensor:
+        """Go on by q tokens, `valid` [S, q] bool; their positions [S, q], where padding takes none."""
+        before = self.lengths + self.valid.sum(-1)
+        positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
+        self.valid = torch.cat([self.valid, valid], 1)
+        self.positions = torch.cat([self.positions, positions], 1)
+        self.last = valid.shape[1]
+        self.seen = self._causal()
+        return positions
+
+    def _causal(self) -> Tensor | None:
+        count = self.valid.shape[1]
+        causal = causal_mask(self.last, count, self.valid.device)
+        if bool(self.valid.all()):
+            return None if self.last == 1 else causal[None, None, None]
+        own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - self.last :]
+        return (causal & (self.valid[:, None] | own))[:, None, None]
+
+    def near(self, positions: Tensor, window: int) -> Tensor:
+        """Which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
+        ahead: Tensor = self.positions[:, -self.last :, None] - positions[:, None]
+        return (ahead < window)[:, None, None]
+
+
+class BankLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer while P candidates follow the prompts of S samples: row p * S + s of the batch is candidate p's.
+
+    `keys` and `values` [S, Hkv, N, D] are what all candidates share. To the model the cache looks empty: positions are
+    given, and who sees what is decided here.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, trail: Trail) -> None:
+        super().__init__()
+        self.keys, self.values, self.trail = keys, values, trail
+        self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
+
+    @abstractmethod
+    def shared(self) -> Sequence[Sight]:
+        """What each candidate sees of the prompts."""
+
+    def seen(self) -> Tensor | None:
+        """What the last tokens see of all that follow, [S or 1, 1, 1, q, n]."""
+        return self.trail.seen
+
+    def attend(
+        self,
+        module: nn.Module,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> Output:
+        """Attention of queries [P * S, Hq, q, D], [P * S, q, Hq, Dv]; the model's mask knows nothing of the prompts."""
+        logits = Logits(logit_scale(query, kwargs), kwargs.get("softcap"))
+        parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
+        seen = self.seen()
+        outputs = [
+            prefix_attention(one, shared, Sight(keys, values, seen), logits)
+            for one, keys, values, shared in zip(*parts, self.shared(), strict=True)
+        ]
+        return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.own is not None:
+            key_states = torch.cat([self.own[0], key_states], 2)
+            value_states = torch.cat([self.own[1], value_states], 2)
+        self.own = (key_states, value_states)
+        tag(key_states, self)
+        return self.own
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to prepare."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+
+class PrefixLayer(BankLayer):
+    """A full-attention layer: `entries` [P, S, Hkv] are how many of the stored entries of a head a candidate sees."""
+
+    def __init__(self, keys: Tensor, values: Tensor, trail: Trail, entries: Tensor) -> None:
+        super().__init__(keys, values, trail)
+        self.sights = [self._sight(some) for some in entries]
+
+    def _sight(self, entries: Tensor) -> Sight:
+        fewest, most = int(entries.min()), int(entries.max())
+        seen = None
+        if fewest < most:
+            seen = (torch.arange(most) < entries[..., None]).to(self.keys.device)[:, :, None, None]
+        return Sight(self.keys[:, :, :most], self.values[:, :, :most], seen)
+
+    def shared(self) -> Sequence[Sight]:
+        return self.sights
+
+
+class WindowLayer(BankLayer):
+    """A sliding-window layer of the model: all candidates see its whole window.
+
+    The stored entries are the last tokens of the prompts, aligned on the right; `window` counts the token itself.
+    """
+
+    is_sliding = True
+
+    def __init__(self, keys: Tensor, values: Tensor, trail: Trail, window: int, candidates: int) -> None:
+        super().__init__(keys, values, trail)
+        self.window, self.candidates = window, candidates
+        back = torch.arange(-keys.shape[2], 0, device=trail.lengths.device)
+        self.positions = trail.lengths[:, None] + back  # below 0 where a prompt is shorter
+
+    def shared(self) -> Sequence[Sight]:
+        seen = self.trail.near(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
+        return [Sight(self.keys, self.values, seen)] * self.candidates
+
+    def seen(self) -> Tensor | None:
+        near = self.trail.near(self.trail.positions, self.window)
+        return near if self.trail.seen is None else near & self.trail.seen
+
+
+def prefix_attention(query: Tensor, shared: Sight, own: Sight, logits: Logits) -> Tensor:
+    """Attention of queries [S, Hq, q, D] over what is shared and what is their own, [S, Hq, q, Dv].
+
+    One softmax over both; the query heads of a kv head are packed into one matrix.
+    """
+    samples, query_heads, rows, _ = query.shape
+    heads = own.keys.shape[1]
+    packed = query.reshape(samples, heads, query_heads // heads * rows, -1)
+    scores = torch.cat([_scores(packed, sight, rows, logits) for sight in (own, shared)], -1)
+    weights = scores.softmax(-1).to(query.dtype)
+    near = own.keys.shape[2]
+    output = weights[..., :near] @ own.values + weights[..., near:] @ shared.values
+    return output.view(samples, query_heads, rows, -1)
+
+
+def _scores(packed: Tensor, sight: Sight, rows: int, logits: Logits) -> Tensor:
+    """Logits [S, Hkv, G * q, N] fp32 of packed queries [S, Hkv, G * q, D], -inf where nothing is seen."""
+    scores = logits.of(packed, sight.keys)
+    if sight.seen is None:
+        return scores
+    grouped = scores.view(*scores.shape[:2], -1, rows, scores.shape[-1])
+    return grouped.masked_fill_(~sight.seen.to(scores.device), float("-inf")).view_as(scores)

@@ -1,0 +1,123 @@
+"""The lines of a search ledger: what was asked, measured, told and found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from kvsearch.plan.fields import Floor, Index, Record, Sha256, Text, refuse
+from kvsearch.search.executors.base import Floats, Ints, Outcome, OutcomeKind, Result, results_of
+
+Vector = NDArray[np.float64]
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
+
+
+def _read_number(value: object) -> object:
+    return _SPECIAL.get(value, value) if isinstance(value, str) else value
+
+
+def _written_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True), BeforeValidator(_read_number), PlainSerializer(_written_number)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Point = list[Finite]
+
+
+class Line(Record):
+    """What all lines have: `at`, the seconds of work on the run before it was written."""
+
+    at: Seconds
+
+
+class Generation(Line):
+    """Points of one generation of a stage."""
+
+    stage: Text
+    generation: Index
+    points: list[Point]
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """The points [d] each, bit for bit."""
+        return [np.array(point, dtype=np.float64) for point in self.points]
+
+
+class Asked(Generation):
+    """The points as the optimiser asked for them."""
+
+
+class Told(Generation):
+    """The points as the optimiser was told them, with their values, which it minimises."""
+
+    values: list[Finite]
+
+    @model_validator(mode="after")
+    def _one_value_each(self) -> Told:
+        if len(self.values) != len(self.points):
+            refuse([(("values",), f"has {len(self.values)} for {len(self.points)} points")])
+        return self
+
+
+class Computed(Line):
+    """Candidates, by `candidate_key`, that were measured together, and what became of them, see `Outcome`."""
+
+    keys: list[Sha256] = Field(min_length=1)
+    outcome: OutcomeKind
+    values: list[list[Number]] | None = None
+    message: str = ""
+    seconds: Seconds
+    tokens: Index
+
+    @model_validator(mode="after")
+    def _a_row_each(self) -> Computed:
+        if self.values is not None and len(self.values) != len(self.keys):
+            refuse([(("values",), f"has {len(self.values)} rows for {len(self.keys)} candidates")])
+        return self
+
+    @cached_property
+    def results(self) -> Mapping[str, Result]:
+        """What became of each candidate, by its key."""
+        values: Floats | None = None if self.values is None else np.array(self.values, dtype=np.float64)
+        whole = Outcome(0, self.outcome, values, self.message, self.seconds, self.tokens)
+        return dict(zip(self.keys, results_of(whole, len(self.keys)), strict=True))
+
+
+class Best(Line):
+    """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
+
+    candidate: list[list[Floor]]
+    value: Finite
+    where: Text
+
+    @property
+    def table(self) -> Ints:
+        """The candidate as an array."""
+        return np.array(self.candidate, dtype=np.int64)
+
+
+class Stage(Line):
+    """The begin or the end of a group of layers or another phase, with what it is about."""
+
+    name: Text
+    begins: bool
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Note(Line):
+    """Anything that a reader of the file should know."""
+
+    text: Text
+
+
+LINES: dict[str, type[Line]] = {
+    "asked": Asked, "result": Computed, "told": Told, "best": Best, "stage": Stage, "note": Note,
+}  # fmt: skip

@@ -1,0 +1,119 @@
+"""What a search found, as JSON and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvsearch.evaluate.methods import FULL
+from kvsearch.evaluate.selection_rule import Scores, Share, recovered
+from kvsearch.evaluate.tables import Cell, Group, TextTable
+from kvsearch.evaluate.trial import Trial
+from kvsearch.search.evolve import Evolved, PreparedSearch
+from kvsearch.search.ledger import Spent
+
+SCHEMA = "kvsearch.evolution/1"
+EVOLVED = "evolved"
+
+
+def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[str, Any]:
+    """Everything that a search found; `spent` is what its first part took."""
+    choice, report = evolved.choice, evolved.report
+    return {
+        "schema": SCHEMA,
+        "model": prepared.loaded.name,
+        "settings": prepared.settings.as_json(),
+        "questions": {name: sum(task.coverage.questions for task in encoded)
+                      for name, encoded in prepared.encoded.items()},
+        "ended": evolved.outcome.ended,
+        "flat": evolved.outcome.flat,
+        "evaluations": spent.evaluations,
+        "tokens": spent.tokens,
+        "starts": {name: table.tolist() for name, table in prepared.starts.items()},
+        "finalists": {
+            name: {"budgets": found.table.tolist(), "value": _number(found.value), "where": found.where,
+                   "score": asdict(choice.trial.score(name))}
+            for name, found in choice.finalists.items()
+        },
+        "chosen": choice.name,
+        "budgets": choice.table.tolist(),
+        "report": {name: asdict(report.score(name)) for name in report.labels},
+        "gains": {name: asdict(report.gain(EVOLVED, [name])) for name in report.labels if name not in (EVOLVED, FULL)},
+        "recovered": {name: None if share is None else asdict(share) for name, share in shares(report).items()},
+    }  # fmt: skip
+
+
+def shares(report: Trial) -> dict[str, Share | None]:
+    """The share of the gap between each baseline and the full cache that the result closes, by baseline."""
+    scores, labels = Scores.of(report.study.samples), report.labels
+    seed = report.study.settings.seed
+    return {
+        name: recovered(scores, labels[EVOLVED], labels[name], seed=seed)
+        for name in labels
+        if name not in (EVOLVED, FULL)
+    }
+
+
+def tables(prepared: PreparedSearch, evolved: Evolved) -> list[TextTable]:
+    """The finalists on the split they were chosen by, and the result on the report split."""
+    return [_finalists(evolved), _report(prepared, evolved)]
+
+
+def decision(evolved: Evolved) -> str:
+    """What was chosen and why, in one sentence."""
+    choice, outcome = evolved.choice, evolved.outcome
+    if outcome.flat:
+        return f"{outcome.ended}: even budgets were written"
+    score = 100 * choice.trial.score(choice.name).mean
+    found = choice.finalists[choice.name].where
+    if choice.name.startswith("#"):
+        return f"chosen: {choice.name} ({found}), {score:.2f} on the second split, above all start plans"
+    return f"nothing that was found scores above the start plan {choice.name} ({score:.2f} on the second split): kept"
+
+
+def _finalists(evolved: Evolved) -> TextTable:
+    choice = evolved.choice
+    ranked = sorted(choice.finalists, key=lambda name: -choice.trial.score(name).mean)
+    rows = [
+        [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.trial, name)]
+        for name in ranked
+    ]
+    return _table("second split: what is chosen from", ["", "found", "search value", "score"], rows)
+
+
+def _report(prepared: PreparedSearch, evolved: Evolved) -> TextTable:
+    report, found = evolved.report, shares(evolved.report)
+    rows: list[list[str]] = []
+    for name in report.labels:
+        gain = ""
+        if name not in (EVOLVED, FULL):
+            one = report.gain(EVOLVED, [name])
+            gain = f"{100 * one.mean:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
+        rows.append([name, _score(report, name), gain, _share(found.get(name))])
+    title = f"report split, {prepared.settings.budget} entries per kv head, {prepared.settings.protocol}"
+    return _table(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> TextTable:
+    cells = [[Cell(text) for text in row] for row in rows]
+    return TextTable(title, columns, [Group("", cells)])
+
+
+def _score(trial: Trial, name: str) -> str:
+    one = trial.score(name)
+    return f"{100 * one.mean:.2f} [{100 * one.low:.2f}, {100 * one.high:.2f}]"
+
+
+def _share(share: Share | None) -> str:
+    if share is None:
+        return ""
+    low, high = ("-" if end is None else f"{end:.0%}" for end in (share.low, share.high))
+    return f"{share.mean:.0%} ({low} to {high})"
+
+
+def _number(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _value(value: float) -> str:
+    return "" if _number(value) is None else f"{value:.6g}"

@@ -1,0 +1,9 @@
+"""Search spaces: which vectors stand for which tables of budgets."""
+
+from kvsearch.search.space.base import Space, Vector
+from kvsearch.search.space.basis import Basis, basis_from_tables
+from kvsearch.search.space.group import Group, Parity
+from kvsearch.search.space.heads import Heads
+from kvsearch.search.space.layers import LayerGroups, Layers
+
+__all__ = ["Basis", "Group", "Heads", "LayerGroups", "Layers", "Parity", "Space", "Vector", "basis_from_tables"]

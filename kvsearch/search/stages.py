@@ -1,0 +1,94 @@
+"""The stages of a search: which part of the budgets is varied, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvsearch.errors import UsageError
+from kvsearch.search.executors.base import Ints
+from kvsearch.search.settings import EvolveSettings
+from kvsearch.search.space import Basis, Group, Heads, Layers, Parity, Space, basis_from_tables
+
+EVEN = ("uniform", "pyramid")  # start plans that need no measurement
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What all candidates [L, Hkv] keep to: `budget` entries per kv head on average, and bounds of each head."""
+
+    budget: int
+    floors: Ints
+    caps: Ints
+
+    @property
+    def layers(self) -> int:
+        return int(self.floors.shape[0])
+
+    @property
+    def heads(self) -> int:
+        return int(self.floors.shape[1])
+
+    @property
+    def total(self) -> int:
+        """Entries of all layers and heads."""
+        return self.budget * self.layers * self.heads
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One optimisation, `number` of `count`; `rows` are the layers that are varied, `inject` what it is told first."""
+
+    name: str
+    number: int
+    count: int
+    space: Space
+    rows: slice
+    inject: list[Ints] = field(default_factory=list)
+
+
+def stages_of(
+    settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints], current: Callable[[], Ints]
+) -> Iterator[Stage]:
+    """The stages of a search, each made when it begins; `current` is the best table then.
+
+    Raises:
+        UsageError: the spaces "heads" and "basis" without start plans, and what spaces refuse.
+    """
+    if settings.space == "groups":
+        yield from _groups(settings, frame, current)
+        return
+    tables = list(starts.values())
+    yield Stage(settings.space, 1, 1, _joint(settings, frame, starts), slice(0, frame.layers), tables)
+
+
+def groups_of(layers: int, size: int) -> list[slice]:
+    """Groups of `size` consecutive layers from the bottom up; the last may be smaller."""
+    return [slice(first, min(first + size, layers)) for first in range(0, layers, size)]
+
+
+def _groups(settings: EvolveSettings, frame: Frame, current: Callable[[], Ints]) -> Iterator[Stage]:
+    groups = groups_of(frame.layers, settings.group_size)
+    for number, rows in enumerate(groups, 1):
+        name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
+        members = list(range(rows.start, rows.stop))
+        space: Space
+        if settings.parity:
+            space = Parity(current(), members, frame.budget, frame.floors)
+        elif len(groups) == 1:
+            space = Layers(frame.total, frame.floors, frame.caps)
+        else:
+            space = Group(current(), members, frame.floors, frame.caps)
+        yield Stage(name, number, len(groups), space, rows)
+
+
+def _joint(settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints]) -> Space:
+    if settings.space == "layers":
+        return Layers(frame.total, frame.floors, frame.caps)
+    tables = list(starts.values())
+    given = [table for name, table in starts.items() if name not in EVEN]
+    if not given:
+        raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
+    if settings.space == "basis":
+        return Basis(tables[0], basis_from_tables(tables[1:], frame.floors), frame.floors, frame.caps)
+    return Heads(given[0], frame.floors, frame.caps, settings.group_size)
