@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
 
 FP32 = 4
+REPLAY_TABLES = 4  # of attention logits: shared ones, masked ones, weights, and those in the making
+PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class ModelSize:
 class Work:
     """What is measured: `prompts` are their tokens, each with the tokens of its continuations.
 
-    `tried` is how many disturbances a layer has: patterns times phases times budgets; 0 where only entropy is measured.
-    `query_rows` and `column_sums` are what patterns need of a prompt.
+    `tried` is how many disturbances a layer has: `patterns` times phases times budgets; 0 where only entropy is
+    measured. `query_rows` and `column_sums` are what patterns need of a prompt.
     """
 
     prompts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -80,6 +82,7 @@ class Work:
     batch: int = 8
     query_rows: int = 0
     column_sums: bool = False
+    patterns: int = 0
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], policies: Sequence[Policy], options: PolykvOptions) -> Work:
@@ -98,6 +101,7 @@ class Work:
             batch=options.batch,
             query_rows=max(rows, default=0),
             column_sums=any(need.column_sums for need in needs),
+            patterns=len(used),
         )
 
     @property
@@ -180,10 +184,12 @@ def memory_of(size: ModelSize, work: Work, max_memory: int | None = None) -> Mem
     entry = 2 * size.kv_heads * size.head_dim * size.bytes
     cache = batch * length * size.layers * entry
     sums = length * size.kv_heads * FP32 * work.column_sums
-    observed = batch * len(size.full_layers) * (work.query_rows * size.heads * size.head_dim * size.bytes + sums)
+    remembered = PATTERN_BYTES * work.patterns * length * size.kv_heads
+    rows = work.query_rows * size.heads * size.head_dim * size.bytes
+    observed = batch * len(size.full_layers) * (rows + sums + remembered)
     states = size.layers * (size.heads + 2 * size.kv_heads) * size.head_dim + (size.layers + 1) * size.hidden
     trunk = batch * count * states * size.bytes
-    replay = batch * (length + count) * (2 * FP32 * size.heads * count + 2 * entry)
+    replay = batch * (length + count) * (REPLAY_TABLES * FP32 * size.heads * count + 2 * entry)
     head = batch * count * size.vocabulary * (FP32 + size.bytes)
     reading, fixed = batch * length * size.activations, trunk + replay + head
     group = batch * count * size.activations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +62,15 @@ class PromptBatch:
         ids, mask = (pad_sequence(some, batch_first=True, padding_side="left").to(device) for some in (rows, masks))
         return ids, mask
 
-    @property
-    def most(self) -> int:
-        """The most continuations that a prompt has."""
-        return max(len(prompt.following) for prompt in self.prompts)
+    def left(self, finished: Collection[tuple[int, int]]) -> list[int]:
+        """Numbers of the continuations that some prompt has, by (place, number), and that are not `finished`."""
+        most = max(len(prompt.following) for prompt in self.prompts)
+        pairs = list(zip(self.places, self.prompts, strict=True))
+        return [
+            number
+            for number in range(most)
+            if any(number < len(prompt.following) and (place, number) not in finished for place, prompt in pairs)
+        ]
 
     def continuations(self, number: int, device: torch.device) -> Continuations:
         """The continuation of that number of every prompt."""
@@ -84,8 +89,10 @@ class PromptBatch:
         return PromptBatch([self.places[row] for row in rows], alone)
 
 
-def batches_of(prompts: Mapping[int, Prompt], size: int) -> list[PromptBatch]:
-    """Batches of at most `size` prompts, by their places; those with as many continuations, and as long, together."""
-    places = sorted(prompts, key=lambda place: (len(prompts[place].following), prompts[place].length, place))
+def batches_of(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
+    """Batches of at most `size` prompts; those with as many continuations, and as long, are together."""
+    places = sorted(
+        range(len(prompts)), key=lambda place: (len(prompts[place].following), prompts[place].length, place)
+    )
     parts = (places[first : first + size] for first in range(0, len(places), size))
     return [PromptBatch(part, [prompts[place] for place in part]) for part in parts]

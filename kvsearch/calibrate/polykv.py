@@ -24,7 +24,7 @@ from kvsearch.calibrate.naive import Naive
 from kvsearch.calibrate.options import SAMPLES, PolykvOptions
 from kvsearch.calibrate.prompts import Prompt, prompts_of
 from kvsearch.calibrate.provenance import profile_metadata
-from kvsearch.calibrate.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places
+from kvsearch.calibrate.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places, unfinished
 from kvsearch.calibrate.sweeping import Sweeping
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.architecture import describe
@@ -52,7 +52,8 @@ def calibrate_polykv(
 ) -> Profile:
     """Measure the signals of every layer, phase and pattern (arXiv 2606.15157, Eq. 2 to 5) on all prompts of `data`.
 
-    Finished batches are kept in `directory`, and those that are there are not measured again.
+    What is finished is kept in `directory`, one continuation of all prompts of a batch at a time, and what is there is
+    not measured again.
 
     Raises:
         UsageError: no prompt is longer than a budget, so nothing would be evicted; prompts of different lengths, for
@@ -64,21 +65,16 @@ def calibrate_polykv(
     shape = describe(loaded.model)
     tried = Disturbances(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
     done = SampleFiles(None if directory is None else directory / SAMPLES)
-    finished = done.finished
-    left = {place: prompt for place, prompt in enumerate(prompts) if place not in finished}
-    total = sum(len(prompt.following) for prompt in prompts)
-    count = total - sum(len(prompt.following) for prompt in left.values())
-    groups = _groups(loaded, prompts, policies, options)
+    total, groups = sum(len(prompt.following) for prompt in prompts), _groups(loaded, prompts, policies, options)
     with running(loaded.model):
-        for batch in batches_of(left, options.batch):
-            measure = _Measure(loaded, tried, batch, options, groups)
-            parts = []
-            for number in range(batch.most):
-                parts.append(measure(number))
-                count += len(parts[-1][PROMPT])
+        for batch in batches_of(prompts, options.batch):
+            left = batch.left(done.finished)
+            measure = _Measure(loaded, tried, batch, options, groups) if left else None
+            for number in left:
+                if measure is not None:
+                    done.add(unfinished(measure(number), done.finished))
                 if progress is not None:
-                    progress(count, total)
-            done.add(parts)
+                    progress(len(done.finished), total)
     return _profile(loaded, data, options, policies, seed, done)
 
 

@@ -1,8 +1,8 @@
-"""What is finished of a calibration by signals: a file per batch, so that it can go on."""
+"""What is finished of a calibration by signals: a file per batch and continuation, so that it can go on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,21 @@ class SampleFiles:
             self.parts = [_read(path) for path in sorted(folder.glob("*.safetensors"))]
 
     @property
-    def finished(self) -> set[int]:
-        """Numbers of the prompts that are done."""
-        return {int(number) for part in self.parts for number in part[PROMPT]}
+    def finished(self) -> set[tuple[int, int]]:
+        """What is done: numbers of prompts, each with that of a continuation."""
+        return {
+            (int(prompt), int(question))
+            for part in self.parts
+            for prompt, question in zip(part[PROMPT], part[QUESTION], strict=True)
+        }
 
-    def add(self, parts: Sequence[Arrays]) -> None:
-        """Take in a batch, its continuations one after the other; it is on the disk when this returns."""
-        whole = joined(parts)
-        self.parts.append(whole)
+    def add(self, part: Arrays) -> None:
+        """Take in a continuation of some prompts, none of them finished; it is on the disk when this returns."""
+        self.parts.append(part)
         if self.folder is not None:
-            atomic_write(self.folder / f"{int(whole[PROMPT].min()):06d}.safetensors", save(whole))
+            name = f"{int(part[PROMPT].min()):06d}-{int(part[QUESTION][0]):04d}.safetensors"
+            whole = {key: np.ascontiguousarray(array) for key, array in part.items()}
+            atomic_write(self.folder / name, save(whole))
 
     def gathered(self) -> dict[str, NDArray[Any]]:
         """All arrays, in the order of prompts and their continuations."""
@@ -61,6 +66,20 @@ def forget_samples(directory: Path) -> None:
         path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def unfinished(part: Arrays, finished: Collection[tuple[int, int]]) -> dict[str, NDArray[Any]]:
+    """The samples of a part that are not `finished`; with literal entropy a part is finished as a whole or not at all.
+
+    Only a calibration that goes on with other batches has both kinds in one part.
+    """
+    pairs = zip(part[PROMPT].tolist(), part[QUESTION].tolist(), strict=True)
+    rows = np.array([pair not in finished for pair in pairs])
+    if rows.all():
+        return dict(part)
+    if ROW_SUM in part:
+        raise UsageError("attention was added up over other batches: go on with the --batch that it began with")
+    return {name: array[rows] for name, array in part.items()}
 
 
 def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
@@ -96,4 +115,4 @@ def _read(path: Path) -> Arrays:
 
 
 def _damaged(path: Path, problem: str) -> UsageError:
-    return UsageError(f"{path} is damaged ({problem}): remove it, and its batch is measured again")
+    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")

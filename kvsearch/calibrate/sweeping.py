@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,11 +66,14 @@ class Sweeping:
                     for item in self.tried.of_layer:
                         replays(layer, item)
             if "entropy" in self.signals:
+                # copies: what one computes and keeps is gone with it
                 followed = [trunk.followed[layer] for layer in self.tried.layers]
-                shares = [_entropy(one, self.tried.phases, self.entropy_rows, after) for one in followed]
-                measured.entropy = torch.stack(shares, -1).double().numpy()
+                given = self.tried.phases, self.entropy_rows, after
+                measured.entropy = (
+                    torch.stack([_entropy(replace(one), *given) for one in followed], -1).double().numpy()
+                )
                 if self.literal:
-                    rows = [_mean_rows(one, self.tried.phases, self.entropy_rows, after) for one in followed]
+                    rows = [_mean_rows(replace(one), *given) for one in followed]
                     measured.attention = torch.stack(rows, 2).double().numpy()
         return measured
 
@@ -98,19 +102,25 @@ class _Replays:
 
     def __init__(self, tried: Disturbances, trunk: Trunk, after: Continuations, measured: Measured | None) -> None:
         self.tried, self.trunk, self.after, self.measured = tried, trunk, after, measured
-        self._layer, self._full = -1, torch.empty(0)
+        self._layer, self._followed, self._full = -1, next(iter(trunk.followed.values())), torch.empty(0)
 
     @torch.no_grad()
     def __call__(self, layer: int, item: Disturbance) -> Tensor:
-        followed = self.trunk.followed[layer]
+        followed = self._of(layer)
         outputs = followed.replay(*self.tried.rules(item)).outputs
         if self.measured is not None:
-            if self._layer != layer:
-                self._layer, self._full = layer, block_output(followed, followed.undisturbed)
             cosine, error = output_agreement(self._full, block_output(followed, outputs))
             means = Agreement(*(self.after.mean_over_tokens(values) for values in (cosine, error)))
             self.measured.note_outputs(self.tried.layers.index(layer), item, means)
         return outputs
+
+    def _of(self, layer: int) -> Followed:
+        """A layer with what its replays have in common, which is dropped with the next one."""
+        if self._layer != layer:
+            self._layer, self._followed = layer, replace(self.trunk.followed[layer])
+            if self.measured is not None:
+                self._full = block_output(self._followed, self._followed.undisturbed)
+        return self._followed
 
 
 def block_output(followed: Followed, outputs: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,35 +78,83 @@ def test_batches_change_rounding_only(made: Profile, batch: int) -> None:
         np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_an_interrupted_calibration_goes_on(tmp_path: Path) -> None:
-    """Interrupted after the first batch, its samples are taken over: the profile is the same to the byte."""
-    whole = profile(directory=tmp_path / "whole")
+class Stop(Exception):
+    pass
 
-    class Stop(Exception):
-        pass
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_an_interrupted_calibration_goes_on(made: Profile, tmp_path: Path, after: int) -> None:
+    """Wherever it is interrupted, also between the questions of one context: the profile is the same to the byte."""
 
     def stop(done: int, _: int) -> None:
-        if done > 4:
+        if done >= after:
             raise Stop
 
     with pytest.raises(Stop):
-        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path / "part")
-    assert len(list((tmp_path / "part" / SAMPLES).iterdir())) == 1
+        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
     seen: list[int] = []
     found = calibrate_polykv(
-        loaded(), DATA, OPTIONS, policies(), progress=lambda done, _: seen.append(done), directory=tmp_path / "part"
+        loaded(), DATA, OPTIONS, policies(), progress=lambda done, _: seen.append(done), directory=tmp_path
     )
-    assert seen == [5, 6]
-    assert found.to_bytes() == whole.to_bytes()
+    assert seen[0] > after
+    assert seen[-1] == 6
+    assert found.to_bytes() == made.to_bytes()
+
+
+def test_going_on_with_other_batches(made: Profile, tmp_path: Path) -> None:
+    """The second question of two contexts is done, of the third it is not."""
+
+    def stop(done: int, _: int) -> None:
+        if done >= 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
+    found = profile(directory=tmp_path, batch=3)
+    assert {name: array.shape for name, array in found.arrays.items()} == {
+        name: array.shape for name, array in made.arrays.items()
+    }
+    for name, array in made.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_one_context_is_kept_question_by_question(tmp_path: Path) -> None:
+    def stop(done: int, _: int) -> None:
+        if done == 3:
+            raise Stop
+
+    data = calibration_data(60, questions=4)
+    with pytest.raises(Stop):
+        calibrate_polykv(loaded(), data, OPTIONS, policies(), progress=stop, directory=tmp_path)
+    assert len(list((tmp_path / SAMPLES).iterdir())) == 3
+    assert profile(data, tmp_path).to_bytes() == profile(data).to_bytes()
+
+
+def test_little_is_kept_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replays of a layer have in common, as much again as its cache and more, is there for one layer at a time."""
+    from kvsearch.runtime import stream
+
+    alive: list[int] = []
+    made: list[Any] = []
+    original = stream.Shared.of
+
+    def counted(*args: Any) -> Any:
+        found = original(*args)
+        gc.collect()
+        made.append(weakref.ref(found.scores))
+        alive.append(sum(one() is not None for one in made))
+        return found
+
+    monkeypatch.setattr(stream.Shared, "of", counted)
+    profile()
+    assert max(alive) <= 2
 
 
 def test_a_damaged_file_of_samples_is_refused(tmp_path: Path) -> None:
     profile(directory=tmp_path)
     (path,) = sorted((tmp_path / SAMPLES).iterdir())[:1]
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(
-        UsageError, match=r"000000\.safetensors is damaged .*: remove it, and its batch is measured again"
-    ):
+    with pytest.raises(UsageError, match=r"safetensors is damaged .*: remove it, and what it held is measured again"):
         profile(directory=tmp_path)
 
 

@@ -240,7 +240,7 @@ def test_a_tree_needs_the_runtime_attention() -> None:
 
 
 def test_batches_hold_prompts_that_are_alike() -> None:
-    prompts = dict(enumerate(batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts))
+    prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
     assert [list(part.places) for part in batches_of(prompts, 2)] == [[2, 4], [0, 1], [3]]
 
 
