@@ -188,5 +188,5 @@ def _scores(packed: Tensor, sight: Sight, rows: int, logits: Logits) -> Tensor:
     scores = logits.of(packed, sight.keys)
     if sight.seen is None:
         return scores
-    grouped = scores.view(*scores.shape[:2], -1, rows, scores.shape[-1])
+    grouped = scores.view(*scores.shape[:2], scores.shape[2] // rows, rows, scores.shape[3])
     return grouped.masked_fill_(~sight.seen.to(scores.device), float("-inf")).view_as(scores)

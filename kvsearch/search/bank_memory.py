@@ -64,8 +64,8 @@ class Need(NamedTuple):
 
     def candidates(self, memory: int) -> int:
         """How many candidates fit; 0 or less if none does."""
-        room = (memory - self.samples * self.shared) // max(self.samples * self.each, 1)
-        return min(room, max(PASS_TOKENS // max(self.samples * self.read, 1), 1))
+        room = (memory - self.samples * self.shared) // (self.samples * self.each)
+        return min(room, max(PASS_TOKENS // (self.samples * self.read), 1))
 
 
 class Sizes:
@@ -93,7 +93,7 @@ class Sizes:
         attention = 4 * FP32 * self.shape.query_heads * work.read * widest
         own = 2 * self.shape.layers * work.own * self.entry
         each = work.read * self.token + own + work.rows * self.logits
-        return Need(1, self.stored(work) + attention, each, work.read)
+        return Need(1, self.stored(work) + attention, max(each, 1), max(work.read, 1))
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def check_fits(sizes: Sizes, works: Sequence[Work], memory: int) -> int:
     most = max((need.shared + need.each for need in needs), default=0)
     if most > memory:
         raise UsageError(
-            f"one sample under one candidate takes {most:,} bytes, there are {memory:,}: raise --max-memory by at least "
-            f"{most - memory:,} bytes, shorten the prompts or lower the largest budget"
+            f"one sample under one candidate takes {most:,} bytes, there are {memory:,}: raise --max-memory by at "
+            f"least {most - memory:,} bytes, shorten the prompts or lower the largest budget"
         )
     return most
 

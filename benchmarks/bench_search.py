@@ -1,0 +1,111 @@
+"""What judging one candidate costs: through the candidate bank, and by the procedure of the papers.
+
+    python benchmarks/bench_search.py                      # bundled model, 30 samples of 1,024 tokens, populations of 8
+    python benchmarks/bench_search.py --samples 8 --length 512 --naive 2
+
+The papers (EvolKV, arXiv 2509.08315) prefill every sample and decode its reply for every candidate. Here the runtime
+does so for a few candidates, in batches of 8 samples; their mean time is what any number of candidates would take each,
+and a search of 200 candidates is extrapolated from it. The bank's prefill is counted separately and within the search.
+Candidates are random budgets of groups of 2 layers. Both ways run in one process on the same samples, and the scores of
+both must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvsearch.budgets.base import Ints
+from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
+from kvsearch.evaluate.protocol import PROTOCOLS, Protocol
+from kvsearch.evaluate.runner import run_encoded
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.search.bank import CandidateBank
+from kvsearch.search.bank_samples import bank_samples
+from kvsearch.tasks.base import Example, TokenCount
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+
+SEARCH = 200  # candidates
+T = TypeVar("T")
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    return action(), time.perf_counter() - start
+
+
+def population(shape: tuple[int, int], count: int, budget: int, least: int, rng: np.random.Generator) -> list[Ints]:
+    """Random budgets that are the same in groups of 2 layers, `budget` entries per kv head on average."""
+    groups = -(-shape[0] // 2)
+    shares = rng.dirichlet(np.full(groups, 3.0), count) * groups
+    layers = np.repeat(np.maximum(least, shares * budget).round().astype(np.int64), 2, axis=1)[:, : shape[0]]
+    return [np.repeat(row[:, None], shape[1], axis=1) for row in layers]
+
+
+def naive(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Protocol, candidate: Ints) -> list[float]:
+    """Prefill and greedy decode of every sample under one candidate: the scores."""
+    policies = dict.fromkeys(describe(loaded.model).full_layers, policy)
+    program = Program(PhaseProgram(policies, lambda _: candidate))
+    return [sample.score for sample in run_encoded(loaded, {"candidate": program}, [task], protocol)]
+
+
+class OneQuestion(SyntheticTask):
+    """A task with one question for every context."""
+
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:
+        return [replace(example, queries=example.queries[:1]) for example in super().examples(samples, seed, count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=30, help="contexts, one question each")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--task", default="multikey")
+    parser.add_argument("--budget", type=int, default=64, help="entries per kv head on average")
+    parser.add_argument("--population", type=int, default=8)
+    parser.add_argument("--naive", type=int, default=5, help="candidates judged by the papers' procedure")
+    args = parser.parse_args()
+    loaded = load("bundled", LoadOptions())
+    policy = create_policy("snapkv", {"window": 8})
+    task = encode_tasks(loaded, [OneQuestion(args.task, args.length)], args.samples)[0]
+    print(f"bundled model, {args.samples} samples of {args.length:,} tokens ({args.task}), budget {args.budget}")
+    for protocol in PROTOCOLS:
+        compare(loaded, policy, task, protocol, args)
+
+
+def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Protocol, args: Any) -> None:
+    shape = (len(describe(loaded.model).full_layers), describe(loaded.model).kv_heads)
+    candidates = population(shape, max(args.population, args.naive), args.budget, 9, np.random.default_rng(0))
+    samples = bank_samples([task], protocol)
+    bank, prefill = timed(lambda: CandidateBank(loaded, policy, samples, cap=4 * args.budget))
+    naive(loaded, policy, task, protocol, candidates[0])  # warm up
+    scores, slow = timed(lambda: [naive(loaded, policy, task, protocol, one) for one in candidates[: args.naive]])
+    slow /= args.naive
+    print(f"\n{protocol}: papers' procedure {slow:.3f} s per candidate (mean of {args.naive}, "
+          f"{SEARCH} extrapolated: {SEARCH * slow:,.0f} s); bank: prefill {prefill:.2f} s once")  # fmt: skip
+    for objective in ("nll", "metric"):
+        fast = seconds_each(lambda o=objective: bank.values(o, candidates[: args.population]), args.population)
+        whole = prefill + SEARCH * fast
+        print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "
+              f"{SEARCH} candidates in {whole:.1f} s: {SEARCH * slow / whole:.1f}x (extrapolated)")  # fmt: skip
+    apart = np.abs(bank.scores(candidates[: args.naive]).mean(1) - np.mean(scores, axis=1)).max()
+    print(f"  scores of both ways differ by at most {apart:.4f}")
+
+
+def seconds_each(action: Callable[[], Any], count: int, repeats: int = 5) -> float:
+    """Seconds per candidate of a population, the best of some runs."""
+    action()
+    return min(timed(action)[1] for _ in range(repeats)) / count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""An evaluator without a model: values follow from the candidate, and special first budgets make it fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.search.executors import Job
+from kvsearch.search.executors.base import Floats, Ints
+
+ROOM = 4  # candidates that fit into memory together
+TOKENS = 10  # per candidate
+NO_MEMORY, BROKEN, NAN, INFINITE, WRONG, MISSHAPEN, SLOW, DEADLY, DEADLY_ONCE = range(901, 910)
+
+
+def table(first: int = 8, second: int = 8) -> Ints:
+    """A candidate [2, 1]."""
+    return np.array([[first], [second]], dtype=np.int64)
+
+
+def value_of(candidate: Ints, sample: int) -> float:
+    """A number that shows which candidate and sample it belongs to, and that float32 would not keep."""
+    return float(candidate[0, 0]) / 3 + float(candidate[1, 0]) * 100 + sample / 7
+
+
+class Fake:
+    """Writes its process id into `folder`, and what it was asked to do."""
+
+    def __init__(self, folder: Path, delay: float = 0.0) -> None:
+        self.tokens_spent, self.closed = 0, False
+        self._folder, self._delay = folder, delay
+        (folder / f"pid-{os.getpid()}").touch()
+
+    def evaluate(self, job: Job) -> Floats:
+        """Values of the candidates on the job's samples, three of them by default."""
+        time.sleep(self._delay)
+        firsts = {int(candidate[0, 0]) for candidate in job.candidates}
+        self.tokens_spent += TOKENS * len(job.candidates)
+        self._fail(firsts, len(job.candidates))
+        samples = range(3) if job.samples is None else job.samples
+        values = np.array([[value_of(candidate, sample) for sample in samples] for candidate in job.candidates])
+        for row, candidate in zip(values, job.candidates, strict=True):
+            if candidate[0, 0] in (NAN, INFINITE):
+                row[-1] = np.nan if candidate[0, 0] == NAN else np.inf
+        return values[:, 0] if MISSHAPEN in firsts else values
+
+    def close(self) -> None:
+        """Leave a mark."""
+        self.closed = True
+        (self._folder / f"closed-{os.getpid()}").touch()
+
+    def _fail(self, firsts: set[int], candidates: int) -> None:
+        if NO_MEMORY in firsts:
+            raise MemoryError
+        if candidates > ROOM:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1 MiB free")
+        if BROKEN in firsts:
+            raise ValueError("first line\nsecond   line")
+        if WRONG in firsts:
+            raise UsageError("sample 7 has no answer: leave it out")
+        if SLOW in firsts:
+            time.sleep(60)
+        marker = self._folder / "died"
+        if DEADLY in firsts or (DEADLY_ONCE in firsts and not marker.exists()):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build(folder: Path, delay: float = 0.0) -> Fake:
+    """For workers."""
+    return Fake(folder, delay)
+
+
+def refuse() -> Fake:
+    """An evaluator that cannot be built, for a reason that kvsearch knows."""
+    raise EnvironmentFault("there is no model")
+
+
+def stumble() -> Fake:
+    """An evaluator that cannot be built."""
+    raise KeyError("weights")
+
+
+def die() -> Fake:
+    """A worker that never starts."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def build_one(folder: Path) -> Fake:
+    """For the first worker; another one does not start in time."""
+    return Fake(folder) if _take(folder, 1) else hang()
+
+
+def build_two(folder: Path) -> Fake:
+    """For the first two workers; another one cannot be built."""
+    return Fake(folder) if _take(folder, 2) else refuse()
+
+
+def _take(folder: Path, places: int) -> bool:
+    """Take one of so many places, if one is free."""
+    for number in range(places):
+        with suppress(FileExistsError):
+            (folder / f"place-{number}").mkdir()
+            return True
+    return False
+
+
+def hang() -> Fake:
+    """A worker that does not start in time."""
+    time.sleep(60)
+    raise AssertionError

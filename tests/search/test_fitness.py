@@ -1,0 +1,114 @@
+"""The paper's fitness: worked examples, then what it does to rankings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget, task_score
+
+
+@pytest.mark.parametrize(
+    ("mean", "score"),
+    [(0, 0.8), (64, 0.9), (96, 0.95), (128, 1.0), (160, 0.75), (192, 0.5), (256, 0.0), (300, 0.0)],
+)
+def test_cache_scores_at_128(mean: float, score: float) -> None:
+    assert cache_score(mean, 128) == pytest.approx(score)
+
+
+def test_gamma_discounts_what_is_left_unused() -> None:
+    assert cache_score(64, 128, gamma=1.0) == pytest.approx(0.5)
+    assert cache_score(160, 128, gamma=1.0) == cache_score(160, 128)
+
+
+def test_a_quarter_over_budget_costs_six_percent_and_a_quarter_under_it_one() -> None:
+    at_budget, over, under = (fitness(50.0, cache_score(mean, 128)) for mean in (128, 160, 96))
+    assert at_budget == pytest.approx(50 * 1.3)
+    assert over == pytest.approx(50 * 1.225)
+    assert over / at_budget - 1 == pytest.approx(-0.0577, abs=5e-5)
+    assert under / at_budget - 1 == pytest.approx(-0.0115, abs=5e-5)
+    assert math.log(at_budget / over) == pytest.approx(0.059, abs=5e-4)
+
+
+def test_the_unit_of_a_score_and_a_shift_of_a_loss_are_factors() -> None:
+    cache = cache_score(100, 128)
+    assert fitness(0.41, cache) * 100 == pytest.approx(fitness(41.0, cache))
+    assert fitness(loss_score(2.5), cache) * math.exp(0.7) == pytest.approx(fitness(loss_score(1.8), cache))
+    assert fitness(0.0, 1.0) == fitness(0.0, 0.0) == 0.0
+
+
+@given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1))
+def test_less_loss_is_fitter_at_the_same_budget(one: float, other: float, cache: float) -> None:
+    less, more = sorted((one, other))
+    assert fitness(loss_score(less), cache) >= fitness(loss_score(more), cache) > 0
+
+
+def test_a_failed_candidate_stays_failed() -> None:
+    assert math.isnan(fitness(math.nan, 1.0))
+    assert math.isnan(fitness(loss_score(math.nan), 1.0))
+
+
+def test_scopes() -> None:
+    table = np.array([[10, 20], [30, 40], [50, 60]])
+    assert mean_budget(table, [0, 1]) == mean_budget(table, slice(0, 2), "group") == 25.0
+    assert mean_budget(table, [0, 1], "global") == 35.0
+    with pytest.raises(UsageError, match="unknown scope 'globl'; did you mean 'global'"):
+        mean_budget(table, [0], "globl")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="without layers"):
+        mean_budget(table, [])
+
+
+def test_scores_of_several_tasks() -> None:
+    scores = np.array([[0.2, 0.4, 60.0], [0.4, 0.4, 45.0]])  # two of F1 in [0, 1], one of ROUGE in percent
+    tasks = ["qa", "qa", "summary"]
+    assert task_score(scores, tasks).tolist() == pytest.approx([20.2, 15.266667])
+    compared = task_score(scores, tasks, {"qa": 0.5, "summary": 75.0, "other": 0.0})
+    assert compared.tolist() == pytest.approx([(0.6 + 0.8) / 2, (0.8 + 0.6) / 2])
+    assert float(task_score(scores[0], tasks)) == pytest.approx(20.2)
+
+
+@pytest.mark.parametrize("reference", [{"qa": 0.5}, {"qa": 0.5, "summary": 0.0}, {"qa": 0.5, "summary": math.inf}])
+def test_a_task_without_a_reference_is_refused(reference: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="task 'summary' needs a reference score above 0"):
+        task_score(np.ones(2), ["qa", "summary"], reference)
+
+
+def test_scores_and_samples_must_fit() -> None:
+    with pytest.raises(UsageError, match=r"2 samples need as many scores, got shape \[3\]"):
+        task_score(np.ones(3), ["a", "b"])
+    with pytest.raises(UsageError, match="0 samples"):
+        task_score(np.ones(0), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 128), "a mean of -1"),
+        ((math.nan, 128), "a mean of nan"),
+        ((5, 0), "a target of 0"),
+        ((5, 8, 0.0), "gamma"),
+    ],
+)
+def test_cache_scores_of_nonsense(arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cache_score(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-0.1, 1.0), "got -0.1: turn losses into scores first"),
+        ((math.inf, 1.0), "must be finite"),
+        ((1.0, 1.1), r"cache score must be in \[0, 1\], got 1.1"),
+        ((1.0, math.nan), "cache score"),
+        ((1.0, 1.0, -0.1), "lam must be finite and 0 or more, got -0.1"),
+    ],
+)
+def test_fitness_of_nonsense(arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fitness(*arguments)
