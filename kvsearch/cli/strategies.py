@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,25 +68,36 @@ def calibrated_model(directory: Path, typed: str | None) -> str:
     """
     if typed is not None:
         return typed
+    name = _config(directory).get("model")
+    if not isinstance(name, str):
+        raise UsageError(f"{directory / CONFIG} does not say which model was calibrated: give --model")
+    return name
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    """What a calibration was told to do; empty if `directory` does not say."""
     from kvsearch.plan.files import read_bytes
     from kvsearch.plan.parsing import parse_json
 
     path = directory / CONFIG
-    config = parse_json(read_bytes(path), str(path)) if path.exists() else None
-    name = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(name, str):
-        raise UsageError(f"{path} does not say which model was calibrated: give --model")
-    return name
+    found = parse_json(read_bytes(path), str(path)) if path.exists() else None
+    return found if isinstance(found, dict) else {}
 
 
 def load_calibrated(common: Common, directory: Path, typed: str | None, profile: Profile) -> LoadedModel:
-    """Load the model of a calibration; see `calibrated_model`.
+    """Load the model of a calibration, in the dtype and revision that were measured unless others are typed.
 
     Raises:
         UsageError: which model it is cannot be told.
         IncompatibleError: it is another model than the one that was measured.
         EnvironmentFault: it cannot be loaded here.
     """
+    config = _config(directory)
+    dtype, revision = config.get("dtype"), config.get("revision")
+    if common.dtype == "auto" and isinstance(dtype, str):
+        common = replace(common, dtype=dtype)
+    if common.revision is None and typed is None and isinstance(revision, str):
+        common = replace(common, revision=revision)
     loaded = common.load(calibrated_model(directory, typed))
     profile.metadata.model.require(loaded.fingerprint, f"the profile in {directory}")
     return loaded

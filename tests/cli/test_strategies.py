@@ -1,0 +1,53 @@
+"""What commands on a PolyKV calibration take from it: model, dtype and revision, unless they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.cli.common import Common
+from kvsearch.cli.strategies import load_calibrated
+from kvsearch.errors import UsageError
+from tests.plan.builders import make_profile
+
+
+class Loading(Exception):
+    """What was to be loaded, and how."""
+
+    def __init__(self, model: str, common: Common) -> None:
+        super().__init__(model)
+        self.model, self.common = model, common
+
+
+@pytest.fixture(autouse=True)
+def loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(common: Common, model: str) -> None:
+        raise Loading(model, common)
+
+    monkeypatch.setattr(Common, "load", load)
+
+
+def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
+    with pytest.raises(Loading) as found:
+        load_calibrated(Common(**options), directory, typed, make_profile())
+    return found.value.model, found.value.common.dtype, found.value.common.revision
+
+
+def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b", "dtype": "bfloat16", "revision": "v1"}))
+    assert asked_for(tmp_path) == ("a/b", "bfloat16", "v1")
+    assert asked_for(tmp_path, dtype="float32", revision="v2") == ("a/b", "float32", "v2")
+    assert asked_for(tmp_path, "c/d") == ("c/d", "bfloat16", None)
+
+
+def test_older_calibrations_say_less(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
+    assert asked_for(tmp_path) == ("a/b", "auto", None)
+
+
+def test_a_directory_that_names_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say which model was calibrated: give --model"):
+        load_calibrated(Common(), tmp_path, None, make_profile())
