@@ -86,9 +86,9 @@ def validate(
 ) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
-    A signal is useful if its strategy is better than random choices and than its inverse, harmful if it is worse than
-    random or uniform ones, else useless. What was found is kept in DIR/validation.json, and finished replies in
-    DIR/validation, so the same command goes on where it stopped.
+    A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
+    than strategies differ by chance; harmful if it is worse than these by so much; else useless. What was found is kept
+    in DIR/validation.json, and finished replies in DIR/validation, so the same command goes on where it stopped.
 
     Example: kvsearch validate runs/polykv --samples 40
     """

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluate.methods import FULL, Size
-from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluate.samples import Contexts, Sample
 from kvsearch.evaluate.statistics import Difference, Row, summarize
 from kvsearch.evaluate.sweep import Contender
 from kvsearch.tasks.base import Task
@@ -59,25 +59,29 @@ def blocks_of(
     subject: str,
     averages: Mapping[str, Sequence[str]],
     seed: int = 0,
+    contexts: Contexts | None = None,
 ) -> list[Block]:
-    """A block per size, in the order of the contenders; `subject` is a name."""
+    """A block per size, in the order of the contenders; `subject` is a name, `contexts` are as for `summarize`."""
     others = [contender for contender in contenders if contender.name != FULL]
     found = []
     for size, group in groupby(others, key=lambda contender: contender.size):
         methods = {contender.name: contender.label for contender in group}
         label = {**methods, FULL: FULL}[subject]
         mine = [sample for sample in samples if sample.method in {FULL, *methods.values()}]
-        found.append(Block(size, methods, label, _rows(mine, label, averages, seed)))
+        found.append(Block(size, methods, label, _rows(mine, label, averages, seed, contexts)))
     return found
 
 
-def _rows(samples: Sequence[Sample], subject: str, averages: Mapping[str, Sequence[str]], seed: int) -> list[Row]:
-    whole = summarize(samples, subject, seed)
+def _rows(
+    samples: Sequence[Sample], subject: str, averages: Mapping[str, Sequence[str]], seed: int, contexts: Contexts | None
+) -> list[Row]:
+    whole = summarize(samples, subject, seed, contexts)
     rows = [row for row in whole if row.kind != "average"]
     known: dict[frozenset[str], Row] = {frozenset(averages[MACRO]): whole[-1]}
     for name, tasks in averages.items():
         chosen = frozenset(tasks)
         if chosen not in known:
-            known[chosen] = summarize([sample for sample in samples if sample.task in chosen], subject, seed)[-1]
+            some = [sample for sample in samples if sample.task in chosen]
+            known[chosen] = summarize(some, subject, seed, contexts)[-1]
         rows.append(replace(known[chosen], task=name, kind="average"))
     return rows

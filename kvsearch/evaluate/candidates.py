@@ -3,6 +3,9 @@
 A candidate is a route (which pattern a layer takes) with an allocator (how much it gets). Beyond the strategies of
 PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, powers of sensitivities, and budgets by loss curves. Baselines
 have one policy in all layers: every pattern with equal budgets, and the methods of papers with their own allocators.
+
+With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.export.strategy`: candidates
+then hold no more than baselines at any time.
 """
 
 from __future__ import annotations
@@ -22,14 +25,24 @@ from kvsearch.budgets.proportional import Proportional
 from kvsearch.budgets.pyramid import Pyramid
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.evaluate.methods import METHODS, Recipe, protected
+from kvsearch.evaluate.methods import METHODS, Recipe
 from kvsearch.export.build import Target, total_entries
 from kvsearch.export.direct import PHASES, direct_plan
 from kvsearch.export.direct import pyramid as pyramid_above
-from kvsearch.export.strategy import FULL, UNIFORM, Chosen, Strategy, choose, plan_of
+from kvsearch.export.strategy import (
+    FULL,
+    UNIFORM,
+    Chosen,
+    Strategy,
+    choose,
+    floor_of,
+    floors_of,
+    plan_of,
+    warn_constant,
+)
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase, Plan, PolicySpec, Profile
+from kvsearch.plan import Phase, Plan, Profile
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.rounding import round_half_up
@@ -87,7 +100,9 @@ class Entrant:
 class Field:
     """All that is compared in one phase setting, every plan once, by name.
 
-    `even` is the baseline that stands for uniform: the policy of the profile, if it can be used, with equal budgets.
+    There are no candidates if every strategy is a baseline, too. `even` is the baseline that stands for uniform: the
+    policy of the profile, if it can be used, with equal budgets. `notes` say what was left out, and which signals could
+    not tell patterns or layers apart.
     """
 
     phases: str
@@ -147,25 +162,31 @@ def find_field(
     Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
 
     Raises:
-        UsageError: a phase was not measured, no pattern can be used at `target`, or every candidate is a baseline.
+        UsageError: a phase was not measured, or no pattern can be used at `target`.
     """
     table = SignalTable(profile)
     _check_phases(table, phases)
     size = _Size.of(table, target)
     barred = _barred(table, size.mean)
-    made, notes = (
-        _Maker(table, target, size, phases, tuple(barred)),
-        [f"{n} is left out: {why}" for n, why in barred.items()],
-    )
+    made = _Maker(table, target, size, phases, tuple(barred))
+    notes = [f"{name} is left out: {why}" for name, why in barred.items()]
     found = dict[str, Entrant]()
     baselines = _distinct(found, [*made.single(), *made.methods(loaded, notes)])
-    with warnings.catch_warnings():  # a signal that cannot tell layers apart makes a candidate that is there already
-        warnings.simplefilter("ignore", KvsearchWarning)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", KvsearchWarning)
         candidates = _distinct(found, made.strategies(explored or explore(profile, target)))
-    if not candidates:
-        raise UsageError("every candidate is a baseline, too: name more --routes or --allocators")
+    _pass_on(told, notes)
     own = profile.metadata.policy.name
     return Field(phases, candidates, baselines, own if own in baselines else next(iter(baselines)), tuple(notes))
+
+
+def _pass_on(told: Sequence[warnings.WarningMessage], notes: list[str]) -> None:
+    """Make notes of warnings about signals, each once: they mean candidates that are there already. Warn of others."""
+    for one in told:
+        if not issubclass(one.category, KvsearchWarning):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        elif str(one.message) not in notes:
+            notes.append(str(one.message))
 
 
 def tuned_policy(name: str, profile: Profile) -> Policy:
@@ -234,11 +255,11 @@ class _Maker:
             route = strategy.route or NONE
             for allocator in (name for name in explored.allocators if name not in TOGETHER):
                 name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
-                chosen = {phase: self._shared(allocator, phase, part) for phase, part in routed.items()}
+                budgets = self._budgets(allocator, routed)
+                chosen = {phase: part._replace(budgets=budgets) for phase, part in routed.items()}
                 yield self._entrant(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
         for name in (name for name in explored.allocators if name in TOGETHER):
-            chosen = {phase: self._joint(name, phase) for phase in PHASES[self.phases]}
-            yield self._entrant(name, chosen, {"strategy": name, "route": name, "budget_signal": name})
+            yield self._entrant(name, self._joint(name), {"strategy": name, "route": name, "budget_signal": name})
 
     def _routed(self, routes: Sequence[str]) -> Iterator[Strategy]:
         for name in routes:
@@ -260,30 +281,37 @@ class _Maker:
         allocation = create_allocation(recipe.allocation, recipe.options)
         return direct_plan(loaded, policy, target, PHASES[self.phases], allocator, allocation)
 
-    def _shared(self, allocator: str, phase: Phase, part: Chosen) -> Chosen:
-        """The patterns of `part` with the budgets of an allocator."""
+    def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
+        """Of the patterns of all phases together, [L, Hkv], by the signals of the first."""
+        phase, part = next(iter(routed.items()))
         if allocator == UNIFORM:
-            return part
-        bounds = self.size.total, self._floors([_floor(pattern) for pattern in part.patterns]), self._caps
-        routed = [self.table.patterns.index(pattern.name) for pattern in part.patterns]
+            return part.budgets
+        floors = self._floors(floors_of({when: other.patterns for when, other in routed.items()}))
+        bounds, used = (self.size.total, floors, self._caps), [pattern.name for pattern in part.patterns]
+        indices = [self.table.patterns.index(name) for name in used]
         if allocator == PYRAMID:
-            return part._replace(budgets=Pyramid(window=0).allocate(np.zeros(0), *bounds))
+            return Pyramid(window=0).allocate(np.zeros(0), *bounds)
         if allocator in ALONE:
-            losses = self._losses(phase)[np.arange(len(routed)), routed]
-            return part._replace(budgets=self._curves(allocator).allocate(losses, *bounds))
+            losses = self._losses(phase)[np.arange(len(indices)), indices]
+            return self._curves(allocator).allocate(losses, *bounds)
         signal, power = _split(allocator)
-        weights = self.table.sensitivity(signal, phase, self.size.mean, routed)
-        if is_constant(weights):
-            return part
-        return part._replace(budgets=Proportional().allocate(_powered(weights, power), *bounds))
+        weights = self.table.sensitivity(signal, phase, self.size.mean, indices)
+        if len(weights) > 1 and is_constant(weights):
+            warn_constant(signal, phase)
+            return part.budgets
+        return Proportional().allocate(_powered(weights, power), *bounds)
 
-    def _joint(self, allocator: str, phase: Phase) -> Chosen:
+    def _joint(self, allocator: str) -> dict[Phase, Chosen]:
+        """Budgets by the best patterns of the first phase, and in every phase those that are best at these budgets."""
         usable = [self.table.patterns.index(name) for name in self._usable]
         specs = [self.table.axes.patterns[index] for index in usable]
-        floors = self._floors([max(map(_floor, specs))] * self.size.shape[0])
-        losses, curves = self._losses(phase)[:, usable], self._curves(allocator)
-        budgets, best = curves.allocate_jointly(losses, self.size.total, floors, self._caps)
-        return Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+        low, high = self._floors([max(map(floor_of, specs))] * self.size.shape[0]), self._caps
+        curves, found = self._curves(allocator), dict[Phase, Chosen]()
+        for phase in PHASES[self.phases]:
+            budgets, best = curves.allocate_jointly(self._losses(phase)[:, usable], self.size.total, low, high)
+            found[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+            low = high = budgets  # which leaves other phases no choice but of patterns
+        return found
 
     def _curves(self, allocator: str) -> LossCurves:
         least = max(1, round_half_up(self.size.mean / 10)) if allocator.endswith(LOW) else None
@@ -323,9 +351,9 @@ def _patterns(table: SignalTable) -> tuple[str, ...]:
 def _barred(table: SignalTable, mean: float) -> dict[str, str]:
     """Patterns that cannot be used, and why; UsageError if none is left."""
     found = {
-        pattern.name: f"it always keeps {_floor(pattern)} entries per kv head, above the mean of {mean:g}"
+        pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
         for pattern in table.axes.patterns
-        if pattern.name != FULL.name and _floor(pattern) > mean
+        if pattern.name != FULL.name and floor_of(pattern) > mean
     }
     if len(found) == len(_patterns(table)):
         listed = "; ".join(f"{name}: {why}" for name, why in found.items())
@@ -367,11 +395,6 @@ def _powered(weights: Floats, power: float) -> Floats:
         return weights
     powered: Floats = (np.maximum(weights, 0.0) / weights.max()) ** power
     return powered
-
-
-def _floor(pattern: PolicySpec) -> int:
-    """Entries per kv head that a pattern always keeps, at least one."""
-    return max(1, protected(create_policy(pattern.name, pattern.params)))
 
 
 def _refuse(what: str, name: str, known: Sequence[str], measured: Sequence[str]) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.samples import token_hash
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
@@ -35,12 +36,16 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A context, token ids [T], and its questions. `truncated`: the middle of the context was cut out."""
+    """A context, token ids [T], and its questions.
+
+    `truncated`: the middle of the context was cut out. `whole` names the context before that: SHA-256 of token ids.
+    """
 
     key: str
     context: Tensor
     questions: tuple[Question, ...]
     truncated: bool
+    whole: str
 
     def with_question(self, question: Question) -> Tensor:
         """Token ids of everything before the reply; the same under every protocol."""
@@ -63,12 +68,27 @@ class Coverage:
 
 @dataclass(frozen=True, eq=False)
 class TaskPrompts:
-    """A task in token ids."""
+    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`."""
 
     task: Task
     format: PromptFormat
     prompts: tuple[Prompt, ...]
     coverage: Coverage
+    contexts: Mapping[str, str]
+
+    @property
+    def distinct(self) -> int:
+        """How many different contexts there are."""
+        return len({self.contexts[prompt.key] for prompt in self.prompts})
+
+
+def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
+    """What names the context of every task and key; equal names are one context, whose questions are not independent.
+
+    Contexts are equal if their token ids are, before any cut. Where all of a task are, as with worked examples, they
+    say nothing about its questions: then every key is a context of its own.
+    """
+    return {(task.task.name, key): name for task in tasks for key, name in task.contexts.items()}
 
 
 def encode_tasks(
@@ -121,7 +141,7 @@ def encode(
         questions=sum(len(prompt.questions) for prompt in prompts),
         excluded=dict(sorted(excluded.items())),
     )
-    return TaskPrompts(task, form, prompts, coverage)
+    return TaskPrompts(task, form, prompts, coverage, _contexts(prompts))
 
 
 def listed(excluded: dict[str, int]) -> str:
@@ -178,7 +198,13 @@ def _prompts(
         questions = tuple(_questions(form, example, excluded))
         if questions:
             context = whole if limit is None else _fitted(form, example, whole, questions, limit)
-            yield Prompt(example.key, context, questions, len(context) < len(whole))
+            yield Prompt(example.key, context, questions, len(context) < len(whole), token_hash(whole))
+
+
+def _contexts(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """See `contexts_of`."""
+    several = len({prompt.whole for prompt in prompts}) > 1
+    return {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
 
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:

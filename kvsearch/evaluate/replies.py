@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.most_held import MostHeld
 from kvsearch.models.architecture import describe
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.cache import CacheMark
@@ -50,7 +52,7 @@ class Replies:
         self.pad, self.stop, self.finished = pad, stop, finished
         self.lengths = mask.sum(-1, keepdim=True)
         self._compressed: CacheMark | None = None
-        self.most = [0] * len(mask)  # entries held at a time while the last replies were made
+        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `MostHeld`
 
     def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
         """One question per sequence, any number of times: no question sees another.
@@ -66,17 +68,20 @@ class Replies:
             self._compressed = self.cache.mark()
         ids, mask = left_padded(questions, self.pad, self.model.device)
         positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
-        seen = torch.cat([self.mask, mask], 1)
+        seen, held = torch.cat([self.mask, mask], 1), self._most_held()
         first = self._forward(ids, seen, positions)
-        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens)
+        held.step(np.array([len(question) for question in questions]))
+        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(self._compressed)
         return replies
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """What follows the prompts themselves, once; their last logits give the first token."""
-        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens)
+        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._most_held())
 
-    def _generate(self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int]) -> list[list[int]]:
+    def _generate(
+        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: MostHeld
+    ) -> list[list[int]]:
         """Replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
         replies: list[list[int]] = [[] for _ in max_new_tokens]
         running = list(range(len(replies)))
@@ -85,32 +90,22 @@ class Replies:
             for row in running:
                 replies[row].append(tokens[row])
             ended = [row for row in running if self._ended(replies[row], max_new_tokens[row])]
-            if ended:
-                self._count(ended)
+            for row in ended:
+                self.most[row] = int(held.most[row])
             running = [row for row in running if row not in ended]
             if not running:
                 return [reply[:-1] if reply[-1] in self.stop else reply for reply in replies]
             seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
             ids = self._forward(ids, seen, positions)
+            held.step(np.ones(len(replies), dtype=np.int64))
 
     def _ended(self, reply: list[int], limit: int) -> bool:
         if reply[-1] in self.stop or len(reply) >= limit:
             return True
         return self.finished is not None and self.finished(reply)
 
-    def _count(self, ended: Sequence[int]) -> None:
-        """Note the most entries held at a time for the sequences whose reply has ended."""
-        most = self._most_entries()
-        for row in ended:
-            self.most[row] = most[row]
-
-    def _most_entries(self) -> list[int]:
-        """The most entries held at a time so far, per sequence; layers outside the plan hold every token."""
-        planned = self.cache.most_entries().sum((0, 2))
-        shape = describe(self.model)
-        tokens = self.cache.get_seq_length() - self.mask.shape[1] + self.lengths[:, 0].cpu()
-        unplanned = (len(shape.full_layers) - len(self.cache.planned)) * shape.kv_heads
-        return [int(most) for most in planned + unplanned * tokens]
+    def _most_held(self) -> MostHeld:
+        return MostHeld(self.model, self.cache, self.lengths[:, 0])
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,8 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, check_target
 
 CSV, PARQUET = ".csv", ".parquet"
+
+Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `encoding.contexts_of`
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Cost(NamedTuple):
     most: int
     prefill_seconds: float
     reply_seconds: float
+
+
+def context_of(sample: Sample, contexts: Contexts | None) -> str:
+    """What names the context of a sample within its task; its key where `contexts` are not known."""
+    return sample.key if contexts is None else contexts[sample.task, sample.key]
 
 
 def token_hash(ids: Tensor) -> str:

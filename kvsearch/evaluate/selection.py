@@ -174,12 +174,12 @@ class PreparedSelection:
         field, seed = contest.field, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / len(self.contests))
         opened = _run(self._stages(contest.prepared)[0], f"{field.phases}/first", keep)
-        before = Scores.of(opened.study.samples)
+        before = Scores.of(opened.study.samples, opened.study.contexts)
         finalists = before.ranked(list(field.candidates))[: rule.top]
         baselines = before.ranked(list(field.baselines))[: rule.kept]
         again = self._prepared(field, (*finalists, *baselines), self.questions.selection)
         closed = _run(self._stages(again)[1], f"{field.phases}/second", keep)
-        after = Scores.of(closed.study.samples)
+        after = Scores.of(closed.study.samples, closed.study.contexts)
         best = before.beside(after).ranked(baselines)[0]
         leads = {name: closed.gain(name, [best]) for name in finalists}
         verdicts = accepted(after, leads, best, baselines, rule, seed)
@@ -198,7 +198,7 @@ class PreparedSelection:
         gain = share = None
         if chosen.winner:
             gain = trial.gain(chosen.winner, [chosen.best])
-            scores = Scores.of(trial.study.samples)
+            scores = Scores.of(trial.study.samples, trial.study.contexts)
             share = recovered(scores, chosen.winner, chosen.best, seed=self.settings.seed)
         told = {name: trial.score(name) for name in (FULL, *names)}
         return Reported(_asked(trial.study), told, held, gain, share, tuple(trial.study.notes))
@@ -264,8 +264,7 @@ def _rank(one: Standing) -> tuple[bool, float]:
 
 
 def _asked(study: Study) -> Asked:
-    covered = study.coverage
-    return Asked(sum(one.contexts for one in covered), sum(one.questions for one in covered))
+    return Asked(sum(study.distinct.values()), sum(one.questions for one in study.coverage))
 
 
 def _asked_of(encoded: Sequence[TaskPrompts]) -> Iterator[str]:
@@ -276,10 +275,7 @@ def _asked_of(encoded: Sequence[TaskPrompts]) -> Iterator[str]:
 
 
 def _parted(task: TaskPrompts, share: float, seed: int) -> tuple[TaskPrompts, TaskPrompts]:
-    by_text = [token_hash(prompt.context) for prompt in task.prompts]
-    # some tasks, as those of worked examples, have one context for all questions
-    groups = by_text if len(set(by_text)) > 1 else [prompt.key for prompt in task.prompts]
-    names = list(dict.fromkeys(groups))
+    names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
     if len(names) < 2:
         raise UsageError(
             f"task {task.task.name} has one context to select by: two stages need two or more, ask more --samples"
@@ -287,11 +283,11 @@ def _parted(task: TaskPrompts, share: float, seed: int) -> tuple[TaskPrompts, Ta
     random.Random(f"{seed}/{task.task.name}").shuffle(names)
     count = min(max(round_half_up(share * len(names)), 1), len(names) - 1)
     early = set(names[:count])
-    return _part(task, groups, early), _part(task, groups, set(names) - early)
+    return _part(task, early), _part(task, set(names) - early)
 
 
-def _part(task: TaskPrompts, groups: Sequence[str], chosen: set[str]) -> TaskPrompts:
-    prompts = tuple(prompt for prompt, group in zip(task.prompts, groups, strict=True) if group in chosen)
+def _part(task: TaskPrompts, chosen: set[str]) -> TaskPrompts:
+    prompts = tuple(prompt for prompt in task.prompts if task.contexts[prompt.key] in chosen)
     coverage = replace(
         task.coverage,
         contexts=len(prompts),

@@ -148,6 +148,11 @@ def decision(outcome: Outcome) -> str:
     baselines, many = _counted(outcome.count("baseline"), "baseline"), outcome.count("candidate")
     finalists = outcome.finalists
     fresh = f"{_counted(outcome.second.questions, 'fresh question')} about {_contexts(outcome.second)}"
+    if not finalists:
+        return (
+            f"fallback to {outcome.best}, the best of {baselines} on all questions: there is no candidate, every "
+            "strategy is a baseline, too"
+        )
     leader = outcome.standing(outcome.winner) if outcome.winner else max(finalists, key=_mean_lead)
     found = _lead(leader, len(finalists))
     how = "beyond doubt" if outcome.margin is None else f"by more than {100 * outcome.margin:g} points"

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.methods import FULL
-from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluate.samples import Contexts, Sample, context_of
 from kvsearch.evaluate.statistics import LEVEL, RESAMPLES, Difference
 
 FLIPS = 9999
@@ -100,14 +100,18 @@ class Scores:
     sums: Mapping[str, Floats]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Scores:
-        """The scores in samples of methods that answered the same questions."""
-        places = {at: n for n, at in enumerate(dict.fromkeys((one.task, one.key) for one in samples))}
+    def of(cls, samples: Sequence[Sample], contexts: Contexts | None = None) -> Scores:
+        """The scores in samples of methods that answered the same questions.
+
+        `contexts` say, by task and key, what their contexts are (None: every key is one).
+        """
+        found = [(one.task, context_of(one, contexts)) for one in samples]
+        places = {at: n for n, at in enumerate(dict.fromkeys(found))}
         methods = dict.fromkeys(one.method for one in samples)
         questions, sums = np.zeros(len(places)), {method: np.zeros(len(places)) for method in methods}
-        for one in samples:
-            sums[one.method][places[one.task, one.key]] += one.score
-            questions[places[one.task, one.key]] += 1 / len(methods)
+        for one, at in zip(samples, found, strict=True):
+            sums[one.method][places[at]] += one.score
+            questions[places[at]] += 1 / len(methods)
         return cls(tuple(task for task, _ in places), questions.round(), sums)
 
     def beside(self, other: Scores) -> Scores:
@@ -164,8 +168,11 @@ def accepted(
 ) -> dict[str, tuple[float, bool]]:
     """The chance of every finalist's lead in the second stage, and whether the finalist is accepted.
 
-    `leads` are paired differences to the baseline `best` there; `baselines` are all that reached it.
+    `leads` are paired differences to the baseline `best` there; `baselines` are all that reached it. Without finalists
+    there is nothing to accept.
     """
+    if not leads:
+        return {}
     differences = np.array([second.added(name) - second.added(best) for name in leads])
     found = {}
     for (name, lead), chance in zip(leads.items(), chances(differences, seed).tolist(), strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.errors import InternalError
-from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluate.samples import Contexts, Sample, context_of
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -76,16 +76,16 @@ class _Scores(NamedTuple):
         return {method: total[draws].sum(1) / sizes[draws].sum(1) for method, total in sums.items()}
 
 
-def summarize(samples: Sequence[Sample], subject: str, seed: int = 0) -> list[Row]:
+def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: Contexts | None = None) -> list[Row]:
     """Rows of all tasks, then of their categories and of all together, where there are several.
 
     `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
-    are resampled, within their task.
+    are resampled, within their task. `contexts` say which they are, by task and key (None: every key is one).
 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    tasks = {task: _scores(samples, task) for task in dict.fromkeys(sample.task for sample in samples)}
+    tasks = {task: _scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
     rng = np.random.default_rng(seed)
     resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
 
@@ -101,7 +101,9 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0) -> list[Ro
     return rows
 
 
-def contrast(samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0) -> Difference:
+def contrast(
+    samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0, contexts: Contexts | None = None
+) -> Difference:
     """The weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
 
     With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
@@ -110,7 +112,7 @@ def contrast(samples: Sequence[Sample], weights: Mapping[str, float], seed: int 
         InternalError: the methods did not answer the same questions.
     """
     mine = [sample for sample in samples if sample.method in weights]
-    tasks = [_scores(mine, task) for task in dict.fromkeys(sample.task for sample in mine)]
+    tasks = [_scores(mine, task, contexts) for task in dict.fromkeys(sample.task for sample in mine)]
     sums = [_Scores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
     rng = np.random.default_rng(seed)
     spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
@@ -123,16 +125,17 @@ def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Flo
     return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights
 
 
-def _scores(samples: Sequence[Sample], task: str) -> _Scores:
+def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> _Scores:
     mine = [sample for sample in samples if sample.task == task]
-    contexts = {key: number for number, key in enumerate(dict.fromkeys(sample.key for sample in mine))}
+    named = {sample.key: context_of(sample, contexts) for sample in mine}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
     questions = {asked: n for n, asked in enumerate(dict.fromkeys((sample.key, sample.question) for sample in mine))}
     by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in mine)}
     for sample in mine:
         by_method[sample.method][questions[sample.key, sample.question]] = sample.score
     if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
         raise InternalError(f"task {task}: the methods did not answer the same questions once each")
-    return _Scores(mine[0].category, np.array([contexts[key] for key, _ in questions]), by_method)
+    return _Scores(mine[0].category, np.array([numbers[named[key]] for key, _ in questions]), by_method)
 
 
 def _row(

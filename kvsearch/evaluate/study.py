@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvsearch.evaluate.averages import Block, blocks_of, named_averages
-from kvsearch.evaluate.encoding import Coverage, TaskPrompts, encode_tasks, listed, most_tokens
+from kvsearch.evaluate.encoding import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
 from kvsearch.evaluate.identity import ReplyKeys, environment, metric_of, run_config
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.methods import FULL as FULL
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol, readings
 from kvsearch.evaluate.resume import LedgerJournal
 from kvsearch.evaluate.runner import Progress, run_encoded
-from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluate.samples import Contexts, Sample, context_of
 from kvsearch.evaluate.sweep import Contender
 from kvsearch.evaluate.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
@@ -56,6 +57,7 @@ class Study:
     `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
     `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
     allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
+    `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key).
     """
 
     model: str
@@ -71,6 +73,7 @@ class Study:
     metrics: Mapping[str, str]
     decode_entries: Mapping[str, float]
     told: tuple[str, ...] = ()
+    contexts: Contexts | None = None
 
     @property
     def protocol(self) -> Protocol:
@@ -96,9 +99,14 @@ class Study:
         return [
             *([] if self.doubt is None else [self.doubt]),
             *self.told,
-            *(note for covered in self.coverage for note in _coverage_notes(covered, self.most_tokens)),
+            *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
+
+    @cached_property
+    def distinct(self) -> dict[str, int]:
+        """How many different contexts each task has; intervals are over these."""
+        return dict(Counter(task for task, _ in {(one.task, context_of(one, self.contexts)) for one in self.samples}))
 
     @property
     def labels(self) -> list[str]:
@@ -116,16 +124,44 @@ class Study:
             for label, samples in mine.items()
         }
 
+    def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
+        distinct = self.distinct[covered.task]
+        if covered.found < covered.wanted:
+            yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
+        if covered.truncated:
+            yield (
+                f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "
+                f"that prompt and reply fit {self.most_tokens} tokens"
+            )
+        if distinct == 1:
+            yield f"{covered.task}: one context: its interval says nothing"
+        elif distinct < covered.contexts:
+            yield f"{covered.task}: only {distinct} of {covered.contexts} contexts differ: intervals are over these"
+        if covered.excluded:
+            yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
+
     def _size_notes(self, block: Block) -> Iterator[str]:
-        held = {name: self.held[label].entries for name, label in block.methods.items()}
-        if max(held.values()) - min(held.values()) > 0.5:
-            told = ", ".join(f"{name} {entries:.0f}" for name, entries in held.items())
-            yield f"not all hold the same, mean entries: {told}"
+        held = {name: self.held[label] for name, label in block.methods.items()}
+        even = _spread(one.entries for one in held.values()) <= 0.5
+        if not even:
+            yield f"not all hold the same, mean entries: {_listed({n: one.entries for n, one in held.items()})}"
         allowed = {name: self.decode_entries.get(label) for name, label in block.methods.items()}
         known = [entries for entries in allowed.values() if entries is not None]
-        if known and (len(known) < len(allowed) or max(known) - min(known) > 0.5):
-            told = ", ".join(f"{name} {'all' if most is None else f'{most:.0f}'}" for name, most in allowed.items())
-            yield f"not all may hold the same while they reply, mean entries: {told}"
+        if known and (len(known) < len(allowed) or _spread(known) > 0.5):
+            yield f"not all may hold the same while they reply, mean entries: {_listed(allowed)}"
+        most = {name: one.most for name, one in held.items()}
+        if _spread(most.values()) > 0.01 * min(most.values()):
+            why = ", as their replies differ in length" if even and not known else ""
+            yield f"not all held the same at most until a reply was complete{why}, mean entries: {_listed(most)}"
+
+
+def _spread(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(found) - min(found)
+
+
+def _listed(entries: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +194,13 @@ class Evaluation:
         results = run_encoded(
             self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, journal
         )
-        averages = named_averages([task.task for task in self.encoded])
-        blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed)
+        averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
+        blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         metrics = {task.task.name: metric_of(task.task) for task in self.encoded}
         return Study(
             self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
-            environment(self.loaded), metrics, self._decode_entries(), self.notes,
+            environment(self.loaded), metrics, self._decode_entries(), self.notes, contexts,
         )  # fmt: skip
 
     def _decode_entries(self) -> dict[str, float]:
@@ -196,17 +232,3 @@ def prepare(
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
     """Tokens of everything that is compressed as one."""
     return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]
-
-
-def _coverage_notes(covered: Coverage, most_tokens: int | None) -> Iterator[str]:
-    if covered.found < covered.wanted:
-        yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
-    if covered.truncated:
-        yield (
-            f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so that "
-            f"prompt and reply fit {most_tokens} tokens"
-        )
-    if covered.contexts == 1:
-        yield f"{covered.task}: one context: its interval says nothing"
-    if covered.excluded:
-        yield f"{covered.task}: questions left out ({listed(covered.excluded)})"

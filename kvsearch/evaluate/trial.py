@@ -45,7 +45,7 @@ class Trial:
         for other in others:
             label = self.labels[other]
             weights[label] = weights.get(label, 0.0) - 1 / len(others)
-        return contrast(self.study.samples, weights, self.study.settings.seed)
+        return contrast(self.study.samples, weights, self.study.settings.seed, self.study.contexts)
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def prepare_validation(
         plans |= {name: plan_of(profile, chosen, target, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_trial(loaded, plans, tasks, settings)
     for task in prepared.evaluation.encoded:
-        if task.coverage.contexts < 2:
+        if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
     return PreparedValidation(prepared, profile, target, compared)
 
@@ -294,19 +294,20 @@ def _directions(subject: Subject) -> tuple[Strategy, Strategy]:
 def _random(
     table: SignalTable, kind: Kind, forward: Mapping[Phase, Chosen], rng: np.random.Generator
 ) -> dict[Phase, Chosen]:
-    """Random patterns under the forward budgets, or these budgets in a random order of the layers, in every phase.
+    """Random patterns of every phase under the forward budgets, or these budgets in a random order of the layers.
 
-    Layers of one pattern have the same bounds, so budgets in any order keep them.
+    The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
+    order keep them.
     """
-    candidates, found = _candidates(table), dict[Phase, Chosen]()
-    for phase, chosen in forward.items():
-        layers = len(chosen.patterns)
-        if kind == "route":
-            drawn = rng.integers(len(candidates), size=layers)
-            found[phase] = chosen._replace(patterns=tuple(candidates[index] for index in drawn))
-        else:
-            found[phase] = chosen._replace(budgets=chosen.budgets[rng.permutation(layers)])
-    return found
+    candidates, layers = _candidates(table), table.profile.metadata.shape[0]
+    if kind == "budgets":
+        order = rng.permutation(layers)
+        return {phase: chosen._replace(budgets=chosen.budgets[order]) for phase, chosen in forward.items()}
+    drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
+    return {
+        phase: chosen._replace(patterns=tuple(candidates[index] for index in drawn[phase]))
+        for phase, chosen in forward.items()
+    }
 
 
 def _candidates(table: SignalTable) -> list[PolicySpec]:

@@ -26,7 +26,7 @@ from kvsearch.plan.parsing import parse_json, problems_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA, FILE = "kvsearch.validation/1", "validation.json"
+SCHEMA, FILE = "kvsearch.validation/2", "validation.json"
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
 Verdict = Literal["useful", "useless", "harmful"]
@@ -37,6 +37,7 @@ COLUMNS = (
 )  # fmt: skip
 TEXTS = ("signal", "kind", "phases", "verdict")
 _UNIFORM: Final[dict[Kind, str]] = {"route": "one pattern in all layers", "budgets": "equal budgets"}
+_CHANCE: Final = "more than strategies differ by chance"
 _RANDOM: Final[dict[Kind, str]] = {"route": "random patterns", "budgets": "random permutations"}
 
 
@@ -60,8 +61,9 @@ class Compared(NamedTuple):
 class Gains(Record):
     """What the forward strategy scores above its controls, paired by question; "random" is above their mean.
 
-    The 95% intervals are over contexts, and take the random controls as they were drawn. `reach` is how far from the
-    mean of those one more random strategy may be, by their spread (95%): what gains less may be as random as they are.
+    The 95% intervals are over contexts, and take the controls as they were drawn. `reach` is how far from the mean of
+    the random controls one more random strategy may be, by their spread (95%). The uniform control is one strategy,
+    too, so whatever gains less than `reach` on either may be as random as they are.
     """
 
     inverse: Difference
@@ -70,9 +72,10 @@ class Gains(Record):
     reach: float = Field(ge=0)
 
     @property
-    def beyond(self) -> int:
-        """1 if above what random strategies score, -1 if below, 0 if one of them could score the same."""
-        return _side(self.random) if abs(self.random.mean) > self.reach else 0
+    def beyond(self) -> tuple[int, int]:
+        """Of the uniform and the random controls: 1 if above, -1 if below, 0 if a random strategy could score that."""
+        uniform, random = (_side(one) if abs(one.mean) > self.reach else 0 for one in (self.uniform, self.random))
+        return uniform, random
 
 
 class Judged(Record):
@@ -175,24 +178,27 @@ class Validation(Conditions):
 def judge(kind: Kind, gains: Gains, constant: bool = False) -> tuple[Verdict, str]:
     """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
 
-    "Above" and "below" mean that the 95% interval of the difference is, and for the random controls also that it is
-    more than one more random strategy may differ from their mean (`Gains.reach`). The first that applies:
+    "Above" and "below" mean that the 95% interval of the difference is. For the uniform and the random controls they
+    also mean that it is more than strategies differ by chance (`Gains.reach`). The first that applies:
 
     1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
     2. harmful: forward is below the uniform control, or below the random controls;
     3. useful: forward is above its inverse, and above the uniform control or the random controls;
     4. useless: all else.
+
+    Of signals that say nothing about one in twenty is called useful, and one in twenty harmful.
     """
-    uniform, random, inverse = _side(gains.uniform), gains.beyond, _side(gains.inverse)
+    (uniform, random), inverse = gains.beyond, _side(gains.inverse)
     names = {_UNIFORM[kind]: uniform, _RANDOM[kind]: random}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
     if min(uniform, random) < 0:
-        return "harmful", f"forward is below {' and '.join(name for name, side in names.items() if side < 0)}"
+        below = " and ".join(name for name, side in names.items() if side < 0)
+        return "harmful", f"forward is below {below} by {_CHANCE}"
     if inverse > 0 and max(uniform, random) > 0:
-        above = [name for name, side in names.items() if side > 0]
-        level = [f", no better than {name}" for name, side in names.items() if side == 0]
-        return "useful", f"forward is above its inverse and {' and '.join(above)}{''.join(level)}"
+        above = " and ".join(name for name, side in names.items() if side > 0)
+        level = [f"; {name} could be as good by chance" for name, side in names.items() if side == 0]
+        return "useful", f"forward is above its inverse, and above {above} by {_CHANCE}{''.join(level)}"
     return "useless", _useless(kind, gains)
 
 
@@ -227,17 +233,17 @@ def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
 
 def _useless(kind: Kind, gains: Gains) -> str:
     """Why a signal that does no harm does no good."""
-    inverse, better = _side(gains.inverse), max(_side(gains.uniform), gains.beyond)
+    inverse, better = _side(gains.inverse), max(gains.beyond)
     controls = f"{_UNIFORM[kind]} and {_RANDOM[kind]}"
     if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):
         return "forward and all controls score the same on every question"
     if inverse > 0:
-        return f"forward is no better than {controls}: the gap to the inverse comes from a bad inverse"
+        return f"forward is not above {controls} by {_CHANCE}: the gap to the inverse comes from a bad inverse"
     if better > 0:
         return "forward is above a control, but no better than its inverse: the signal's direction does not matter"
     if inverse < 0:
-        return f"forward is below its inverse and no better than {controls}: the signal points the wrong way"
-    return f"forward is no better than its inverse, {controls}"
+        return f"forward is below its inverse, and not above {controls} by {_CHANCE}: it points the wrong way"
+    return f"forward is not above its inverse, nor above {controls} by {_CHANCE}"
 
 
 def _side(gain: Difference) -> int:

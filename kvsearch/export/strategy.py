@@ -1,4 +1,9 @@
-"""PolyKV's strategies (arXiv 2606.15157, Algorithm 1): for every phase and layer a pattern, then a budget."""
+"""PolyKV's strategies (arXiv 2606.15157, Algorithm 1): for every phase and layer a pattern, then a budget.
+
+Algorithm 1 shares out budgets in each phase by itself. A layer that has much in prefill and little in decode, beside
+one where it is the other way round, would then hold more than the budget for as long as both change over. So with both
+phases there is one table of budgets, and the cache never holds more than that, but for the token that is coming in.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +35,21 @@ FULL = PolicySpec(name="full")
 
 @dataclass(frozen=True)
 class Strategy:
-    """How signals become a plan: a route chooses patterns, a sensitivity budgets; the same for every phase.
+    """How signals become a plan: a route chooses patterns, a sensitivity budgets.
 
     Args:
         route: by which every layer takes its best pattern, one of `ROUTES`; None: `policy` in every layer.
         budgets: "uniform", or the sensitivity of `SENSITIVITIES` that shares out what is above the floors.
-        phases: when to evict: "prefill", "decode" or "both"; each phase is chosen and shared out by itself.
+        phases: when to evict: "prefill", "decode" or "both". Patterns are chosen in each phase by itself, budgets once:
+            with both by the sensitivities of prefill.
         inverse_route: take the worst pattern of every layer instead, as a control.
         inverse_budgets: give the most sensitive layer the smallest budget, as a control.
         policy: the pattern of a strategy without a route; default: the policy of the profile.
         exclude: patterns that no layer may take. The sensitivities over all patterns still count them.
-        least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. What the pattern of a
-            layer always keeps (sinks and window) is its floor in any case.
-        full_layers: so many layers keep the full cache, at the cost of the whole length: those whose best pattern is
-            the worst by the route, or without a route the most sensitive ones.
+        least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. The floor of a layer
+            is in any case what its patterns, of all phases, always keep (sinks and window).
+        full_layers: so many layers keep the full cache, in all phases, at the cost of the whole length: those whose
+            best pattern is the worst by the route, or without a route the most sensitive ones, summed over the phases.
 
     Raises:
         UsageError: a name is unknown, a number is out of range, or two settings contradict each other.
@@ -122,23 +128,38 @@ def strategy_plan(profile: Profile, strategy: Strategy, target: Target) -> Plan:
 def choose(table: SignalTable, strategy: Strategy, target: Target) -> dict[Phase, Chosen]:
     """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
 
-    Among equally good patterns the first one is taken. The budgets of a phase add up to `target` exactly; heads of a
-    layer get equal ones, but for odd entries. A signal that is the same everywhere is warned of (KvsearchWarning):
-    patterns are then the policy of the profile, budgets equal.
+    Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `target`
+    exactly; heads of a layer get equal ones, but for odd entries. A signal that is the same everywhere is warned of
+    (KvsearchWarning): patterns are then the policy of the profile, budgets equal.
 
     Raises:
         UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the target is below what
             patterns always keep or keeps everything.
     """
-    size = _size(table.profile, target)
-    return {phase: _Construction(table, strategy, phase, size).chosen() for phase in PHASES[strategy.phases]}
+    return _Construction(table, strategy, _size(table.profile, target)).chosen()
+
+
+def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
+    """What every layer always keeps per kv head, by its patterns in all phases; at least one entry."""
+    return [max(map(floor_of, patterns)) for patterns in zip(*chosen.values(), strict=True)]
+
+
+def floor_of(pattern: PolicySpec) -> int:
+    """Entries per kv head that a pattern always keeps, at least one."""
+    policy = create_policy(pattern.name, pattern.params)
+    return max(1, policy.sink_count + policy.window_count)
+
+
+def warn_constant(signal: str, phase: Phase) -> None:
+    """KvsearchWarning that the budgets by a signal are equal."""
+    _warn(f"{signal} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
 
 
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], target: Target, settings: Mapping[str, Any]) -> Plan:
     """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
     metadata, origin = profile.metadata, profile.metadata.provenance
     phases = {phase: _phase_plan(profile, part) for phase, part in chosen.items()}
-    floors = [_floor(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
+    floors = [floor_of(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
     joined = {**origin.settings, "ratio": target.ratio, "budget": target.budget, **settings}
     return Plan(
         model=metadata.model,
@@ -162,7 +183,7 @@ def _phase_plan(profile: Profile, chosen: Chosen) -> PhasePlan:
 
 @dataclass(frozen=True)
 class _Size:
-    """What a phase has to share out."""
+    """What there is to share out."""
 
     shape: tuple[int, int]  # profile layers, kv heads
     total: int
@@ -190,37 +211,43 @@ def _size(profile: Profile, target: Target) -> _Size:
 
 @dataclass(frozen=True)
 class _Construction:
-    """Algorithm 1 for one phase."""
+    """Algorithm 1, with one table of budgets for all phases."""
 
     table: SignalTable
     strategy: Strategy
-    phase: Phase
     size: _Size
 
-    def chosen(self) -> Chosen:
-        routed = self._routed()
-        full = self._full_layers(routed)
-        patterns = [self.table.axes.patterns[index] for index in routed]
-        rest = [row for row in range(len(patterns)) if row not in full]
+    def chosen(self) -> dict[Phase, Chosen]:
+        routed = {phase: self._routed(phase) for phase in self._phases}
+        known, full = self.table.axes.patterns, self._full_layers(routed)
+        patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
+        rest = [row for row in range(self.size.shape[0]) if row not in full]
         whole, heads = self.size.length or 0, self.size.shape[1]
         left = self.size.total - len(full) * heads * whole
-        floors = [_floor(patterns[row]) for row in rest]
-        self._check_floors([patterns[row].name for row in rest], rest, floors, left / (len(rest) * heads))
+        floors = [floors_of(patterns)[row] for row in rest]
+        self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
         budgets = np.full(self.size.shape, whole, dtype=np.int64)
         budgets[rest] = self._share(self._weights(routed, rest), left, floors)
-        return Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(patterns)), budgets)
+        return {
+            phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(mine)), budgets)
+            for phase, mine in patterns.items()
+        }
 
-    def _routed(self) -> list[int]:
+    @property
+    def _phases(self) -> tuple[Phase, ...]:
+        return PHASES[self.strategy.phases]
+
+    def _routed(self, phase: Phase) -> list[int]:
         """The pattern of every layer, as an index into the patterns of the table."""
         strategy, layers = self.strategy, self.size.shape[0]
         if strategy.route is None:
             return [self._policy()] * layers
-        candidates, wanted = self._wanted(strategy.route)
+        candidates, wanted = self._wanted(strategy.route, phase)
         if len(candidates) > 1 and all(is_constant(row) for row in wanted):
             own = [index for index in candidates if self.table.patterns[index] == self._own_policy]
             policy = (own or candidates)[0]
             _warn(
-                f"{strategy.route} is the same for all patterns in every {self.phase} layer: nothing seems to have "
+                f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
                 f"been evicted at {self.table.nearest(self.size.mean)} entries per kv head, so "
                 f"{self.table.patterns[policy]} is used everywhere"
             )
@@ -232,10 +259,10 @@ class _Construction:
     def _own_policy(self) -> str:
         return self.table.profile.metadata.policy.name
 
-    def _wanted(self, route: str) -> tuple[list[int], NDArray[np.float64]]:
+    def _wanted(self, route: str, phase: Phase) -> tuple[list[int], NDArray[np.float64]]:
         """The candidates, and how much each layer prefers them, [L, candidates]."""
         candidates = self._candidates()
-        return candidates, self.table.preference(route, self.phase, self.size.mean)[:, candidates]
+        return candidates, self.table.preference(route, phase, self.size.mean)[:, candidates]
 
     def _candidates(self) -> list[int]:
         """Indices of the patterns that a layer may take; no signal can judge the full cache, which agrees with itself.
@@ -266,9 +293,9 @@ class _Construction:
             raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
         return known.index(name)
 
-    def _full_layers(self, routed: Sequence[int]) -> list[int]:
+    def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
         """Rows of the layers that keep the full cache: those that suffer most from the best that can be done."""
-        count, layers, route = self.strategy.full_layers, self.size.shape[0], self.strategy.route
+        count, layers = self.strategy.full_layers, self.size.shape[0]
         if not count:
             return []
         if self.size.length is None:
@@ -277,18 +304,27 @@ class _Construction:
             raise UsageError(
                 f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
             )
-        harm = self._sensitivity(routed) if route is None else -self._wanted(route)[1].max(axis=1)
+        harm = np.sum([self._harm(phase, mine) for phase, mine in routed.items()], axis=0)
         return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
 
-    def _sensitivity(self, routed: Sequence[int]) -> NDArray[np.float64]:
-        return self.table.sensitivity(self.strategy.budgets, self.phase, self.size.mean, routed)
+    def _harm(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
+        """What every layer suffers in a phase from the best that can be done, [L], in the unit of the signal."""
+        route = self.strategy.route
+        return self._sensitivity(phase, routed) if route is None else -self._wanted(route, phase)[1].max(axis=1)
 
-    def _check_floors(self, names: Sequence[str], rest: Sequence[int], floors: Sequence[int], mean: float) -> None:
-        """UsageError if a mean of `mean` entries is below what the pattern of one of the `rest` layers always keeps."""
+    def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
+        return self.table.sensitivity(self.strategy.budgets, phase, self.size.mean, routed)
+
+    def _check_floors(
+        self, patterns: Mapping[Phase, Sequence[PolicySpec]], rest: Sequence[int], floors: Sequence[int], mean: float
+    ) -> None:
+        """UsageError if a mean of `mean` entries is below what a pattern of one of the `rest` layers always keeps."""
         worst = max(range(len(floors)), key=floors.__getitem__)
         if mean >= floors[worst]:
             return
-        name, layer, full = names[worst], self.table.profile.metadata.layers[rest[worst]], self.strategy.full_layers
+        row, full = rest[worst], self.strategy.full_layers
+        phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
+        name, layer = patterns[phase][row].name, self.table.profile.metadata.layers[row]
         found, remedy = f"{mean:g} entries per kv head is below", "keep more"
         if full:
             left = f"would leave {max(mean, 0):g} entries per kv head to the others"
@@ -296,18 +332,18 @@ class _Construction:
             remedy = "give fewer --full-layers, keep more"
         instead = f"exclude {name}" if self.strategy.route else "use another policy"
         raise UsageError(
-            f"{found} the {floors[worst]} that {name} in {self.phase} layer {layer} always keeps: "
+            f"{found} the {floors[worst]} that {name} in {phase} layer {layer} always keeps: "
             f"{remedy}, {instead}, or calibrate it with a smaller window"
         )
 
-    def _weights(self, routed: Sequence[int], rest: Sequence[int]) -> NDArray[np.float64] | None:
-        """Sensitivities of the layers that share the budget; None: equal ones."""
-        signal = self.strategy.budgets
+    def _weights(self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int]) -> NDArray[np.float64] | None:
+        """Sensitivities of the layers that share the budget, in the first phase; None: equal ones."""
+        signal, phase = self.strategy.budgets, self._phases[0]
         if signal == UNIFORM:
             return None
-        found = self._sensitivity(routed)[rest]
+        found = self._sensitivity(phase, routed[phase])[rest]
         if len(found) > 1 and is_constant(found):
-            _warn(f"{signal} is the same in every {self.phase} layer, so it cannot tell them apart: budgets are equal")
+            warn_constant(signal, phase)
             return None
         return found
 
@@ -322,12 +358,6 @@ class _Construction:
             raise UsageError(f"least {least} is above the mean of {total / low.size:g} entries per kv head: lower it")
         direction: Direction = "inverse" if self.strategy.inverse_budgets else "forward"
         return Proportional(direction, least).allocate(weights, total, low, caps)
-
-
-def _floor(pattern: PolicySpec) -> int:
-    """Entries per kv head that a pattern always keeps, at least one."""
-    policy = create_policy(pattern.name, pattern.params)
-    return max(1, policy.sink_count + policy.window_count)
 
 
 def _warn(text: str) -> None:

@@ -220,8 +220,6 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
         (("--top", "0"), "--top 0 lets no candidate through"),
         (("--protocol", "aware"), "unknown protocol 'aware'; did you mean 'question-aware'"),
         (("--ratio", "0.5"), "give either a ratio"),
-        (("--budget", "8", "--routes", "snapkv"), "every candidate is a baseline, too"),
-        (("--routes", "none", "--allocators", "uniform"), "every candidate is a baseline, too"),
         (("--tasks", "gsm"), "unknown task 'gsm'"),
         (("--max-memory", "0"), "--max-memory 0 must be above 0 GB"),
         (("-o", "/no/such/plan.json"), "its folder does not exist"),

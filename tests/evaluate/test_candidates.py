@@ -237,6 +237,40 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
         assert plan.decode is not None
         assert plan.decode.total == 12 * LAYERS * HEADS
         assert (plan.prefill is None) == (phases == "decode")
+        assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), entrant.name
+
+
+def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    explored = explore(profile, TARGET, "full", ["cosine", "none"], ["nll-chosen", "entropy^2", "pyramid", *CURVES])
+    both, alone = (find_field(model, profile, TARGET, phases, explored) for phases in ("both", "prefill"))
+    for name in ("tova + nll-chosen", "tova + entropy^2", "tova + curves", "curves-joint"):
+        assert kept(both.candidates[name].plan, "decode") == kept(alone.candidates[name].plan), name
+    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
+    for entrant in both.candidates.values():
+        for phase in ("prefill", "decode"):
+            rows = zip(kept(entrant.plan, phase), patterns(entrant.plan, phase), strict=True)
+            assert all(budget >= floors[pattern] for budget, pattern in rows), entrant.name
+    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), TARGET)
+    mine = both.candidates["cosine + nll-chosen"].plan
+    assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
+
+
+def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_prefill(model: LoadedModel) -> None:
+    losses = np.zeros((2, LAYERS, 3, 3))  # phases, layers, patterns, budgets of 8, 16 and 32
+    losses[0, 1] = np.array([[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]).T
+    losses[1, 1] = np.array([[3, 2, 1], [3, 2, 1], [1, 2, 3]]).T
+    losses[1, 3] = [[9, 9, 9], [0, 0, 0], [9, 9, 9]]  # would take much of the budget, if decode were asked
+    nll = 1 + losses.transpose(3, 0, 1, 2)[None]
+    profile = profile_of(model, arrays={"nll": nll, "full_nll": np.ones(1), "samples": 1})
+    field = field_of(model, profile, ["cosine"], ["curves-joint"], phases="both")
+    plan = field.candidates["curves-joint"].plan
+    assert kept(plan) == kept(plan, "decode") == [8, 24, 8, 8]
+    assert (patterns(plan)[1], patterns(plan, "decode")[1], patterns(plan, "decode")[3]) == (
+        "tova",
+        "snapkv",
+        "streaming",
+    )
 
 
 def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedModel) -> None:
@@ -304,13 +338,33 @@ def test_routes_that_were_not_measured(model: LoadedModel) -> None:
         explore(bare, TARGET, routes=["ppl"])
 
 
-def test_phases_that_were_not_measured_and_candidates_that_are_baselines(model: LoadedModel) -> None:
+def test_phases_that_were_not_measured(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
         find_field(model, profile_of(model, phases=("prefill",)), TARGET, "both")
     with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
         find_field(model, profile_of(model), TARGET, "decoding")
-    with pytest.raises(UsageError, match="every candidate is a baseline, too"):
-        field_of(model, profile_of(model), ["none"], ["uniform"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_field_may_have_no_candidates(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model), ["none"], ["uniform"])
+    assert (dict(field.candidates), field.notes, set(field.entrants)) == ({}, (), set(field.baselines))
+    one = tiny.loaded(num_hidden_layers=1)
+    assert not field_of(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
+    cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((3, 2, LAYERS), 0.5, np.float32)
+    profile = profile_of(model, arrays={"cosine": cosine, "entropy": entropy})
+    field = field_of(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen", "entropy^2"])
+    assert not field.candidates
+    assert field.notes == (
+        "cosine is the same for all patterns in every prefill layer: nothing seems to have been evicted at 16 entries "
+        "per kv head, so snapkv is used everywhere",
+        "entropy is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+        "cosine-chosen is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+    )
 
 
 def test_signals_that_say_nothing_make_no_candidates(model: LoadedModel) -> None:

@@ -15,12 +15,14 @@ from kvsearch.evaluate.encoding import (
     NO_CONTEXT,
     NO_QUESTION,
     Coverage,
+    contexts_of,
     counter,
     encode,
     encode_tasks,
     middle_cut,
     most_tokens,
 )
+from kvsearch.evaluate.samples import token_hash
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RulerTask
@@ -169,6 +171,29 @@ def test_exclusions_are_counted() -> None:
         ("a", [0, 2]),
         ("d", [1]),
     ]
+
+
+def test_keys_of_one_text_have_one_context() -> None:
+    other = TEXT + " " + TEXT
+    made = encode(tiny.tokenizer(), task(), [example(TEXT, key="a"), example(other, key="b"), example(TEXT, key="c")])
+    assert made.contexts["a"] == made.contexts["c"] == token_hash(made.prompts[0].context) != made.contexts["b"]
+    assert (made.distinct, made.coverage.contexts) == (2, 3)
+    assert contexts_of([made]) == {("t", key): name for key, name in made.contexts.items()}
+
+
+def test_where_all_have_one_text_every_key_is_a_context() -> None:
+    made = encode(tiny.tokenizer(), task(), [example(TEXT, key=key) for key in "abc"])
+    assert (made.contexts, made.distinct) == ({"a": "a", "b": "b", "c": "c"}, 3)
+
+
+def test_one_text_is_one_context_however_much_of_it_a_question_leaves() -> None:
+    long, other = " ".join([TEXT] * 4), " ".join(["anchor"] * 40)
+    short, wordy = Query("? vote", ("anchor",), 5), Query("? vote " * 5, ("anchor",), 5)
+    rows = [example(long, short, key="a"), example(long, wordy, key="b"), example(other, short, key="c")]
+    made = encode(tiny.tokenizer(), task(), rows, limit=40)
+    assert len(made.prompts[0].context) > len(made.prompts[1].context)
+    assert made.distinct == 2
+    assert made.contexts["a"] == made.contexts["b"]
 
 
 def test_an_empty_answer_among_others_is_left_out() -> None:

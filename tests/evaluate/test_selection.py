@@ -75,6 +75,14 @@ def test_two_sets_of_contexts_make_one() -> None:
     assert one.ranked(["b", "b"]) == ["b", "b"]
 
 
+def test_keys_of_one_text_are_one_context() -> None:
+    drawn = samples([[1.0], [0.0], [0.5]], "a") + samples([[0.0], [0.0], [0.5]], "b")
+    scores = Scores.of(drawn, {("t", "0"): "x", ("t", "1"): "y", ("t", "2"): "x"})
+    assert scores.questions.tolist() == [2, 1]
+    assert {name: sums.tolist() for name, sums in scores.sums.items()} == {"a": [1.5, 0.0], "b": [0.5, 0.0]}
+    assert scores.mean("a") == Scores.of(drawn).mean("a") == 0.5
+
+
 # --- chance ----------------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +420,23 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
     assert gap(lost) == "on 20 questions about 10 contexts of the report split tova scores 100.00"
 
 
+def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
+    explored = explore(profile, TARGET, routes=["none"], allocators=["uniform"])
+    tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
+    plan = find_field(model, profile, TARGET, "prefill", explored).entrants["streaming"].plan
+    questions = Questions(*([answered_by(model, plan, task)] for task in tasks))
+    found = select(model, profile, TARGET, questions, HOW, explored=explored)
+    assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
+    assert decision(found.chosen) == (
+        "fallback to streaming, the best of 11 baselines on all questions: there is no candidate, every strategy is a "
+        "baseline, too"
+    )
+    told = found.plan.provenance.settings
+    assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcomes"][0]["winner"] is None
+    assert "there is no candidate" in rendered(on_screen_tables(found))
+
+
 @pytest.mark.parametrize(("method", "allocation"), [("cake", "cake"), ("ada-pyramid", "adakv")])
 def test_a_dynamic_baseline_is_a_plan_with_its_allocation(
     model: LoadedModel, profile: Profile, method: str, allocation: str
@@ -485,6 +510,26 @@ def test_a_prompt_with_its_question(model: LoadedModel, profile: Profile) -> Non
     assert found.protocol == QUESTION_AWARE
     assert "1 finalist out of 1 candidate" in decision(found.chosen)
     assert "so few contexts cannot show any lead" in decision(found.chosen)
+
+
+def test_one_text_under_several_keys_is_no_evidence_twice(model: LoadedModel, profile: Profile) -> None:
+    """Twelve keys, but three texts: one or two of them in the second stage, which cannot show any lead."""
+    explored = explore(profile, TARGET, **EXPLORED)
+    plan = find_field(model, profile, TARGET, "prefill", explored).entrants["error + entropy"].plan
+    task, other = (answered_by(model, plan, questions_of(*numbers, each=4)) for numbers in ((0, 1, 2), (3, 4)))
+    keys = [
+        replace(row, key=f"{row.key}/{n}", queries=(query,)) for row in task.rows for n, query in enumerate(row.queries)
+    ]
+    how = replace(HOW, samples=12)
+    found = select(
+        model, profile, TARGET, Questions([replace(task, rows=tuple(keys))], [other]), how, explored=explored
+    )
+    chosen = found.chosen
+    assert (chosen.first.questions, chosen.second.questions) in ((8, 4), (4, 8))
+    assert (chosen.first.contexts, chosen.second.contexts) in ((2, 1), (1, 2))
+    assert chosen.winner is None
+    assert min(one.chance or 1 for one in chosen.finalists) >= 0.2
+    assert "so few contexts cannot show any lead" in decision(chosen)
 
 
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluate.samples import Sample
-from kvsearch.evaluate.statistics import AVERAGE, Difference, Estimate, Row, summarize
+from kvsearch.evaluate.statistics import AVERAGE, Difference, Estimate, Row, contrast, summarize
 
 
 def samples(
@@ -212,3 +213,22 @@ def test_wins_and_losses_mirror_each_other(pairs: list[tuple[int, int]]) -> None
     assert (mine.wins, mine.ties, mine.losses) == (theirs.losses, theirs.ties, theirs.wins)
     assert mine.wins + mine.ties + mine.losses == len(pairs)
     assert (mine.mean, mine.low, mine.high) == pytest.approx((-theirs.mean, -theirs.high, -theirs.low))
+
+
+def test_one_context_under_several_keys_is_drawn_as_one() -> None:
+    """Twenty texts of five keys each are as uncertain as twenty contexts of five questions, with the same draws."""
+    rows = [[float(i % 3 == 0), 0.5, 1.0, 0.0, 0.25] for i in range(20)]
+    other = [[0.5] * 5 for _ in rows]
+    by_text = samples(rows) + samples(other, "other")
+    by_key = [replace(sample, key=f"{sample.key}/{sample.question}", question=0) for sample in by_text]
+    contexts = {(sample.task, sample.key): sample.key.split("/")[0] for sample in by_key}
+    assert summarize(by_key, "plan", 3, contexts) == summarize(by_text, "plan", 3)
+    weights = {"plan": 1.0, "other": -1.0}
+    assert contrast(by_key, weights, 3, contexts) == contrast(by_text, weights, 3)
+    assert width(one(summarize(by_key, "plan", 3, contexts))) != width(one(summarize(by_key, "plan", 3)))
+
+
+def test_a_text_of_two_tasks_is_a_context_of_each() -> None:
+    made = samples([[0.0], [1.0]]) + samples([[1.0], [0.0]], task="u")
+    contexts = {(sample.task, sample.key): f"text {sample.key}" for sample in made}
+    assert summarize(made, "plan", 3, contexts) == summarize(made, "plan", 3)

@@ -252,6 +252,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert told.notes == [
         told.doubt,
         "one: the middle of 1 of 4 contexts was cut out, so that prompt and reply fit 62 tokens",
+        "one: only 3 of 4 contexts differ: intervals are over these",
         "one: questions left out (empty answer: 1)",
         "two: 4 contexts were asked for, it has 2",
         "two: the middle of 1 of 2 contexts was cut out, so that prompt and reply fit 62 tokens",
@@ -271,9 +272,39 @@ def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None
         "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
         "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
     }
-    _, note = studied(model, plans, (), TASKS[:1]).notes
+    _, note, at_most = studied(model, plans, (), TASKS[:1]).notes
+    assert at_most.startswith("not all held the same at most until a reply was complete, mean entries: steep ")
     assert note.startswith("not all hold the same, mean entries: steep ")
     assert "flat 320" in note
+
+
+def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[30, 30]] * 4, scaling="fixed", length=80)
+    same = {"prefill": plan.prefill, "decode": plan.prefill}
+    both = {"flat": {**plan.model_dump(), **same}, "other": {**plan.model_dump(), **same, "floor": 2}}
+    told = studied(model, {name: Plan.model_validate(one) for name, one in both.items()}, (), TASKS[:1])
+    assert not [note for note in told.notes if "at most" in note]
+    assert {held.most for name, held in told.held.items() if name != "full"} == {8 * 30 + 8}
+    samples = [replace(one, most=int(one.most * (1.02 if one.method == "other" else 1))) for one in told.samples]
+    note = "not all held the same at most until a reply was complete, mean entries: flat 248, other 252"
+    assert replace(told, samples=samples).notes[-1] == note
+    assert note not in replace(told, samples=[replace(one, most=248) for one in told.samples]).notes
+    longer = replace(told, samples=samples, decode_entries={}).notes[-1]
+    assert ", as their replies differ in length, mean entries: flat 248" in longer
+
+
+def test_one_text_under_several_keys_is_one_context(model: LoadedModel) -> None:
+    rows = [replace(row, key=f"{row.key}/{copy}") for row in TASKS[0].rows[:1] for copy in "ab"]
+    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
+    two = studied(model, plans, (), [replace(TASKS[0], rows=(*rows, *TASKS[0].rows[1:]))], samples=9)
+    assert two.distinct == {"one": len(TASKS[0].rows)}
+    assert f"one: only {len(TASKS[0].rows)} of {len(TASKS[0].rows) + 1} contexts differ: intervals are over these" in (
+        two.notes
+    )
+    # of one text for all, as with worked examples, every key is a context
+    all_alike = studied(model, plans, (), [replace(TASKS[0], rows=tuple(rows))], samples=9)
+    assert all_alike.distinct == {"one": 2}
+    assert not [note for note in all_alike.notes if "context" in note and "differ" in note]
 
 
 def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: LoadedModel) -> None:

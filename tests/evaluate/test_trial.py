@@ -127,6 +127,28 @@ def test_names_are_taken_once(model: LoadedModel) -> None:
         prepare_trial(model, {"streaming@9": plan}, TASKS, Settings(2), others)
 
 
+def test_gains_are_over_texts_and_not_over_keys(model: LoadedModel) -> None:
+    """The same questions under one key for each text, and under a key of their own."""
+    apart = [
+        replace(
+            task,
+            rows=tuple(
+                replace(row, key=f"{row.key}/{number}", queries=(query,))
+                for row in task.rows
+                for number, query in enumerate(row.queries)
+            ),
+        )
+        for task in TASKS
+    ]
+    plans = {name: tiny.plan_for(model, table) for name, table in (("flat", FLAT), ("steep", STEEP))}
+    one, other = (prepare_trial(model, plans, tasks, Settings(12, seed=4)).run() for tasks in (TASKS, apart))
+    assert one.study.distinct == other.study.distinct
+    assert len({sample.key for sample in other.study.samples}) > len({sample.key for sample in one.study.samples})
+    found, wanted = (trial.gain("flat", ["steep"]) for trial in (other, one))
+    assert (found.mean, found.wins, found.losses) == pytest.approx((wanted.mean, wanted.wins, wanted.losses))
+    assert found.high - found.low == pytest.approx(wanted.high - wanted.low, rel=0.2)
+
+
 # --- contrasts -------------------------------------------------------------------------------------------------------
 
 

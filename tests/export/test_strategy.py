@@ -67,14 +67,40 @@ def test_every_layer_takes_its_best_pattern_and_of_equal_ones_the_first(
     assert names(prefill(profile, strategy, Target(budget=20))) == expected
 
 
-def test_each_phase_has_its_own_patterns_and_budgets() -> None:
+def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -> None:
     cosine = COSINES.copy()
     cosine[:, :, 1] = cosine[:, :, 1, ::-1]
     entropy = np.stack([entropies(1, 2, 3, 4)[:, 0], entropies(4, 3, 2, 1)[:, 1]], axis=1)
     strategy = Strategy(budgets="entropy", phases="both", least=4)
-    chosen = choose(SignalTable(make_signals(ONE_HEAD, cosine=cosine, entropy=entropy)), strategy, Target(budget=10))
+    table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, entropy=entropy))
+    chosen = choose(table, strategy, Target(budget=10))
     assert names(chosen["decode"]) == names(chosen["prefill"])[::-1]
-    assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14], [14, 11, 9, 6]]
+    assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14]] * 2
+    alone = choose(table, replace(strategy, phases="decode"), Target(budget=10))
+    assert alone["decode"].budgets.ravel().tolist() == [14, 11, 9, 6]
+
+
+def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
+    """nll of the chosen pattern: layer 0 loses under its prefill pattern, layer 3 under its decode pattern."""
+    cosine, nll = by_layer(*[[0.9, 0.1, 0]] * 4).copy(), np.ones((3, 1, 2, 4, 3))
+    cosine[:, :, 1] = np.array([0.1, 0.9, 0])
+    nll[..., 0, 0], nll[..., 3, 1] = 2, 2
+    profile = make_signals(ONE_HEAD, cosine=cosine, nll=nll, full_nll=np.ones(3))
+    chosen = choose(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Target(budget=10))
+    assert [names(part)[0] for part in chosen.values()] == ["snapkv", "streaming"]
+    for part in chosen.values():
+        assert part.budgets.ravel().tolist() == [28, 4, 4, 4]
+
+
+def test_the_larger_floor_of_both_phases_holds() -> None:
+    cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
+    cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
+    profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
+    chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Target(budget=10))
+    assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
+    assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]
+    with pytest.raises(UsageError, match="3 entries per kv head is below the 4 that snapkv in decode layer 1 always"):
+        choose(SignalTable(profile), Strategy(phases="both"), Target(budget=3))
 
 
 def test_signals_are_read_at_the_nearest_measured_budget() -> None:
@@ -153,7 +179,9 @@ def test_totals_are_exact_and_bounds_and_candidates_are_respected(
     known = target.ratio is not None
     mean = target.budget or (1 - float(target.ratio or 0)) * 200
     strategy = replace(strategy, full_layers=full_layers if known and mean * 4 - full_layers * 200 > 32 else 0)
-    for chosen in choose(SignalTable(profile), strategy, target).values():
+    made = choose(SignalTable(profile), strategy, target)
+    for chosen in made.values():
+        assert np.array_equal(chosen.budgets, next(iter(made.values())).budgets)
         assert chosen.budgets.sum() == total_entries(target, 200, 8)
         assert names(chosen).count("full") == strategy.full_layers
         assert not set(names(chosen)) & set(strategy.exclude)
@@ -193,6 +221,26 @@ def test_full_layers_are_those_whose_best_pattern_is_the_worst() -> None:
     ]  # fmt: skip
     by_need = Strategy(None, policy="tova", budgets="entropy", full_layers=2)
     assert names(prefill(profile, by_need, Target(ratio=0.4))) == ["tova", "full", "tova", "full"]
+
+
+def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
+    # the best of layers 0 to 3 in prefill 0.9, 0.3, 0.8, 0.9, in decode 0.9, 0.9, 0.1, 0.9: layer 2 is worst together
+    cosine = COSINES.copy()
+    cosine[:, :, 1] = np.array([0.9, 0.9, 0.1, 0.9])[:, None] * [1, 0.5, 0.5]
+    profile = make_signals(
+        ONE_HEAD, cosine=cosine, entropy=np.stack([entropies(1, 9, 3, 8)[:, 0], entropies(9, 1, 3, 8)[:, 1]], 1)
+    )
+    table, target = SignalTable(profile), Target(budget=60, length=200)
+    chosen = choose(table, Strategy(full_layers=1, phases="both"), target)
+    for part in chosen.values():
+        assert [row for row, name in enumerate(names(part)) if name == "full"] == [2]
+        assert part.budgets.ravel().tolist() == [14, 13, 200, 13]
+    assert [
+        names(choose(table, Strategy(full_layers=1, phases=phase), target)[phase]).index("full")
+        for phase in PHASES["both"]
+    ] == [1, 2]
+    by_need = choose(table, Strategy(None, policy="tova", budgets="entropy", full_layers=1, phases="both"), target)
+    assert [names(part).index("full") for part in by_need.values()] == [3, 3]
 
 
 def test_a_plan_with_a_full_layer_keeps_all_of_it_at_every_length() -> None:
