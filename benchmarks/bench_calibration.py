@@ -3,9 +3,9 @@
     python benchmarks/bench_calibration.py                  # bundled model, 9 patterns, 2 phases, 16 samples
     python benchmarks/bench_calibration.py --samples 4
 
-Both measure the same: the largest difference between them is printed beside the ratio of their seconds, which is that of
-one run of this script. The naive procedure reads every prompt anew for each layer, phase and pattern, as papers do, but
-in batches and with the answers teacher-forced in one pass.
+Both measure the same: the largest difference between them is printed beside the ratio of their seconds, which is that
+of one run of this script. The naive procedure reads every prompt anew for each layer, phase and pattern, as papers do,
+but in batches and with the answers teacher-forced in one pass.
 """
 
 from __future__ import annotations

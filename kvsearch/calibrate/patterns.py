@@ -57,7 +57,7 @@ def candidates(
         try:
             policy = create_policy(name, given)
             wrong = one.named
-            _check(policy, phases, min(budgets))
+            check_pattern(policy, phases, min(budgets))
         except KvsearchError as error:
             if wrong:
                 raise
@@ -119,7 +119,7 @@ def _parameter_names(name: str) -> list[str]:
         return []  # a broken package: its error shows when the policy is made
 
 
-def _check(policy: Policy, phases: Sequence[Phase], smallest: int) -> None:
+def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> None:
     """UsageError if nothing can be learnt about `policy` in these phases at this budget."""
     from kvsearch.runtime.rule import decode_needs  # takes seconds to import, and most mistakes show before
 

@@ -7,7 +7,6 @@ profile later, without running the model again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsearch.calibrate.checks import checked_prompts
 from kvsearch.calibrate.cost import ModelSize, Work, memory_of
 from kvsearch.calibrate.data import CalibrationData
 from kvsearch.calibrate.disturbances import Disturbances
 from kvsearch.calibrate.following import PromptBatch, batches_of
+from kvsearch.calibrate.measurement import Measurement
 from kvsearch.calibrate.naive import Naive
 from kvsearch.calibrate.options import SAMPLES, PolykvOptions
-from kvsearch.calibrate.prompts import Prompt, prompts_of
+from kvsearch.calibrate.prompts import Prompt
 from kvsearch.calibrate.provenance import profile_metadata
 from kvsearch.calibrate.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places, unfinished
 from kvsearch.calibrate.sweeping import Sweeping
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.cache import check_rotary
 from kvsearch.signals.entropy import literal_entropy
 
 DEFAULT_BYTES = 4 * 2**30  # besides the weights, on a CPU
@@ -49,23 +49,26 @@ def calibrate_polykv(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
+    started: Callable[[], None] | None = None,
 ) -> Profile:
     """Measure the signals of every layer, phase and pattern (arXiv 2606.15157, Eq. 2 to 5) on all prompts of `data`.
 
     What is finished is kept in `directory`, one continuation of all prompts of a batch at a time, and what is there is
-    not measured again.
+    not measured again. `started` is called once all is checked, before what is there is read and anything is measured.
 
     Raises:
-        UsageError: no prompt is longer than a budget, so nothing would be evicted; prompts of different lengths, for
-            the literal entropy; no token whose loss counts; not enough memory.
-        IncompatibleError: the model computes NaN, or a prompt and what follows do not fit its positions.
+        UsageError: see `checked_prompts`; not enough memory; samples in `directory` are damaged, or of another model,
+            other texts, options or policies.
+        IncompatibleError: the model computes NaN, or see `checked_prompts`.
     """
-    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
-    _check(loaded, prompts, options, policies)
+    prompts = checked_prompts(loaded, data, options, policies)
     shape = describe(loaded.model)
     tried = Disturbances(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
-    done = SampleFiles(None if directory is None else directory / SAMPLES)
     total, groups = sum(len(prompt.following) for prompt in prompts), _groups(loaded, prompts, policies, options)
+    if started is not None:
+        started()
+    measurement = Measurement.of(loaded, data, prompts, options, policies)
+    done = SampleFiles(None if directory is None else directory / SAMPLES, measurement)
     with running(loaded.model):
         for batch in batches_of(prompts, options.batch):
             left = batch.left(done.finished)
@@ -119,47 +122,6 @@ class _Measure:
             if bad.size:
                 context = int(found[CONTEXT][bad[0]]) if len(array) == len(found[CONTEXT]) else "?"
                 raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
-
-
-def _check(loaded: LoadedModel, prompts: Sequence[Prompt], options: PolykvOptions, policies: Sequence[Policy]) -> None:
-    """Find out what cannot be measured before anything is; see `calibrate_polykv`."""
-    check_rotary(loaded.model, policies)
-    limit = describe(loaded.model).max_positions
-    for prompt in prompts:
-        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.following)
-        if limit and whole > limit:
-            raise IncompatibleError(
-                f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"
-            )
-    lengths = [prompt.length for prompt in prompts]
-    for budget in options.budgets:
-        _check_evicts(lengths, budget)
-    if options.literal_entropy and len(set(lengths)) > 1:
-        raise UsageError(
-            f"the literal entropy averages attention by position, and prompts have {min(lengths)} to {max(lengths)} "
-            "tokens: give texts of one length, or leave literal_entropy out"
-        )
-    if "ppl" in options.signals and not any(after.predicted for prompt in prompts for after in prompt.following):
-        raise UsageError(
-            "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: give "
-            "longer answers, or --signals cosine,entropy"
-        )
-
-
-def _check_evicts(lengths: Sequence[int], budget: int) -> None:
-    short = sum(length <= budget for length in lengths)
-    if short == len(lengths):
-        raise UsageError(
-            f"nothing is evicted at a budget of {budget}: no calibration prompt has more than {max(lengths)} tokens; "
-            "give longer texts or smaller budgets"
-        )
-    if short:
-        warnings.warn(
-            f"nothing is evicted at a budget of {budget} from {short} of {len(lengths)} calibration prompts, which "
-            "have no more tokens: they say that patterns do not matter",
-            KvsearchWarning,
-            stacklevel=3,
-        )
 
 
 def _groups(loaded: LoadedModel, prompts: Sequence[Prompt], policies: Sequence[Policy], options: PolykvOptions) -> int:

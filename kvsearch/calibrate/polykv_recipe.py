@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -181,11 +182,13 @@ class PolykvRecipe(Recipe):
         seed: int,
         progress: Progress | None = None,
         directory: Path | None = None,
+        started: Callable[[], None] | None = None,
     ) -> Profile:
         """See `calibrate_polykv`; finished samples are kept in `directory`, and those that are there taken over."""
         from kvsearch.calibrate import polykv
 
-        return polykv.calibrate_polykv(loaded, data, self.options(), self.policies(), seed, progress, directory)
+        options, policies = self.options(), self.policies()
+        return polykv.calibrate_polykv(loaded, data, options, policies, seed, progress, directory, started)
 
 
 def _measured_by(name: str) -> Signal | None:

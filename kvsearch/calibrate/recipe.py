@@ -13,7 +13,7 @@ from kvsearch.calibrate.methods import RECIPES, CalibrationRecipe
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import describe_validation_error, list_problems
+from kvsearch.plan.parsing import describe_validation_error, list_problems, problems_of
 from kvsearch.resources import resource
 
 DEFAULT_METHOD = "lukv"
@@ -50,7 +50,20 @@ def resolve_recipe(
     try:
         return RECIPES[method].model_validate({**merged, **given})
     except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path or "the calibration settings"))) from error
+        raise _refusal(error, method, path) from error
+
+
+def _refusal(error: ValidationError, method: str, path: Path | None) -> UsageError:
+    """All that is wrong with a file, or else with what was typed over it."""
+    if path is None:
+        return UsageError(describe_validation_error(error, "the calibration settings"))
+    try:
+        RECIPES[method].model_validate({"method": method, **_read(path)})
+    except ValidationError as alone:
+        shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
+        if shared:
+            return UsageError(list_problems(shared, str(path)))
+    return UsageError(describe_validation_error(error, f"what was typed over the recipe {path}"))
 
 
 def _method(path: Path | None, stated: object, typed: str | None) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.common import Common, command, new_directory
+from kvsearch.cli.calibrate_run import CONFIG, PROFILE
+from kvsearch.cli.common import Common, command
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.calibrate.cost import Cost, Estimate
-    from kvsearch.calibrate.data import CalibrationData
     from kvsearch.calibrate.polykv_recipe import PolykvRecipe
 
-PROFILE, CONFIG = "profile.safetensors", "config.json"
+__all__ = ["CONFIG", "PROFILE", "calibrate"]
+
 TFLOPS = 100.0
 POLYKV = "PolyKV"  # the panel of its options in the help
 
@@ -184,6 +183,7 @@ def calibrate(
     from kvsearch.calibrate.data import default_data, load_calibration_data
     from kvsearch.calibrate.polykv_recipe import PolykvRecipe
     from kvsearch.calibrate.recipe import recipe_path, resolve_recipe
+    from kvsearch.cli.calibrate_run import check_new, goes_on_in, resumable, say_cost
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
 
@@ -208,14 +208,16 @@ def calibrate(
         config |= {"dtype": common.dtype, "revision": common.revision}  # a run that goes on must find them the same
         for remark in sweeps.remarks():
             common.warn(remark)
+    goes_on = sweeps is not None and not force and goes_on_in(output, config)
+    if not goes_on:
+        check_new(output, force, common.dry_run)
     if common.dry_run:
         if sweeps:
-            _say_cost(_estimate(common, model, texts, sweeps, TFLOPS if tflops is None else tflops), common, config)
+            rate = TFLOPS if tflops is None else tflops
+            say_cost(common, model, texts, sweeps, rate, config, output if goes_on else None)
         else:
             common.print_json(config)
         return
-    directory = _resumed(output, force, config) if sweeps else new_directory(output, force, CONFIG)
-    atomic_write(directory / CONFIG, canonical_json(config))
     loaded = common.load(model)
 
     from kvsearch.calibrate.samples import forget_samples
@@ -227,87 +229,26 @@ def calibrate(
     warn_unfit(loaded.model, policies)
     what, named = chosen.scope(texts), ", ".join(policy.name for policy in policies)
     common.say(f"calibrating {model} by {chosen.method} for {named} on {what} from {texts.name}")
-    with common.progress(chosen.unit) as progress:
-        if sweeps:
-            profile = sweeps.calibrate(loaded, texts, policy_object, common.seed, progress, directory)
-        else:
-            profile = chosen.calibrate(loaded, texts, policy_object, common.seed, progress)
-    save_profile(profile, directory / PROFILE, overwrite=True)
     if sweeps:
-        forget_samples(directory)
+        with resumable(output, config, goes_on, force, common) as start, common.progress(chosen.unit) as progress:
+            profile = sweeps.calibrate(loaded, texts, policy_object, common.seed, progress, output, start)
+    else:
+        atomic_write(output / CONFIG, canonical_json(config))
+        with common.progress(chosen.unit) as progress:
+            profile = chosen.calibrate(loaded, texts, policy_object, common.seed, progress)
+    save_profile(profile, output / PROFILE, overwrite=True)
+    if sweeps:
+        forget_samples(output)
     if common.as_json:
-        common.print_json({"profile": str(directory / PROFILE), **profile.metadata.model_dump(mode="json")})
+        common.print_json({"profile": str(output / PROFILE), **profile.metadata.model_dump(mode="json")})
         return
     for line in remarks(profile):
         common.say(line)
-    target = f"--budget {sweeps.budgets[0]}" if sweeps else "--ratio 0.8"
-    common.say(f"wrote {directory / PROFILE}; next: kvsearch export {directory} {target} -o plan.json")
+    target = _target(sweeps) if sweeps else "--ratio 0.8"
+    common.say(f"wrote {output / PROFILE}; next: kvsearch export {output} {target} -o plan.json")
 
 
-def _resumed(path: Path, force: bool, config: Mapping[str, Any]) -> Path:
-    """The directory of a calibration that begins, or goes on where it was interrupted.
-
-    Raises:
-        UsageError: `force` is off, and other results are there or an unfinished calibration with other settings.
-    """
-    from kvsearch.calibrate.options import SAMPLES
-    from kvsearch.evaluate.run_directory import difference
-    from kvsearch.plan import canonical_json
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.plan.parsing import parse_json
-
-    folder = path / SAMPLES
-    samples = sorted(folder.glob("*.safetensors"))
-    if force or not samples or (path / PROFILE).exists() or not (path / CONFIG).exists():
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        directory = new_directory(path, force, CONFIG)
-        for old in (*samples, directory / PROFILE):  # an interrupted calibration must not go on with them
-            old.unlink(missing_ok=True)
-        return directory
-    there = parse_json(read_bytes(path / CONFIG), str(path / CONFIG))
-    found = difference(there, parse_json(canonical_json(config), "the configuration"))
-    if found is not None:
-        raise UsageError(
-            f"{path} holds another unfinished calibration: {found}; repeat its command to go on with it, choose "
-            "another --output, or --force to start anew"
-        )
-    return path
-
-
-def _estimate(common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float) -> Estimate:
-    """What a calibration costs; the model is loaded to count tokens and parameters."""
-    from kvsearch.calibrate.cost import ModelSize, Work, estimate
-    from kvsearch.calibrate.prompts import prompts_of
-
-    loaded, options = common.load(model), recipe.options()
-    prompts = prompts_of(loaded, texts, options.protocol, options.answer_tokens)
-    work = Work.of(prompts, recipe.policies(), options)
-    return estimate(ModelSize.of(loaded.model), work, tflops, options.max_memory)
-
-
-def _say_cost(found: Estimate, common: Common, config: Mapping[str, Any]) -> None:
-    """Print an estimate with the configuration as JSON, and tell it in words."""
-    common.print_json({**config, "estimate": found.as_json()})
-    if common.as_json:
-        return
-    memory = found.memory
-    for line in (
-        f"{found.samples} continuations, {found.runs:,} runs of the model as the paper does it",
-        f"as the paper does it (--naive): {_cost_words(found.naive)} at {found.tflops:g} TFLOP/s",
-        f"in one sweep over the layers: {_cost_words(found.sweep)}, {found.speedup:.3g} times less arithmetic",
-        f"memory besides the weights: {memory.peak / 1e9:.3g} GB for {memory.groups} disturbances at a time, "
-        f"{memory.minimum / 1e9:.3g} GB at least",
-    ):
-        common.say(line)
-
-
-def _cost_words(cost: Cost) -> str:
-    return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {_time(cost.seconds)}"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def _target(recipe: PolykvRecipe) -> str:
+    """Options of an export that uses what was measured; where that is entropy alone, it can share out budgets only."""
+    alone = recipe.signals == ("entropy",) and recipe.budget_signal is None
+    return f"--budget {recipe.budgets[0]}" + " --budget-signal entropy" * alone

@@ -13,12 +13,9 @@ if TYPE_CHECKING:
 
     from kvsearch.cli.common import Common
     from kvsearch.search.ledger import Ledger
-    from kvsearch.search.loop import Found
+    from kvsearch.search.outcome import Found
     from kvsearch.search.run_directory import SearchRun
     from kvsearch.search.settings import Limits
-
-
-STARTS = "start"
 
 
 class Lines:
@@ -26,78 +23,97 @@ class Lines:
 
     def __init__(self, common: Common, ledger: Ledger, limits: Limits) -> None:
         self.common, self.ledger, self.limits = common, ledger, limits
-        self.where, self.failures, self.starts = "start plans", 0, float("nan")
-        self.best: Found | None = None
-        self.number = 0
+        self.where, self.failures, self.starts = "", 0, math.nan
 
-    def stage(self, name: str, number: int, count: int) -> None:
-        self.where = f"{name} ({number} of {count})"
+    def stage(self, name: str) -> None:
+        """See `Watcher`."""
+        self.where = name
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Found) -> None:
+        """See `Watcher`."""
+        from kvsearch.search.loop import STARTS
+
         self.failures += sum(not math.isfinite(value) for value in values)
-        self.best, self.number = best, generation
+        place = self.where
         if stage == STARTS:
             self.starts = best.value
-        self._show(f"{self.where}, generation {generation}: {self._words()}")
+        else:
+            place += f", generation {generation}"
+        found = f"best {best.value:.6g} ({best.where}; best start {self.starts:.6g})"
+        self._show([place, found, *self._used(), *([f"{self.failures} failed"] if self.failures else [])])
 
-    def note(self, text: str) -> None:
-        self.common.say(text)
+    def ended(self, why: str) -> None:
+        """See `Watcher`."""
+        self.common.say(f"search ended: {why}")
 
-    def _words(self) -> str:
+    def close(self) -> None:
+        """Nothing is left on the screen."""
+
+    def _used(self) -> Iterator[str]:
         spent, limits = self.ledger.spent, self.limits
-        best = (
-            "" if self.best is None else f"best {self.best.value:.6g} ({self.best.where}; starts {self.starts:.6g}), "
-        )
-        left = [
-            f"{name} {used:.0f}" + ("" if most is None else f" of {most:.0f}")
-            for name, used, most in (
-                ("candidates", spent.evaluations, limits.evaluations),
-                ("seconds", spent.seconds, limits.seconds),
-                ("tokens", spent.tokens, limits.tokens),
-            )
-        ]
-        failed = f", {self.failures} failed" if self.failures else ""
-        return f"{best}{', '.join(left)}{failed}"
+        for name, used, most in (
+            ("candidates", spent.evaluations, limits.evaluations),
+            ("seconds", spent.seconds, limits.seconds),
+            ("tokens", spent.tokens, limits.tokens),
+        ):
+            yield f"{name} {used:,.0f}" + ("" if most is None else f" of {most:,.0f}")
 
-    def _show(self, line: str) -> None:
-        self.common.say(line)
+    def _show(self, facts: Sequence[str]) -> None:
+        self.common.say(f"{facts[0]}: {', '.join(facts[1:])}")
 
 
 class Panel(Lines):
     """The same in place, on a terminal."""
 
-    live: Live
+    live: Live | None = None
 
-    def _show(self, line: str) -> None:
-        self.live.update(self._table(line))
+    def ended(self, why: str) -> None:
+        """See `Watcher`; gives the screen back."""
+        self.close()
+        super().ended(why)
 
-    def _table(self, line: str) -> Table:
+    def close(self) -> None:
+        """Take the panel away."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _show(self, facts: Sequence[str]) -> None:
+        from rich.live import Live
+
+        if self.live is None:
+            self.live = Live(console=self.common.talk, transient=True, refresh_per_second=4)
+            self.live.start()
+        self.live.update(self._table(facts))
+
+    def _table(self, facts: Sequence[str]) -> Table:
         from rich.box import SIMPLE
         from rich.table import Table
 
         table = Table(box=SIMPLE, show_header=False, title="kvsearch evolve", title_justify="left")
-        for part in line.replace(": ", "\n", 1).replace(", ", "\n").split("\n"):
-            table.add_row(part)
+        for fact in facts:
+            table.add_row(fact)
         return table
 
 
 @contextmanager
 def watching(common: Common, run: SearchRun, limits: Limits) -> Iterator[Lines]:
     """Show how a search goes; after Ctrl-C say what is best so far, and how to go on."""
-    lines = Lines(common, run.ledger, limits)
+    shown = Panel if common.talk.is_terminal and not common.quiet else Lines
+    watcher = shown(common, run.ledger, limits)
     try:
-        if common.talk.is_terminal and not common.quiet:
-            from rich.live import Live
-
-            panel = lines = Panel(common, run.ledger, limits)
-            with Live(console=common.talk, transient=True, refresh_per_second=4) as panel.live:
-                yield panel
-        else:
-            yield lines
+        yield watcher
     except KeyboardInterrupt:
-        best = run.ledger.best
-        if best is not None:
-            run.write_best({"value": best.value, "where": best.where, "budgets": best.candidate})
-            common.say(f"best so far: {best.value:.6g} ({best.where}), in {run.directory / 'best.json'}")
-        common.say(f"go on with --resume: what was measured is in {run.directory}")
+        watcher.close()
+        _tell_best(common, run)
         raise
+    finally:
+        watcher.close()
+
+
+def _tell_best(common: Common, run: SearchRun) -> None:
+    best = run.ledger.best
+    if best is not None:
+        run.write_best({"value": best.value, "where": best.where, "budgets": best.candidate})
+        common.say(f"best so far: {best.value:.6g} ({best.where}), in {run.directory / 'best.json'}")
+    common.say(f"go on with --resume: what was measured is in {run.directory}")

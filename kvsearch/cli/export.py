@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.calibrate import PROFILE
+from kvsearch.cli.calibrate_run import profile_file
 from kvsearch.cli.common import Common, command
 from kvsearch.cli.strategies import comma_separated
 
@@ -40,7 +40,7 @@ def export(
         str | None,
         typer.Option(
             help="What every layer chooses its pattern by: cosine, error, ppl or nll; none: --policy everywhere.",
-            show_default="as calibrated, or cosine",
+            show_default="as calibrated, or the first that was measured",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -117,7 +117,7 @@ def export(
     from kvsearch.plan import save_plan
     from kvsearch.plan.profile import load_profile
 
-    found = load_profile(profile / PROFILE if profile.is_dir() else profile)
+    found = load_profile(profile_file(profile))
     typed: dict[str, Any] = {
         "route": route, "budget_signal": budget_signal, "phases": phases, "inverse_route": inverse_route,
         "inverse_budgets": inverse_budgets, "policy": policy, "exclude": exclude, "least": least,
@@ -162,9 +162,11 @@ def _strategy(profile: Profile, typed: dict[str, Any]) -> Strategy:
     """What was typed, or else what the calibration was told, or else the defaults of a strategy."""
     from kvsearch.errors import UsageError
     from kvsearch.export.strategy import UNIFORM, Strategy
+    from kvsearch.signals.table import SignalTable
 
     recorded = profile.metadata.provenance.settings
-    asked = {"route": "cosine", "budget_signal": UNIFORM, "phases": "prefill"}
+    route = next(iter(SignalTable(profile).routes), "none")  # cosine, the paper's, where it was measured
+    asked = {"route": route, "budget_signal": UNIFORM, "phases": "prefill"}
     asked |= {name: value for name in asked if isinstance(value := recorded.get(name), str)}
     asked |= {name: typed[name] for name in asked if typed[name] is not None}
     if typed["least"] is not None and asked["budget_signal"] == UNIFORM:

@@ -32,14 +32,17 @@ def headroom(
         common.print_json({"tasks": [task.name for task in chosen], "ratio": ratio, "samples": samples})
         return
 
+    from kvsearch.evaluate.encoding import contexts_of, counter, encode
     from kvsearch.evaluate.headroom import headroom as measure
     from kvsearch.evaluate.report import plain_scores
     from kvsearch.evaluate.statistics import summarize
 
     loaded = common.load(model)
+    count = counter(loaded.tokenizer)
+    encoded = [encode(loaded.tokenizer, task, task.examples(samples, common.seed, count)) for task in chosen]
     with common.progress("contexts") as progress:
         results = measure(loaded, chosen, ratio, samples, common.seed, progress)
-    rows = summarize(results, "full", common.seed)
+    rows = summarize(results, "full", common.seed, contexts_of(encoded))
     methods = list(rows[-1].scores)
     full = rows[-1].scores["full"].mean
     shares = {method: rows[-1].scores[method].mean / full if full else 0.0 for method in methods}

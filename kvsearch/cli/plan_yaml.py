@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvsearch.cli.common import Common, command
 from kvsearch.cli.plan_output import Force, Output, check_output, deliver
+
+if TYPE_CHECKING:
+    from kvsearch.plan import PhasePlan, Plan
 
 
 @command
@@ -46,7 +50,7 @@ def build(
     common: Common,
     force: Force = False,
 ) -> None:
-    """Write the plan of a YAML file; whatever is wrong with it is told with its line.
+    """Write the plan of a YAML file; whatever is wrong with it is told with its line, what is doubtful is warned of.
 
     Example: kvsearch plan build strategy.yaml -o plan.json
     """
@@ -60,4 +64,42 @@ def build(
         text = data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{strategy} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
-    deliver(plan_from_yaml(text, str(strategy)), output, force, common)
+    plan = plan_from_yaml(text, str(strategy))
+    if not common.as_json:
+        for line in _uncounted(plan):
+            common.say(line)
+    for line in _disagreements(plan):
+        common.warn(line)
+    deliver(plan, output, force, common)
+
+
+def _uncounted(plan: Plan) -> Iterator[str]:
+    """What no total counts, by phase."""
+    for name, part in _phases(plan):
+        if whole := len(part.layers) - len(part.planned_layers):
+            keep = "layer keeps its" if whole == 1 else "layers keep their"
+            yield f"{name}: {whole} {keep} full cache, which no total counts"
+
+
+def _disagreements(plan: Plan) -> Iterator[str]:
+    """Where phases, budgets and length do not fit together, which may be meant."""
+    totals = {name: part.total for name, part in _phases(plan)}
+    if len(set(totals.values())) > 1:
+        yield (
+            f"prefill budgets add up to {totals['prefill']} entries, decode budgets to {totals['decode']}: the total "
+            "of the plan is that of prefill alone"
+        )
+    for name, part in _phases(plan):
+        kept = [(layer.policy.name, entries) for layer in part.layers if layer for entries in layer.budget]
+        above = sum(plan.length is not None and entries > plan.length for _, entries in kept)
+        if above:
+            yield (
+                f"{name}: {above} budgets are above the length of {plan.length} tokens, so the total counts more than "
+                "there is to keep"
+            )
+        if plan.length is None and any(policy == "full" for policy, _ in kept):
+            yield f"{name}: policy full keeps a whole prompt, whatever its budget counts: give a length to check it by"
+
+
+def _phases(plan: Plan) -> list[tuple[str, PhasePlan]]:
+    return [(name, part) for name in ("prefill", "decode") if (part := getattr(plan, name)) is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +145,7 @@ def select(
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
     from kvsearch.evaluate.candidates import explore as find_explored
+    from kvsearch.evaluate.kept import check_place
     from kvsearch.evaluate.protocol import find_protocol
     from kvsearch.evaluate.selection import Questions, prepare_selection
     from kvsearch.evaluate.selection_rule import Rule
@@ -168,6 +169,7 @@ def select(
     )  # fmt: skip
     check_output(output, force)
     place = run or directory / "selection" / f"{target.budget or target.ratio}-{how.protocol}-{phases}"
+    check_place(place)
     loaded = load_calibrated(common, directory, model, profile)
     prepared = prepare_selection(loaded, profile, target, questions, how, when, explored, rule)
     if common.dry_run:
@@ -205,32 +207,16 @@ def _kept(
     place: Path, prepared: PreparedSelection, evaluation: Evaluation, force: bool, common: Common
 ) -> Iterator[tuple[Ledger, Progress]]:
     """The ledger of one stage, and how far it is."""
+    from kvsearch.evaluate.kept import begins_anew
+
     config = prepared.config(evaluation)
-    anew = force and _is_other(place, config)
+    anew = begins_anew(place, config, force)
     told = f"{place.parent.name}, {place.name}: batches"
     with (
         kept_replies(place, config, evaluation.replies, anew, common) as ledger,
         common.progress(told) as progress,
     ):
         yield ledger, progress
-
-
-def _is_other(place: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a directory holds something that cannot be gone on with: --force throws nothing else away."""
-    from kvsearch.evaluate.ledger import read_replies
-    from kvsearch.evaluate.run_directory import CONFIG, LEDGER, difference
-    from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.plan.parsing import parse_json
-
-    if not (place / CONFIG).exists():
-        return False
-    try:
-        there = parse_json(read_bytes(place / CONFIG), str(place))
-        read_replies(place / LEDGER)
-    except UsageError:
-        return True
-    return difference(there, parse_json(canonical_json(config), "the configuration")) is not None
 
 
 def _foretell(prepared: PreparedSelection, place: Path, common: Common) -> None:

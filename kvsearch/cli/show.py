@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.calibrate import PROFILE
+from kvsearch.cli.calibrate_run import profile_file
 from kvsearch.cli.common import Common, checked_plan, command
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show(
     """
     from kvsearch.plan.profile import load_profile
 
-    file = path / PROFILE if path.is_dir() else path
+    file = profile_file(path)
     if file.suffix == ".json":
         _show_plan(checked_plan(file), common)
     else:
@@ -64,12 +64,31 @@ def _show_plan(plan: Plan, common: Common) -> None:
         if part is None:
             continue
         layers = part.planned_layers
-        policies = sorted({f"{p.policy.name} {p.policy.params}" for p in part.layers if p is not None})
+        each = [f"{p.policy.name} {p.policy.params}" for p in part.layers if p is not None]
+        policies = sorted(set(each))
         alone = [index for index, layer in enumerate(part.layers) if layer is None]
         own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
         show_facts({**facts, **own, **({"layers left alone": alone} if alone else {})}, common)
         budgets = np.array([part.budgets[layer] for layer in layers])
-        common.out.print(heatmap(f"{phase}: entries per layer and kv head", budgets, layers))
+        shown = heatmap(f"{phase}: entries per layer and kv head", budgets, layers)
+        names = [p.policy.name for p in part.layers if p is not None]
+        if len(set(names)) < len(policies):
+            names = each  # of one pattern there are several settings
+        common.out.print(_with_column(shown, "pattern", names) if len(policies) > 1 else shown)
+
+
+def _with_column(table: Table, header: str, cells: Sequence[str]) -> Table:
+    """The table with one more column of words at its right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    wider = Table(title=table.title, title_justify=table.title_justify, box=table.box, padding=table.padding)
+    for column in table.columns:
+        wider.add_column(column.header, justify=column.justify)
+    wider.add_column(f"  {header}", overflow="fold")
+    for row in zip(*(column.cells for column in table.columns), cells, strict=True):
+        wider.add_row(*row[:-1], Text(f"  {row[-1]}"))
+    return wider
 
 
 def _shared(allocation: AllocationSpec) -> str:
@@ -154,7 +173,7 @@ def plain_table(title: str, columns: Sequence[str], justify: JustifyMethod = "ri
 
     table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in columns:
-        table.add_column(column, justify=justify)
+        table.add_column(column, justify=justify, overflow="fold")  # on a narrow page, too, every digit is shown
     return table
 
 

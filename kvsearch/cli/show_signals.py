@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.cli.common import Common
@@ -25,6 +26,7 @@ PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of
 MOST_DECIMALS = 5
 NOISE = 9  # decimals from which on differences are rounding
 BEST, FULL = "*", "full"
+WIDEST = 10_000  # columns of a page on which any table fits
 
 
 def show_signals(profile: Profile, common: Common, with_plan: bool = False) -> None:
@@ -47,7 +49,8 @@ def show_signals(profile: Profile, common: Common, with_plan: bool = False) -> N
         for budget in table.axes.budgets if measures else ():
             for measure in measures:
                 _print_title(f"{phase} at {budget} entries per kv head: {TITLES[measure]}", common)
-                common.out.print(_by_pattern(table, measure, phase, budget, with_entropy=measure == measures[0]))
+                for part in _by_pattern(table, measure, phase, budget, common, with_entropy=measure == measures[0]):
+                    common.out.print(part)
         if not measures:
             _print_title(f"{phase}: entropy of attention", common)
             common.out.print(_by_layer(table, phase))
@@ -118,24 +121,44 @@ def _best(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[i
     return [None if is_constant(row) else rivals[int(row.argmax())] for row in wanted]
 
 
-def _by_pattern(table: SignalTable, measure: str, phase: Phase, budget: int, with_entropy: bool) -> Table:
-    """Layers by patterns, and the entropies of the layers."""
+def _by_pattern(
+    table: SignalTable, measure: str, phase: Phase, budget: int, common: Common, with_entropy: bool
+) -> list[Table]:
+    """Layers by patterns, and the entropies of the layers; several tables where one would be wider than the page."""
     import numpy as np
-
-    from kvsearch.cli.show import plain_table
 
     values, best = table.measured(measure, phase, budget), _best(table, measure, phase, budget)
     form = "{:+.3g}" if measure in ("ppl", "nll") else _form(1 - values if measure == "cosine" else values)
-    entropies = _entropy(table, phase) if with_entropy else {}
-    names = [name.replace("_", "_\n") for name in table.patterns]
-    shown = plain_table("", ["layer", *names, *entropies])
+    columns = {name.replace("_", "_\n"): [form.format(value) for value in np.round(values[:, at], NOISE)]
+               for at, name in enumerate(table.patterns)}  # fmt: skip
+    for cells, at in zip(columns.values(), range(len(columns)), strict=True):
+        cells[:] = [f"[bold]{BEST}{cell}[/bold]" if at == best[row] else cell for row, cell in enumerate(cells)]
+    for name, found in (_entropy(table, phase) if with_entropy else {}).items():
+        columns[name] = [f"{value:.4f}" for value in found]
+    return _fitting(columns, [str(layer) for layer in table.profile.metadata.layers], common)
+
+
+def _fitting(columns: dict[str, list[str]], layers: list[str], common: Common) -> list[Table]:
+    """The columns in as few tables as fit the page, with about as many in each."""
+    from rich.measure import Measurement
+
+    names = list(columns)
+    for parts in range(1, len(names) + 1):
+        ends = [len(names) * part // parts for part in range(parts + 1)]
+        made = [_columns({name: columns[name] for name in names[first:end]}, layers) for first, end in pairwise(ends)]
+        options = common.out.options.update(max_width=WIDEST)
+        if max(Measurement.get(common.out, options, one).maximum for one in made) <= common.out.width:
+            break
+    return made
+
+
+def _columns(columns: dict[str, list[str]], layers: list[str]) -> Table:
+    from kvsearch.cli.show import plain_table
+
+    shown = plain_table("", ["layer", *columns])
     shown.padding = (0, 0, 0, 1)  # nine patterns fit on a page of 120 columns
-    for row, layer in enumerate(table.profile.metadata.layers):
-        cells = [
-            f"[bold]{BEST}{form.format(value)}[/bold]" if at == best[row] else form.format(value)
-            for at, value in enumerate(np.round(values[row], NOISE))
-        ]
-        shown.add_row(str(layer), *cells, *(f"{values[row]:.4f}" for values in entropies.values()))
+    for cells in zip(layers, *columns.values(), strict=True):
+        shown.add_row(*cells)
     return shown
 
 

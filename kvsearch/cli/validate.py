@@ -82,7 +82,10 @@ def validate(
     max_length: how_asked.MaxLength = None,
     batch: how_asked.Batch = 8,
     max_memory: how_asked.MaxMemory = None,
-    force: Annotated[bool, typer.Option("--force", help="Start anew, whatever was validated before.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace what was found, and replies, about other questions or another profile."),
+    ] = False,
 ) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
@@ -118,6 +121,8 @@ def validate(
     prepared = [
         prepare_validation(loaded, profile, target, chosen, settings, subjects, permutations) for target in targets
     ]
+    for note in (note for one in prepared for note in one.notes):
+        common.warn(note)
     before = _before(directory / FILE, prepared[0], force)
     if common.dry_run:
         common.print_json(_to_do(prepared))
@@ -150,15 +155,16 @@ def _found(
     one: PreparedValidation, before: Validation | None, directory: Path, force: bool, common: Common
 ) -> Validation:
     """Run one size; what was found so far is in the file when this returns."""
+    from kvsearch.evaluate.kept import begins_anew
     from kvsearch.evaluate.validation_report import FILE, save_validation
 
     place = directory / REPLIES / f"{_slug(one)}-{one.evaluation.settings.protocol}"
-    needed = one.evaluation.replies
+    config, needed = one.config(), one.evaluation.replies
     common.say(
         f"{one.strategies} strategies and the full cache at {one.budget:g} entries per kv head: {needed} replies"
     )
     with (
-        own.kept_replies(place, one.config(), needed, force, common) as ledger,
+        own.kept_replies(place, config, needed, begins_anew(place, config, force), common) as ledger,
         common.progress("batches") as progress,
     ):
         result = one.run(progress, ledger)
@@ -184,7 +190,7 @@ def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation
 
 
 def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path, common: Common) -> None:
-    from kvsearch.evaluate.validation_report import as_json, validation_table, verdict_lines
+    from kvsearch.evaluate.validation_report import as_json, validation_tables, verdict_lines
 
     sizes = [(one.budget, one.target.ratio) for one in prepared]
     now = [at for at in found.budgets if (at.budget, at.ratio) in sizes]
@@ -195,7 +201,8 @@ def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path,
         common.print_json(as_json(found))
     else:
         for at in now:
-            common.out.print(validation_table(found, at))
+            for table in validation_tables(found, at):
+                common.out.print(table)
             for line in verdict_lines(at):
                 common.out.print(line, markup=False, soft_wrap=True)
     others = ", ".join(at.size for at in found.budgets if at not in now)

@@ -37,14 +37,14 @@ from kvsearch.export.strategy import (
     choose,
     floor_of,
     floors_of,
+    has_window,
     plan_of,
     warn_constant,
 )
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase, Plan, Profile
+from kvsearch.plan import Phase, Plan, PolicySpec, Profile
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
@@ -215,8 +215,7 @@ class _Size(NamedTuple):
     @classmethod
     def of(cls, table: SignalTable, target: Target) -> _Size:
         shape, length = table.profile.metadata.shape, target.length or table.profile.metadata.length
-        bound = target.length is not None or target.ratio is not None
-        return cls(shape, total_entries(target, length, shape[0] * shape[1]), length if bound else MOST_ENTRIES)
+        return cls(shape, total_entries(target, length, shape[0] * shape[1]), length)
 
     @property
     def mean(self) -> float:
@@ -274,9 +273,15 @@ class _Maker:
         return Entrant(name, plan_of(self.table.profile, chosen, self.target, {}), origin)
 
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
-        policy, target = tuned_policy(recipe.policy, self.table.profile), self.target
-        if target.ratio is not None:  # integer budgets need a length
-            target = replace(target, length=target.length or self.table.profile.metadata.length)
+        policy = tuned_policy(recipe.policy, self.table.profile)
+        spec = PolicySpec(name=policy.name, params=policy.parameters())
+        if self.size.mean < floor_of(spec):
+            smaller = ", or calibrate with a smaller --set window" if has_window(spec) else ""
+            raise UsageError(
+                f"{self.size.mean:g} entries per kv head is below the {floor_of(spec)} that {policy.name} always "
+                f"keeps: keep more{smaller}"
+            )
+        target = replace(self.target, length=self.size.most)  # as for candidates, no head gets more
         allocator = pyramid_above(policy) if recipe.allocator == PYRAMID else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
         return direct_plan(loaded, policy, target, PHASES[self.phases], allocator, allocation)

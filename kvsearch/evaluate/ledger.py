@@ -10,6 +10,7 @@ dropped: what it held is computed again. Any other line that is no such object i
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.evaluate.journal import Place
 from kvsearch.evaluate.samples import Sample
 from kvsearch.plan.files import read_bytes
@@ -34,7 +35,7 @@ class Ledger:
 
     Raises:
         UsageError: a line is damaged and not only cut short, or another process writes to the file.
-        OSError: it cannot be written.
+        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path, lent: Mapping[str, Sample] | None = None, *, anew: bool = False) -> None:
@@ -43,7 +44,7 @@ class Ledger:
         self.reused: set[Place] = set()
         self._path, self._lines = path, 0
         self._written: dict[Place, tuple[str, int]] = {}  # the key and the number of the line
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)  # a line that cannot be written must not be tried again at the end
         try:
             self._lock(path)
             if anew:
@@ -62,11 +63,21 @@ class Ledger:
         self._file.close()
 
     def add(self, samples: Sequence[tuple[str, Sample]], *, reused: bool = False) -> None:
-        """Write samples with their keys as one line; they are on the disk when this returns."""
+        """Write samples with their keys as one line; they are on the disk when this returns.
+
+        Raises:
+            EnvironmentFault: the disk is full or fails; the replies before are kept.
+        """
         line = {"reused": reused, "samples": [{ID: key, **asdict(sample)} for key, sample in samples]}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            what = (error.strerror or str(error)).lower()
+            what += ", free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            kept = f"{len(self.samples)} replies are kept"
+            raise EnvironmentFault(
+                f"cannot write {self._path}: {what}, then give the same command again: {kept}"
+            ) from error
         self._note(samples, reused)
 
     def require(self, keys: Mapping[Place, str]) -> None:
@@ -83,6 +94,12 @@ class Ledger:
             self.samples[place], self._written[place] = sample, (key, self._lines)
             if reused:
                 self.reused.add(place)
+
+    def _write(self, line: bytes) -> None:
+        left = memoryview(line)
+        while left:
+            left = left[self._file.write(left) :]
+        os.fsync(self._file.fileno())
 
     def _lock(self, path: Path) -> None:
         try:

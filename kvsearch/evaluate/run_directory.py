@@ -25,6 +25,7 @@ from kvsearch.plan.parsing import parse_json
 CONFIG, LEDGER, LOSSES = "config.json", "ledger.jsonl", "losses.json"
 REPORT, SAMPLES, TABLES = "report.json", "samples.csv", "tables.md"
 SCHEMA, TASKS, METRIC = "schema", "tasks", "metric"
+SHOWN = 40  # letters of a value in a message
 TEMPORARY = ".kvsearch-"  # what a killed process leaves of a file that it was writing
 
 
@@ -78,7 +79,10 @@ def open_run(directory: Path, config: Mapping[str, Any], force: bool = False, re
 
 
 def difference(there: object, now: object, place: str = "") -> str | None:
-    """Say where two JSON values first differ, by sorted keys; None if they are equal."""
+    """Say where two JSON values first differ, by sorted keys; None if they are equal.
+
+    Short lists are shown whole, of others the first item that differs.
+    """
     if isinstance(there, dict) and isinstance(now, dict):
         for key in sorted({*there, *now}):
             inner = f"{place}.{key}" if place else key
@@ -88,7 +92,15 @@ def difference(there: object, now: object, place: str = "") -> str | None:
             if found is not None:
                 return found
         return None
-    return None if there == now else f"{place} is {_short(there)} there, {_short(now)} here"
+    if there == now:
+        return None
+    if isinstance(there, list) and isinstance(now, list) and max(len(repr(there)), len(repr(now))) > SHOWN:
+        for index, (old, new) in enumerate(zip(there, now, strict=False)):
+            if found := difference(old, new, f"{place}.{index}"):
+                return found
+        return f"{place} has {len(there)} items there, {len(now)} here"
+    first = _first_difference(repr(there), repr(now))
+    return f"{place} is {_short(there, first)} there, {_short(now, first)} here"
 
 
 def _require_same(directory: Path, config: Mapping[str, Any]) -> None:
@@ -128,6 +140,14 @@ def _is_run(directory: Path, schema: str) -> bool:
     return isinstance(config, dict) and config.get(SCHEMA) == schema
 
 
-def _short(value: object) -> str:
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
+
+
+def _short(value: object, first: int) -> str:
+    """A value, cut; what it has at `first` is shown."""
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    begin = 0 if first < SHOWN else first - SHOWN // 2
+    part = text[begin : begin + SHOWN]
+    return f"{'...' if begin else ''}{part}{'...' if begin + SHOWN < len(text) else ''}"

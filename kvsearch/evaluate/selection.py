@@ -18,6 +18,8 @@ from kvsearch.calibrate.provenance import provenance
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.candidates import Entrant, Explored, Field, find_field
 from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
+from kvsearch.evaluate.evicting import check_eviction
+from kvsearch.evaluate.kept import without_rounding
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.methods import FULL, Size
 from kvsearch.evaluate.runner import Progress
@@ -28,6 +30,7 @@ from kvsearch.evaluate.statistics import Difference
 from kvsearch.evaluate.study import Evaluation, Settings, Study
 from kvsearch.evaluate.trial import Prepared, Trial, prepare_trial
 from kvsearch.export.build import Target
+from kvsearch.export.direct import PHASES
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.profile import SIGNALLED
@@ -88,15 +91,21 @@ def prepare_selection(
     are asked in each of the two splits.
 
     Raises:
-        UsageError: a task with one context, or a question in both splits; see `find_field`.
+        UsageError: no phases, a task with one context, a question in both splits, or nothing is evicted from any
+            prompt; see `find_field`.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     profile.metadata.model.require(loaded.fingerprint, "this profile")
+    if not phases:
+        raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
     fields = [find_field(loaded, profile, target, when, explored) for when in phases]
     contests = []
     for field in fields:
         plans = {name: entrant.plan for name, entrant in field.entrants.items()}
-        contests.append(_Contest(field, prepare_trial(loaded, plans, questions.selection, settings)))
+        trial = prepare_trial(loaded, plans, questions.selection, settings)
+        note = check_eviction(trial.evaluation, target)
+        told = field if note is None else replace(field, notes=(*field.notes, note))
+        contests.append(_Contest(told, trial))
     prepared = PreparedSelection(loaded, profile, target, questions, settings, rule or Rule(), tuple(contests))
     prepared.check()
     return prepared
@@ -147,9 +156,9 @@ class PreparedSelection:
         """All that the replies of a stage depend on, as JSON.
 
         A name says, with the profile, what it stands for, so the list of them is left out: other candidates or
-        finalists go on with the same replies.
+        finalists go on with the same replies, and so does another batch, which changes them by rounding alone.
         """
-        whole = evaluation.config()
+        whole = without_rounding(evaluation.config())
         del whole["methods"]
         digest = sha256(self.profile.to_bytes()).hexdigest()
         return {**whole, "profile_sha256": digest, **self._size.as_json()}

@@ -18,6 +18,8 @@ from typing import Any, Final, get_args
 import numpy as np
 
 from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.evaluate.evicting import check_eviction
+from kvsearch.evaluate.kept import without_rounding
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.method_list import PROFILE
 from kvsearch.evaluate.methods import FULL, protected
@@ -30,6 +32,7 @@ from kvsearch.evaluate.validation_report import (
     AtBudget,
     Compared,
     Conditions,
+    Judged,
     Kind,
     Phases,
     Subject,
@@ -39,7 +42,7 @@ from kvsearch.evaluate.validation_report import (
 )
 from kvsearch.export.build import Target, total_entries
 from kvsearch.export.direct import PHASES
-from kvsearch.export.strategy import Chosen, Strategy, choose, plan_of
+from kvsearch.export.strategy import Chosen, Strategy, choose, has_window, plan_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, Plan, PolicySpec, Profile
@@ -113,12 +116,14 @@ def prepare_validation(
     layers in another order. There are `permutations` of them. Default subjects: see `find_subjects`.
 
     Raises:
-        UsageError: too few random controls, a task that results are reported on or that has one context only, a target
-            that the patterns do not allow; see `prepare_trial` for more.
+        UsageError: no subjects, too few random controls, a task that results are reported on or that has one context
+            only, a target that the patterns do not allow or that evicts nothing; see `prepare_trial` for more.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     check_permutations(permutations)
     refuse_reported(tasks)
+    if subjects is not None and not subjects:
+        raise UsageError("no signals to judge: name at least one, or give None for those of the paper")
     table = SignalTable(profile)
     plans, compared = dict[str, Plan](), dict[Subject, Compared]()
     for subject in find_subjects(table) if subjects is None else subjects:
@@ -129,7 +134,8 @@ def prepare_validation(
     for task in prepared.evaluation.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
-    return PreparedValidation(prepared, profile, target, compared)
+    note = check_eviction(prepared.evaluation, target)
+    return PreparedValidation(prepared, profile, target, compared, () if note is None else (note,))
 
 
 def validate(
@@ -149,12 +155,16 @@ def validate(
 
 @dataclass(frozen=True, eq=False)
 class PreparedValidation:
-    """A validation at one size that is ready to run; `compared` says what each subject is judged by."""
+    """A validation at one size that is ready to run; `compared` says what each subject is judged by.
+
+    `notes` are what to know before the verdicts are trusted.
+    """
 
     prepared: Prepared
     profile: Profile
     target: Target
     compared: Mapping[Subject, Compared]
+    notes: tuple[str, ...] = ()
 
     @property
     def evaluation(self) -> Evaluation:
@@ -189,10 +199,12 @@ class PreparedValidation:
         """All that the replies depend on, as JSON.
 
         The strategies are not listed: with profile and size, the name of each says what it is. So a run with other
-        signals, phases or more permutations goes on with the same replies.
+        signals, phases or more permutations goes on with the same replies, and so does one with another batch, which
+        changes them by rounding alone.
         """
         size = {"budget": self.budget, "ratio": self.target.ratio}
-        whole = {name: value for name, value in self.evaluation.config().items() if name != "methods"}
+        whole = without_rounding(self.evaluation.config())
+        del whole["methods"]
         return {**whole, "profile_sha256": _hash(self.profile.to_bytes()), **size}
 
     def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Validation:
@@ -205,9 +217,10 @@ class PreparedValidation:
 
 
 def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
-    """A line about the signals of a strategy that were judged harmful in its phases, at the nearest validated budget.
+    """A line about the signals of a strategy that were judged harmful in its phases.
 
-    `directory` is that of the calibration, `budget` in entries per kv head. None if no signal was, if they were not
+    `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
+    the budget nearest to this one, of those at which it was judged. None if no signal was harmful, if they were not
     validated, or if the validation was of another profile than the one in the directory. Only forward directions are
     judged.
 
@@ -217,12 +230,21 @@ def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
     found = load_validation(directory / FILE)
     if found is None or not _is_of(found, directory / PROFILE):
         return None
-    at = min(found.budgets, key=lambda one: abs(math.log(one.budget / budget)))
     route = None if strategy.inverse_route else strategy.route
     budgets = None if strategy.inverse_budgets else strategy.budgets
-    used = {("route", route, strategy.phases), ("budgets", budgets, strategy.phases)}
-    bad = [one for one in at.signals if one.verdict == "harmful" and (one.kind, one.signal, one.phases) in used]
-    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one in bad) or None
+    nearest = (_nearest(found, use, strategy.phases, budget) for use in (("route", route), ("budgets", budgets)))
+    bad = [(one, at) for one, at in filter(None, nearest) if one.verdict == "harmful"]
+    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one, at in bad) or None
+
+
+def _nearest(
+    found: Validation, use: tuple[str, str | None], phases: str, budget: float
+) -> tuple[Judged, AtBudget] | None:
+    """What was judged of a signal in its use nearest to a budget, by ratio, and where."""
+    there = [
+        (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
+    ]
+    return min(there, key=lambda judged: abs(math.log(judged[1].budget / budget)), default=None)
 
 
 def _named(typed: str) -> list[tuple[Kind, str]]:
@@ -321,9 +343,10 @@ def _check_floors(table: SignalTable, target: Target) -> None:
     for pattern in _candidates(table):
         least = protected(create_policy(pattern.name, pattern.params))
         if given < least:
+            instead = "with a smaller window" if has_window(pattern) else f"without {pattern.name}"
             raise UsageError(
                 f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
-                "at a larger budget, or calibrate with a smaller window"
+                f"at a larger budget, or calibrate {instead}"
             )
 
 

@@ -24,18 +24,17 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 SCHEMA, FILE = "kvsearch.validation/2", "validation.json"
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
 Verdict = Literal["useful", "useless", "harmful"]
 
-COLUMNS = (
-    "signal", "kind", "phases", "forward", "inverse", "uniform", "random (range)", "forward - inverse",
-    "forward - uniform", "forward - random", "verdict",
-)  # fmt: skip
-TEXTS = ("signal", "kind", "phases", "verdict")
+SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
+GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
+TEXTS = ("signal", "kind", "phases", "verdict", "forward minus")
+LEAST_CONTEXTS: Final = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
 _UNIFORM: Final[dict[Kind, str]] = {"route": "one pattern in all layers", "budgets": "equal budgets"}
 _CHANCE: Final = "more than strategies differ by chance"
 _RANDOM: Final[dict[Kind, str]] = {"route": "random patterns", "budgets": "random permutations"}
@@ -175,16 +174,17 @@ class Validation(Conditions):
         return self.model_copy(update={"budgets": tuple(found[size] for size in sorted(found))})
 
 
-def judge(kind: Kind, gains: Gains, constant: bool = False) -> tuple[Verdict, str]:
+def judge(kind: Kind, gains: Gains, contexts: int, constant: bool = False) -> tuple[Verdict, str]:
     """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
 
     "Above" and "below" mean that the 95% interval of the difference is. For the uniform and the random controls they
     also mean that it is more than strategies differ by chance (`Gains.reach`). The first that applies:
 
     1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
-    2. harmful: forward is below the uniform control, or below the random controls;
-    3. useful: forward is above its inverse, and above the uniform control or the random controls;
-    4. useless: all else.
+    2. useless: there are fewer than `LEAST_CONTEXTS` different contexts, which cannot tell;
+    3. harmful: forward is below the uniform control, or below the random controls;
+    4. useful: forward is above its inverse, and above the uniform control or the random controls;
+    5. useless: all else.
 
     Of signals that say nothing about one in twenty is called useful, and one in twenty harmful.
     """
@@ -192,6 +192,8 @@ def judge(kind: Kind, gains: Gains, constant: bool = False) -> tuple[Verdict, st
     names = {_UNIFORM[kind]: uniform, _RANDOM[kind]: random}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
+    if contexts < LEAST_CONTEXTS:
+        return "useless", f"too few contexts to tell: {contexts} different ones, at least {LEAST_CONTEXTS} are needed"
     if min(uniform, random) < 0:
         below = " and ".join(name for name, side in names.items() if side < 0)
         return "harmful", f"forward is below {below} by {_CHANCE}"
@@ -218,7 +220,8 @@ def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
         random=trial.gain(names.forward, names.random),
         reach=prediction_reach([trial.score(name).mean for name in names.random]),
     )
-    verdict, reason = judge(subject.kind, gains, trial.labels[names.forward] == trial.labels[names.inverse])
+    constant = trial.labels[names.forward] == trial.labels[names.inverse]
+    verdict, reason = judge(subject.kind, gains, sum(trial.study.distinct.values()), constant)
     return Judged(
         **subject._asdict(),
         forward=trial.score(names.forward),
@@ -271,7 +274,10 @@ def load_validation(path: Path) -> Validation | None:
     if not path.exists():
         return None
     remedy = "delete it and validate again"
-    content = parse_json(read_bytes(path), str(path))
+    try:
+        content = parse_json(read_bytes(path), str(path))
+    except UsageError as error:
+        raise UsageError(f"{error}: {remedy}") from error
     if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         raise UsageError(f"{path} is no {SCHEMA} file: {remedy}")
     try:
@@ -280,38 +286,61 @@ def load_validation(path: Path) -> Validation | None:
         raise UsageError(f"{path} is damaged ({problems_of(error)[0]}): {remedy}") from error
 
 
-def validation_table(found: Validation, at: AtBudget) -> Table:
-    """The scores at one size in percent, a row for every signal, with 95% intervals of the differences."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+def validation_tables(found: Validation, at: AtBudget) -> tuple[Group, Group]:
+    """Scores at one size in percent with the verdicts, and what every strategy gains on its controls.
 
+    They are two, and narrow, so that 80 columns show them whole.
+    """
     questions = sum(task.questions for task in found.tasks.values())
     title = f"{found.model.name}, {at.size}, {found.protocol}: score in percent, full cache {100 * at.full.mean:.1f}"
-    caption = f"{questions} questions of {', '.join(found.tasks)}; paired differences, 95% intervals over contexts"
-    table = Table(title=title, title_justify="left", box=SIMPLE, caption=caption, caption_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in TEXTS else "right")
-    for judged in at.signals:
-        table.add_row(*_cells(judged))
-    return table
+    scores = [tuple(_score_cells(judged)) for judged in at.signals]
+    note = f"{questions} questions of {', '.join(found.tasks)}; paired differences, 95% intervals over contexts"
+    gains = [row for judged in at.signals for row in _gain_rows(judged)]
+    return (
+        _titled(title, SCORES, scores, "random: mean of the random controls\n"),
+        _titled("forward minus its controls, in points", GAINS, gains, note),
+    )
+
+
+def _titled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Group:
+    """A table between its title and its note."""
+    from rich.box import SIMPLE
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in TEXTS else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return Group(Text(title, style="italic"), table, Text(note, style="italic"))
 
 
 def verdict_lines(at: AtBudget) -> Iterator[str]:
     """Why every signal got its verdict, a line each."""
     for judged in at.signals:
         advice = ", do not build strategies of this size on it" if judged.verdict == "harmful" else ""
-        rank = f"{judged.lower} of {len(judged.random)} random controls score lower"
+        scores = [one.mean for one in judged.random]
+        spread = f"they score {_percent(min(scores))} to {_percent(max(scores))}"
+        rank = f"{judged.lower} of {len(judged.random)} random controls score lower, {spread}"
         yield f"{judged.words} is {judged.verdict}{advice}: {judged.reason}; {rank}"
 
 
-def _cells(judged: Judged) -> Iterator[str]:
-    random = [one.mean for one in judged.random]
+def _score_cells(judged: Judged) -> Iterator[str]:
     yield from (judged.signal, judged.kind, judged.phases)
     yield from (_percent(one.mean) for one in (judged.forward, judged.inverse, judged.uniform))
-    yield f"{_percent(fmean(random))} ({_percent(min(random))}..{_percent(max(random))})"
-    for gain in (judged.gains.inverse, judged.gains.uniform, judged.gains.random):
-        yield f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-    yield judged.verdict
+    yield from (_percent(fmean(one.mean for one in judged.random)), judged.verdict)
+
+
+def _gain_rows(judged: Judged) -> Iterator[tuple[str, ...]]:
+    """A row for every control; what is judged is named in the first."""
+    named: tuple[str, ...] = (judged.signal, judged.kind, judged.phases)
+    gains = judged.gains
+    for control, gain in (("inverse", gains.inverse), ("uniform", gains.uniform), ("random", gains.random)):
+        interval = f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+        yield (*named, control, f"{100 * gain.mean:+.1f}", interval)
+        named = ("", "", "")
 
 
 def _percent(score: float) -> str:

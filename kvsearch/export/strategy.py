@@ -23,7 +23,6 @@ from kvsearch.export.build import Target, total_entries
 from kvsearch.export.direct import PHASES
 from kvsearch.naming import suggest
 from kvsearch.plan import LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile
-from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.policies.registry import create_policy
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
 
@@ -129,7 +128,8 @@ def choose(table: SignalTable, strategy: Strategy, target: Target) -> dict[Phase
     """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
 
     Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `target`
-    exactly; heads of a layer get equal ones, but for odd entries. A signal that is the same everywhere is warned of
+    exactly; heads of a layer get equal ones, but for odd entries. None is above the length that the plan states: that
+    of the target, or else of the calibration's prompts. A signal that is the same everywhere is warned of
     (KvsearchWarning): patterns are then the policy of the profile, budgets equal.
 
     Raises:
@@ -148,6 +148,11 @@ def floor_of(pattern: PolicySpec) -> int:
     """Entries per kv head that a pattern always keeps, at least one."""
     policy = create_policy(pattern.name, pattern.params)
     return max(1, policy.sink_count + policy.window_count)
+
+
+def has_window(pattern: PolicySpec) -> bool:
+    """Whether what a pattern always keeps can be made smaller by its window."""
+    return "window" in pattern.params
 
 
 def warn_constant(signal: str, phase: Phase) -> None:
@@ -187,7 +192,8 @@ class _Size:
 
     shape: tuple[int, int]  # profile layers, kv heads
     total: int
-    length: int | None  # of the prompts that the budgets are for; None: budgets for any prompt
+    length: int  # of the prompts that the budgets are for; no head may have more
+    known: bool  # the length of one's own prompts is, not only that of the calibration's
 
     @property
     def mean(self) -> float:
@@ -196,11 +202,8 @@ class _Size:
 
 def _size(profile: Profile, target: Target) -> _Size:
     shape, length = profile.metadata.shape, target.length or profile.metadata.length
-    size = _Size(
-        shape,
-        total_entries(target, length, shape[0] * shape[1]),
-        length if target.length or target.ratio is not None else None,
-    )
+    known = target.length is not None or target.ratio is not None
+    size = _Size(shape, total_entries(target, length, shape[0] * shape[1]), length, known)
     if size.mean >= length:
         raise UsageError(
             f"{size.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; "
@@ -222,7 +225,7 @@ class _Construction:
         known, full = self.table.axes.patterns, self._full_layers(routed)
         patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
         rest = [row for row in range(self.size.shape[0]) if row not in full]
-        whole, heads = self.size.length or 0, self.size.shape[1]
+        whole, heads = self.size.length, self.size.shape[1]
         left = self.size.total - len(full) * heads * whole
         floors = [floors_of(patterns)[row] for row in rest]
         self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
@@ -298,7 +301,7 @@ class _Construction:
         count, layers = self.strategy.full_layers, self.size.shape[0]
         if not count:
             return []
-        if self.size.length is None:
+        if not self.size.known:
             raise UsageError("a layer with the full cache costs a whole prompt: give the --length of your prompts")
         if count >= layers:
             raise UsageError(
@@ -324,16 +327,17 @@ class _Construction:
             return
         row, full = rest[worst], self.strategy.full_layers
         phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
-        name, layer = patterns[phase][row].name, self.table.profile.metadata.layers[row]
+        pattern, layer = patterns[phase][row], self.table.profile.metadata.layers[row]
         found, remedy = f"{mean:g} entries per kv head is below", "keep more"
         if full:
             left = f"would leave {max(mean, 0):g} entries per kv head to the others"
             found = f"{full} of {full + len(rest)} layers in full {left}, below"
             remedy = "give fewer --full-layers, keep more"
-        instead = f"exclude {name}" if self.strategy.route else "use another policy"
+        instead = f"exclude {pattern.name}" if self.strategy.route else "use another policy"
+        smaller = ", or calibrate it with a smaller window" if has_window(pattern) else ""
         raise UsageError(
-            f"{found} the {floors[worst]} that {name} in {phase} layer {layer} always keeps: "
-            f"{remedy}, {instead}, or calibrate it with a smaller window"
+            f"{found} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
+            f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"
         )
 
     def _weights(self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int]) -> NDArray[np.float64] | None:
@@ -351,7 +355,7 @@ class _Construction:
         """Budgets of the layers with these floors, [layers, Hkv]; they add up to `total`."""
         shape, least = (len(floors), self.size.shape[1]), self.strategy.least
         low = np.broadcast_to(np.array(floors)[:, None], shape)
-        caps = np.full(shape, self.size.length or MOST_ENTRIES)
+        caps = np.full(shape, self.size.length)
         if weights is None:
             return Uniform().allocate(np.zeros(shape), total, low, caps)
         if least is not None and least * low.size > total:

@@ -218,6 +218,7 @@ class _Reader:
 
     def _check_budgets(self, plan: Plan) -> None:
         """Note budgets below what policies always keep, and policies whose entries the allocation cannot share."""
+        self._check_whole(plan)
         try:
             check_plan(plan, "")
         except UsageError as error:
@@ -225,6 +226,18 @@ class _Reader:
                 place, _, what = problem.partition(": ")
                 parts = tuple(int(part) if part.isdecimal() else part for part in place.split("."))
                 self.tell(self._source(parts), what)
+
+    def _check_whole(self, plan: Plan) -> None:
+        """Note policies that keep everything and would count as less."""
+        for phase in PHASES:
+            part = getattr(plan, phase)
+            for row, layer in enumerate(part.layers if part is not None and plan.length else ()):
+                if layer is not None and layer.policy.name == WHOLE and min(layer.budget) < plan.length:
+                    self.tell(
+                        self._source((phase, "layers", row, "budget")),
+                        f"is below {plan.length}, but {WHOLE} keeps all entries of a prompt of that length: give "
+                        f"{plan.length}",
+                    )
 
     def _source(self, place: Place) -> Place:
         """Where in the document a place of the plan comes from."""

@@ -7,7 +7,7 @@
       layers:
         0-7: {policy: snapkv, budget: 640, params: {window: 8}}
         8: {policy: tova, budget: [600, 700]}  # per kv head
-        9-11: full  # whole cache
+        9-11: full  # whole cache, which no total counts
 
 Parameters that several entries share stand once under `policies`, by the name of the policy; an entry with `params` of
 its own does not read them. Whatever a plan holds is in its YAML, except for the total, which follows from the budgets:
@@ -31,7 +31,7 @@ WHOLE = "full"  # what stands for a layer without a budget
 
 _HEADER = f"""\
 # A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
-# Layers: a number or a range. Budgets: entries per kv head, one for all heads or a list. {WHOLE}: the whole cache.
+# Layers: a number or a range. Budgets: entries per kv head, one for all or a list. {WHOLE}: the whole cache, uncounted.
 """
 _WIDTH = 120
 

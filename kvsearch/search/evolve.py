@@ -27,19 +27,21 @@ from kvsearch.export.build import Target
 from kvsearch.export.direct import direct_plan
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
+from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.search.bank import CandidateBank
 from kvsearch.search.bank_samples import BankSample, bank_samples
-from kvsearch.search.completion import complete
-from kvsearch.search.contest import STREAMING, UNIFORM, Base, start_tables
-from kvsearch.search.executors.base import Executor, Floats, Ints, Job
+from kvsearch.search.contest import STREAMING, Base, start_tables
+from kvsearch.search.executors.base import Executor, Ints
 from kvsearch.search.ledger import Ledger
-from kvsearch.search.loop import Found, Outcome, Search, Watcher
-from kvsearch.search.scoring import Scoring
+from kvsearch.search.loop import STARTS, Search
+from kvsearch.search.outcome import Found, Outcome, Watcher
+from kvsearch.search.scoring import Minibatch, Scoring
 from kvsearch.search.settings import EvolveSettings, Limits
-from kvsearch.search.stages import Frame
+from kvsearch.search.stages import Frame, stages_of
 from kvsearch.tasks.base import Task
 
+EVOLVED = "evolved"
 Kept = AbstractContextManager[tuple[Replies | None, Progress | None]]
 Keep = Callable[[str, Evaluation], Kept]  # what "choice" and "report" keep replies in, and how they tell how far it is
 
@@ -51,24 +53,6 @@ class Splits:
     search: Sequence[Task]
     choice: Sequence[Task]
     report: Sequence[Task]
-
-
-class BankEvaluator:
-    """A bank as what an executor asks."""
-
-    def __init__(self, bank: CandidateBank) -> None:
-        self.bank = bank
-
-    @property
-    def tokens_spent(self) -> int:
-        return self.bank.tokens_spent
-
-    def evaluate(self, job: Job) -> Floats:
-        """See `CandidateBank.values`."""
-        return self.bank.values(job.objective, job.candidates, job.samples)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.bank.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +99,11 @@ class PreparedSearch:
         return bank_samples(self.encoded["search"], self.settings.protocol)
 
     @cached_property
+    def data_sha256(self) -> str:
+        """Of what is searched on."""
+        return questions_hash(self.samples)
+
+    @cached_property
     def frame(self) -> Frame:
         """Floors, caps and the size that is shared."""
         return Frame(self.settings.budget, self.base.floors, self._caps)
@@ -122,60 +111,72 @@ class PreparedSearch:
     @property
     def cap(self) -> int:
         """The largest budget that a candidate may have."""
-        return int(max(self._caps.max(), *(table.max() for table in self.starts.values())))
+        return int(self._caps.max())
 
     @property
     def _caps(self) -> Ints:
-        """Budgets above the longest prompt are of no use."""
-        longest = max(len(sample.prompt) for sample in self.samples)
-        layers = self.base.heads[0]
-        most = self.settings.group_size if self.settings.space == "groups" else layers
-        share = self.settings.budget * (most if self.settings.parity else layers)
-        return np.full_like(self.base.floors, max(min(longest, share), int(self.base.floors.max())))
+        """Budgets above the longest prompt are of no use, but a start plan may have them."""
+        share = self.settings.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
+        least = max(int(self.base.floors.max()), *(int(table.max()) for table in self.starts.values()))
+        return np.full_like(self.base.floors, max(min(longest(self.samples), share), least))
 
-    def bank(self, max_memory: int | None = None, progress: Progress | None = None) -> CandidateBank:
-        """Read the prompts once for all candidates; see `CandidateBank` for the errors."""
-        full = self.settings.objective == "kl"
+    def bank(
+        self, cap: int | None = None, max_memory: int | None = None, progress: Progress | None = None
+    ) -> CandidateBank:
+        """Read the prompts once for all candidates up to `cap`; see `CandidateBank` for the errors."""
+        full, most = self.settings.objective == "kl", self.cap if cap is None else cap
         return CandidateBank(
-            self.loaded, self.base.by_layer, self.samples, self.cap, full=full, max_memory=max_memory, progress=progress
+            self.loaded, self.base.by_layer, self.samples, most, full=full, max_memory=max_memory, progress=progress
         )
 
-    def search(self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher) -> Outcome:
-        """The first part; see `Search.run` for the errors."""
-        counts = [len(sample.following) for sample in self.samples]
+    def search(self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher, name: str = "") -> Outcome:
+        """The first part; `name` and errors as for `Search`."""
+        free = self.settings.objective == "metric"
+        counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]
 
-        def tokens(chosen: Sequence[int] | None) -> int:
+        def tokens(chosen: Minibatch) -> int:
             return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
 
         scoring = Scoring(executor, ledger, self.settings.objective, self.settings.job, limits, tokens)
-        return Search(self.settings, self.frame, self.starts, scoring, ledger, len(self.samples), watcher).run()
+        return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
 
-    def choose(self, outcome: Outcome, keep: Keep | None = None) -> Choice:
+    def plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
+        """The plan of budgets [L, Hkv]; `settings` go to its provenance."""
+        return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
+
+    def trial(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> Trial:
+        """Scores of plans on a split; `name` is what their replies are kept under."""
+        prepared = prepare_trial(self.loaded, plans, tasks, self.asked)
+        keeping = keep or (lambda _, __: nullcontext((None, None)))
+        with keeping(name, prepared.evaluation) as (ledger, progress):
+            return prepared.run(progress, ledger)
+
+    def choose(self, outcome: Outcome, keep: Keep | None = None, name: str = "choice") -> Choice:
         """The second part: the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
         settings = self._origin(outcome)
-        plans = {name: self._plan(found.table, settings) for name, found in finalists.items()}
-        trial = self._trial(plans, self.splits.choice, "choice", keep)
-        best = max(finalists, key=lambda name: (round(trial.score(name).mean, 9), -finalists[name].value))
-        if outcome.flat:
-            best = UNIFORM
+        plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
+        trial = self.trial(plans, self.splits.choice, name, keep)
+        values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
+        best = max(finalists, key=lambda name: (round(trial.score(name).mean, 9), values[name]))
         table = finalists[best].table
         chosen = {**settings, "chosen": best, "found": finalists[best].where, "score": trial.score(best).mean}
-        return Choice(best, table, self._plan(table, chosen), trial, finalists)
+        return Choice(best, table, self.plan(table, chosen), trial, finalists)
 
-    def report(self, choice: Choice, keep: Keep | None = None) -> Trial:
-        """The third part: the choice as "evolved", beside start plans and StreamingLLM with even budgets."""
-        plans = {"evolved": choice.plan, **{name: self._plan(table, {}) for name, table in self.starts.items()}}
+    def contenders(self, choice: Choice) -> dict[str, Plan]:
+        """What the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
+        plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
         streaming, target = create_policy(STREAMING), Target(budget=self.settings.budget)
         if self.settings.budget > streaming.sink_count:
             plans[STREAMING] = direct_plan(self.loaded, streaming, target, ("prefill",), Uniform())
-        return self._trial(plans, self.splits.report, "report", keep)
+        return plans
 
-    def run(
-        self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher, keep: Keep | None = None
-    ) -> Evolved:
-        """All three parts."""
-        outcome = self.search(executor, ledger, limits, watcher)
+    def report(self, choice: Choice, keep: Keep | None = None) -> Trial:
+        """The third part: the `contenders` on the third split."""
+        return self.trial(self.contenders(choice), self.splits.report, "report", keep)
+
+    def decide(self, outcome: Outcome, keep: Keep | None = None) -> Evolved:
+        """The second and the third part."""
         choice = self.choose(outcome, keep)
         return Evolved(outcome, choice, self.report(choice, keep))
 
@@ -185,27 +186,16 @@ class PreparedSearch:
         for name, table in self.starts.items():
             known = values.get(tuple(table.ravel()))
             found[name] = Found(table, known.value if known else float("inf"), f"start {name}")
-        taken = {tuple(one.table.ravel()) for one in found.values()}
-        for one in outcome.pool:
-            table = complete(one.table, total=self.frame.total, floors=self.base.floors, caps=self.frame.caps)
-            if len(found) >= len(self.starts) + self.settings.finalists:
-                break
-            if tuple(table.ravel()) not in taken:
-                taken.add(tuple(table.ravel()))
-                found[f"#{len(found) - len(self.starts) + 1}"] = Found(table, one.value, one.where)
+        searched = [one for one in outcome.pool if not one.where.startswith(STARTS)][: self.settings.finalists]
+        taken = {tuple(table.ravel()) for table in self.starts.values()}
+        for one in [*searched, *([] if outcome.mean is None else [outcome.mean])]:
+            if tuple(one.table.ravel()) not in taken:
+                taken.add(tuple(one.table.ravel()))
+                found[f"#{len(found) - len(self.starts) + 1}"] = one
         return found
 
     def _origin(self, outcome: Outcome) -> dict[str, Any]:
         return {**self.settings.as_json(), "samples": len(self.samples), "ended": outcome.ended}
-
-    def _plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
-        return self.base.plan(table, settings, self.settings.seed)
-
-    def _trial(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> Trial:
-        prepared = prepare_trial(self.loaded, plans, tasks, self.asked)
-        keeping = keep or (lambda _, __: nullcontext((None, None)))
-        with keeping(name, prepared.evaluation) as (ledger, progress):
-            return prepared.run(progress, ledger)
 
 
 def prepare_search(
@@ -216,8 +206,8 @@ def prepare_search(
     `asked.samples` is how many contexts of every task each split has; `plans` are start plans by name.
 
     Raises:
-        UsageError: too few questions, a question in two splits, a group size above the layers, or what `start_tables`
-            and `encode_tasks` refuse.
+        UsageError: too few questions, a question in two splits, a group size above the layers, a budget that leaves
+            nothing to search or evicts nothing, or what `start_tables`, `encode_tasks` and spaces refuse.
         IncompatibleError: see `start_tables` and `encode_tasks`.
     """
     layers = base.heads[0]
@@ -230,7 +220,32 @@ def prepare_search(
     }
     prepared = PreparedSearch(base, settings, asked, starts, splits, encoded)
     _check_splits(prepared)
+    check_budget(prepared)
     return prepared
+
+
+def questions_hash(samples: Sequence[BankSample]) -> str:
+    """SHA-256 of questions with their contexts and right answers, in order."""
+    return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
+
+
+def longest(samples: Sequence[BankSample]) -> int:
+    """Tokens of the longest prompt that is compressed."""
+    return max(len(sample.prompt) for sample in samples)
+
+
+def check_budget(prepared: PreparedSearch) -> None:
+    """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
+    budget, prompt = prepared.settings.budget, longest(prepared.samples)
+    if budget >= prompt:
+        raise UsageError(
+            f"{budget} entries per kv head keep all of the longest prompt ({prompt} tokens): this budget does not "
+            "matter here, give a smaller --budget or longer prompts"
+        )
+    if budget * prepared.base.floors.size <= prepared.base.floors.sum():
+        raise UsageError(f"a budget of {budget} is what the policy always keeps: nothing is left to search, raise it")
+    uniform = next(iter(prepared.starts.values()))
+    next(stages_of(prepared.settings, prepared.frame, prepared.starts, lambda: uniform))
 
 
 def _check_splits(prepared: PreparedSearch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from kvsearch.search.executors.base import Executor, Floats, Ints, Job, Outcome, Result, candidate_key
+from kvsearch.search.executors.base import Executor, Ints, Job, Outcome, Result, candidate_key
 from kvsearch.search.executors.population import evaluate_all
 from kvsearch.search.ledger import Ledger
 from kvsearch.search.objectives import find_objective
@@ -27,7 +29,7 @@ class LimitReachedError(Exception):
 class Scoring:
     """Means over samples, to be minimised (a metric's with its sign turned), NaN where a candidate failed.
 
-    `tokens` is how many tokens one candidate takes on some samples (None: all), which makes a limit of them exact.
+    `tokens` is how many tokens one candidate takes at most on some samples (None: all), so that no limit is exceeded.
     """
 
     executor: Executor
@@ -36,9 +38,8 @@ class Scoring:
     job: int
     limits: Limits
     tokens: Callable[[Minibatch], int]
-    measured: int = field(init=False, default=0)  # in this session
 
-    def __call__(self, candidates: Sequence[Ints], since: Line | None, samples: Minibatch = None) -> list[float]:
+    def __call__(self, candidates: Sequence[Ints], since: Line, samples: Minibatch = None) -> list[float]:
         """The value of each candidate [L, Hkv]; `since` is the line after which the generation began.
 
         Raises:
@@ -46,44 +47,40 @@ class Scoring:
             EnvironmentFault, IncompatibleError: see `evaluate_all` and `Ledger.keep`.
         """
         keys = [candidate_key(candidate, self.objective, samples) for candidate in candidates]
-        new = self._new(candidates, keys, self.ledger.results(since))
-        known = self.ledger.results()
+        before, known = self.ledger.results(since), self.ledger.results()
+        # What was measured since then stays among the jobs: the parts that are left are then the same as before.
+        new = {key: table for key, table in zip(keys, candidates, strict=True) if key not in before}
         missing = [key for key in new if key not in known]
-        left = self._left(samples)
-        if missing and left <= 0:
+        allowed = missing[: self._left(samples)]
+        if allowed:
+            chosen = [table for key, table in new.items() if key in known or key in allowed]
+            evaluate_all(self.executor, self._jobs(chosen, samples), self._keep, known, len(candidates))
+        if len(allowed) < len(missing):
             raise LimitReachedError(self._limit(samples))
-        if len(missing) > left:
-            allowed = set(missing[:left])
-            new = {key: table for key, table in new.items() if key in known or key in allowed}
-        tables = list(new.values())
-        jobs = [
-            Job(first, tuple(tables[first : first + self.job]), samples, self.objective)
-            for first in range(0, len(tables), self.job)
-        ]
-        evaluate_all(self.executor, jobs, self._keep, known, max(len(candidates), 1))
-        if len(missing) > left:
-            raise LimitReachedError(self._limit(samples))
+        return self.known(candidates, samples)
+
+    def known(self, candidates: Sequence[Ints], samples: Minibatch = None) -> list[float]:
+        """What the ledger says of candidates, NaN where it says nothing."""
         found = self.ledger.results()
-        return [self._value(found.get(key)) for key in keys]
+        return [self._value(found.get(candidate_key(one, self.objective, samples))) for one in candidates]
 
-    def values(self, candidate: Ints, samples: Minibatch = None) -> Floats | None:
-        """Per sample, as measured, [S]; None if it is not known."""
-        found = self.ledger.results().get(candidate_key(candidate, self.objective, samples))
-        return None if found is None or found.kind != "ok" else found.values
-
-    def _new(self, candidates: Sequence[Ints], keys: Sequence[str], known: dict[str, Result]) -> dict[str, Ints]:
-        """Different candidates that were not known when the generation began, by key, in order."""
-        return {key: table for key, table in zip(keys, candidates, strict=True) if key not in known}
+    def _jobs(self, tables: Sequence[Ints], samples: Minibatch) -> list[Job]:
+        """Jobs of about equal size, so that several workers have about as much to do."""
+        count = math.ceil(len(tables) / self.job)
+        ends = [len(tables) * number // count for number in range(count + 1)]
+        return [
+            Job(number, tuple(tables[first:last]), samples, self.objective)
+            for number, (first, last) in enumerate(pairwise(ends))
+        ]
 
     def _value(self, found: Result | None) -> float:
         if found is None or found.kind != "ok" or found.values is None:
-            return float("nan")
+            return math.nan
         mean = round(float(np.mean(found.values)), DIGITS)
         return -mean if find_objective(self.objective).higher_is_better else mean
 
     def _keep(self, job: Job, outcome: Outcome) -> None:
         self.ledger.keep(job, outcome)
-        self.measured += len(job.candidates)
         if self._over_time():
             raise LimitReachedError(self._limit(job.samples))
 
@@ -105,5 +102,5 @@ class Scoring:
         if limits.evaluations is not None and spent.evaluations >= limits.evaluations:
             return f"{spent.evaluations} candidates were evaluated, as many as allowed"
         if limits.tokens is not None and spent.tokens + self.tokens(samples) > limits.tokens:
-            return f"{spent.tokens} tokens were read, and one more candidate would exceed {limits.tokens}"
-        return f"{spent.seconds:.0f} seconds were spent, as many as allowed"
+            return f"{spent.tokens} tokens were read, and one more candidate could exceed {limits.tokens}"
+        return f"the {limits.seconds:g} seconds that were allowed are over"

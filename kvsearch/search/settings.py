@@ -7,11 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
+from kvsearch.search.optimisers import optimiser_names
+from kvsearch.search.optimisers.cma import FEWEST
 
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]
-JUDGED_BY_METRIC = ("nll", "kl")  # cheap objectives, whose best are judged by the task's metric before one is chosen
+WITH_POPULATION = ("cma", "random")  # optimisers whose generations may have any size
 
 
 class Limits(Record):
@@ -34,9 +37,9 @@ class EvolveSettings(Record):
     term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to group, and
     the result is completed to the total at the end.
 
-    `minibatch` is how many samples a generation sees (None: all); every candidate of it sees the same. `finalists` is
-    how many of the best are judged by the metric on the selection split. `job` is how many candidates are evaluated
-    together, whoever evaluates them.
+    `minibatch` is how many samples a generation sees (None: all); every candidate of it sees the same, and its best one
+    is then measured on all. `finalists` is how many of the best are judged by the metric on the selection split. `job`
+    is how many candidates are evaluated together at most, whoever evaluates them.
     """
 
     budget: Entries
@@ -53,21 +56,24 @@ class EvolveSettings(Record):
     protocol: Protocol = QUESTION_AGNOSTIC
     minibatch: Entries | None = None
     finalists: int = Field(default=8, ge=1)
-    job: int = Field(default=8, ge=1)
+    job: int = Field(default=4, ge=1)
     seed: int = Field(default=0, ge=0)
-
-    @property
-    def stages_of(self) -> str:
-        """What is searched, for people."""
-        return f"groups of {self.group_size} layers" if self.space == "groups" else self.space
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvolveSettings:
         problems: list[tuple[tuple[str | int, ...], str]] = []
         if self.parity and self.space != "groups":
             problems.append((("parity",), f"is the paper's procedure, which searches groups, not {self.space}"))
-        if self.optimiser == "golden" and self.space == "layers":
+        if self.optimiser not in optimiser_names():
+            problems.append(
+                (("optimiser",), f"{self.optimiser!r} is unknown{suggest(self.optimiser, optimiser_names())}")
+            )
+        elif self.optimiser == "golden" and (self.space != "groups" or self.group_size > 1):
             problems.append((("optimiser",), "golden searches one dimension: it needs space groups and group_size 1"))
+        if self.population is not None and self.optimiser not in WITH_POPULATION:
+            problems.append((("population",), f"{self.optimiser} has no population: leave it out"))
+        elif self.population is not None and self.optimiser == "cma" and self.population < FEWEST:
+            problems.append((("population",), f"cma needs {FEWEST} or more, got {self.population}"))
         refuse(problems)
         return self
 

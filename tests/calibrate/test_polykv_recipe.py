@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save
 from typer.testing import CliRunner
 
 import kvsearch.calibrate
@@ -17,9 +19,10 @@ from kvsearch.calibrate.options import SAMPLES, PolykvOptions
 from kvsearch.calibrate.patterns import PAPER
 from kvsearch.calibrate.polykv_recipe import PolykvRecipe
 from kvsearch.calibrate.recipe import recipe_path, resolve_recipe
+from kvsearch.calibrate.samples import PLACES
 from kvsearch.cli import app
 from kvsearch.errors import UsageError
-from kvsearch.plan import load_profile
+from kvsearch.plan import load_plan, load_profile
 from kvsearch.policies import create_policy
 from tests import tiny
 from tests.signals.profiles import make_signals
@@ -175,6 +178,27 @@ def test_all_mistakes_of_a_file_at_once(tmp_path: Path) -> None:
     assert "recipe.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"budgets": "64,x"}, "budgets.1: "),
+        ({"signals": "cosine"}, "route: is ppl, which is not measured"),  # the recipe's route, which it did measure
+        ({"batch": 0}, "batch: "),
+    ],
+)
+def test_what_is_typed_over_a_recipe_is_blamed_for_itself(values: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = recipe_path("polykv-figure3")
+    with pytest.raises(UsageError) as caught:
+        typed(path=path, **values)
+    assert str(caught.value).startswith(f"what was typed over the recipe {path} is not valid, ")
+    assert problem in str(caught.value)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("method: polykv\nphases: none\n")
+    with pytest.raises(UsageError) as caught:
+        typed(path=mine, **values)
+    assert str(caught.value).startswith(f"{mine} is not valid, 1 problem:\n  phases: ")
+
+
 @pytest.mark.parametrize("name", ["paper", "sweep", "figure3", "bundled"])
 def test_what_a_run_resolved_is_a_recipe(name: str, tmp_path: Path) -> None:
     recipe = typed("pyramidkv.kernel=5" if name != "bundled" else "snapkv.kernel=5", path=recipe_path(f"polykv-{name}"))
@@ -272,19 +296,24 @@ class Calibrations:
     """Stands for `calibrate_polykv`: keeps a file for every call, and is interrupted as often as `stops` says."""
 
     def __init__(self) -> None:
-        self.stops, self.empty = 0, False
+        self.stops, self.empty, self.broken = 0, False, False
         self.calls: list[tuple[PolykvOptions, list[str], int, int]] = []
 
     def calibrate_polykv(
-        self, loaded: Any, data: Any, options: PolykvOptions, policies: Any, seed: int, progress: Any, directory: Path
-    ) -> Any:
+        self, loaded: Any, data: Any, options: PolykvOptions, policies: Any, seed: int, progress: Any, directory: Path,
+        started: Callable[[], None],
+    ) -> Any:  # fmt: skip
+        if self.broken:
+            raise UsageError("nothing is evicted")
+        started()
         folder = directory / SAMPLES
         folder.mkdir(exist_ok=True)
-        there = len(list(folder.iterdir()))
+        there = len(list(folder.glob("0*.safetensors")))
         self.calls.append((options, [policy.name for policy in policies], seed, there))
         if self.empty:
             raise KeyboardInterrupt
-        (folder / f"{there:06d}.safetensors").write_text("sample")
+        whole = {name: np.array([there, there]) for name in PLACES}
+        (folder / f"{there:06d}-0000.safetensors").write_bytes(save(whole))
         if self.stops:
             self.stops -= 1
             raise KeyboardInterrupt
@@ -343,7 +372,7 @@ def test_an_interrupted_calibration_goes_on_in_other_batches(run: Run, made: Cal
     [
         (("--budgets", "64,128"), "recipe.budgets is [64] there, [64, 128] here"),
         (("--budgets", 64, "--seed", 1), "seed is 0 there, 1 here"),
-        (("--budgets", 64, "--set", "snapkv.window=8"), "recipe.patterns is "),
+        (("--budgets", 64, "--set", "snapkv.window=8"), "recipe.patterns.4.params.window is 32 there, 8 here"),
         (("--budgets", 64, "--questions", 2), "questions is 4 there, 2 here"),
         (("--budgets", 64, "--dtype", "bfloat16"), "dtype is 'auto' there, 'bfloat16' here"),
     ],
@@ -369,6 +398,122 @@ def test_a_forced_calibration_can_be_interrupted(run: Run, made: Calibrations) -
     assert run("--budgets", 32, "--force")[0] == 130
     assert run("--budgets", 32)[0] == 0
     assert [there for *_, there in made.calls] == [0, 0, 1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_force_deletes_nothing_before_all_is_checked(run: Run, made: Calibrations, tmp_path: Path) -> None:
+    """A budget that evicts nothing, or a model that does not load: what is there stays, finished or not."""
+    assert run("--budgets", 64)[0] == 0
+    before = contents(tmp_path / "run")
+    made.broken = True
+    assert run("--budgets", 32, "--force")[0] == 2
+    assert run("--budgets", 32, "--force", "--device", "cuda:99")[0] == 3
+    assert contents(tmp_path / "run") == before
+    made.broken, made.stops = False, 1
+    assert run("--budgets", 32, "--force")[0] == 130
+    assert contents(tmp_path / "run")["profile.safetensors"] == before["profile.safetensors"]
+    halfway = contents(tmp_path / "run")
+    made.broken = True
+    assert run("--budgets", 16, "--policy", "tova", "--force")[0] == 2
+    assert contents(tmp_path / "run") == halfway
+
+
+def test_force_deletes_only_what_is_ours(run: Run, made: Calibrations, tmp_path: Path) -> None:
+    made.stops = 1
+    assert run("--budgets", 64)[0] == 130
+    mine = [tmp_path / "run" / "notes.txt", *(tmp_path / "run" / SAMPLES / name for name in ("a.safetensors", "b"))]
+    for path in mine:
+        path.write_text("mine")
+    assert run("--budgets", 32, "--force")[0] == 0
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    assert made.calls[1][3] == 0
+
+
+def test_an_interruption_says_what_is_kept(run: Run, made: Calibrations, tmp_path: Path) -> None:
+    made.stops = 3
+    assert f"kept in {tmp_path / 'run'}: 2 questions; the same command goes on with the others" in run()[2]
+    assert f"kept in {tmp_path / 'run'}: 4 questions; the same command goes on with the others" in run()[2]
+    assert "2 questions; " in (talk := run("--force")[2])
+    assert "the same command, without --force, goes on with the others" in talk
+    made.empty = True
+    assert "no question is finished: the same command begins anew" in run("--force")[2]
+
+
+@pytest.mark.parametrize("stops", [0, 1])
+@pytest.mark.parametrize("verb", ["export", "show"])
+def test_an_unfinished_calibration_is_no_profile(
+    stops: int, verb: str, run: Run, made: Calibrations, tmp_path: Path
+) -> None:
+    """Even where a profile is there that it is going to replace."""
+    directory, kept = tmp_path / "run", "what is kept of it: 2 questions" if stops else "nothing of it is kept"
+    if stops:
+        assert run()[0] == 0
+    made.stops, made.empty = stops, not stops
+    assert run("--budgets", 64, "--force")[0] == 130
+    result = CliRunner().invoke(app, [verb, str(directory), *(("-o", str(tmp_path / "a.json")) * (verb == "export"))])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"kvsearch: error: the calibration in {directory} is not finished, {kept}: repeat its command, "
+        f"kvsearch calibrate bundled ... -o {directory}, to go on\n",
+    )
+    if stops:
+        assert CliRunner().invoke(app, ["show", str(directory / "profile.safetensors")]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--budgets", "64,95"),
+        ("--budgets", 64, "--option", "literal_entropy=true"),
+        ("--budgets", 64, "--option", "answer_tokens=1", "--protocol", "question-aware"),
+    ],
+)
+def test_a_dry_run_fails_as_the_run_would(arguments: tuple[object, ...], run: Run, tmp_path: Path) -> None:
+    code, _, dry = run(*arguments, "--dry-run")
+    assert code == 2
+    assert not (tmp_path / "run").exists()
+    code, _, talk = run(*arguments)
+    assert code == 2
+    assert talk.endswith(dry.partition("kvsearch: error: ")[2])
+
+
+def test_a_dry_run_checks_the_directory(run: Run, made: Calibrations, tmp_path: Path) -> None:
+    made.stops = 1
+    assert run("--budgets", 64)[0] == 130
+    before = contents(tmp_path / "run")
+    code, _, talk = run("--budgets", 32, "--dry-run")
+    assert code == 2
+    assert "holds another unfinished calibration: recipe.budgets is [64] there, [32] here" in talk
+    code, _, talk = run("--budgets", 64, "--dry-run")
+    assert code == 2
+    assert "was measured with other model weights" in talk  # what stands for samples here says nothing of them
+    assert run("--budgets", 64, "--dry-run", "--force")[0] == 0
+    assert contents(tmp_path / "run") == before
+    assert run("--budgets", 64)[0] == 0
+    assert "exists and is not empty" in run("--budgets", 64, "--dry-run")[2]
+    other = CliRunner().invoke(app, ["calibrate", "bundled", "-o", str(tmp_path / "run"), "--dry-run"])
+    assert (other.exit_code, other.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("signals", "route", "more"),
+    [("ppl", "ppl", ""), ("entropy", "none", " --budget-signal entropy"), ("entropy,cosine", "cosine", "")],
+)
+def test_the_command_that_comes_next_works(signals: str, route: str, more: str, run: Run, tmp_path: Path) -> None:
+    patterns = ("--patterns", "tova,streaming", "--policy", "tova", "--budgets", 32, "--questions", 1)
+    code, _, talk = run("--signals", signals, *patterns)
+    assert code == 0, talk
+    command = talk.partition("next: kvsearch ")[2]
+    assert command == f"export {tmp_path / 'run'} --budget 32{more} -o plan.json"
+    words = command.replace("plan.json", str(tmp_path / "plan.json")).split()
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.stderr
+    settings = load_plan(tmp_path / "plan.json").provenance.settings
+    assert settings["route"] == (None if route == "none" else route)
+    assert settings["budget_signal"] == ("entropy" if more else "uniform")
 
 
 def test_a_directory_of_something_else_is_refused(run: Run, made: Calibrations, tmp_path: Path) -> None:
@@ -411,7 +556,7 @@ def test_a_dry_run_says_what_it_costs(run: Run, made: Calibrations, tmp_path: Pa
 
 
 def test_a_dry_run_refuses_what_does_not_fit(run: Run) -> None:
-    code, _, talk = run("--dry-run", "--max-memory", 0.001)
+    code, _, talk = run("--budgets", 64, "--dry-run", "--max-memory", 0.001)
     assert code == 2
     assert "takes" in talk
     assert "--max-memory is 0.001 GB: lower --batch or raise it" in talk
@@ -421,7 +566,7 @@ def test_a_dry_run_refuses_what_does_not_fit(run: Run) -> None:
     ("arguments", "problem"),
     [
         (("--tflops", 5), "--tflops is for what --dry-run says of method polykv: leave it out"),
-        (("--tflops", 0, "--dry-run"), "a rate of 0 TFLOP/s must be above 0"),
+        (("--budgets", 64, "--tflops", 0, "--dry-run"), "a rate of 0 TFLOP/s must be above 0"),
         (("--patterns", "tova,h2o"), "name one of tova, h2o with --policy"),
         (("--normalization", "effect"), "method polykv has no option 'normalization'"),
     ],

@@ -68,7 +68,8 @@ def test_calibrate_tells_its_plan_without_doing_it(run: Run, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
-    code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run")
+    fitting = ("--budgets", "128,256") if recipe.stem == "polykv-sweep" else ()  # it goes on to 1024, the texts do not
+    code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run", *fitting)
     assert code == 0, talk
     assert json.loads(out)["recipe"]["method"] == recipe.stem.partition("-")[0]
 

@@ -35,7 +35,10 @@ def test_there_and_back_gives_the_same_bytes(run: Run, plan: Path, tmp_path: Pat
     assert "    0: {policy: snapkv, budget: [10, 6]}\n    1: full\n" in strategy.read_text()
     code, out, talk = run("plan", "build", strategy, "-o", again)
     assert (code, out) == (0, "")
-    assert talk == f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\n"
+    assert talk == (
+        "prefill: 1 layer keeps its full cache, which no total counts\n"
+        f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\n"
+    )
     assert again.read_bytes() == plan.read_bytes()
 
 
@@ -75,7 +78,40 @@ def test_a_dry_run_and_json(run: Run, plan: Path, tmp_path: Path) -> None:
     assert json.loads(out) == {"yaml": str(strategy), "lines": strategy.read_text().count("\n")}
     code, _, talk = run("plan", "build", strategy, "-o", tmp_path / "new.json", "--dry-run")
     assert (code, (tmp_path / "new.json").exists()) == (0, False)
-    assert talk.startswith("would write")
+    assert "\nwould write" in talk
+
+
+def test_what_is_doubtful_is_told(run: Run, tmp_path: Path) -> None:
+    """Fixed budgets of a prompt of 40 tokens: phases that differ, and budgets above the length."""
+    strategy, new = tmp_path / "strategy.yaml", tmp_path / "new.json"
+    prefill, decode = phase_dict([[10, 6], [50, 41], [4, 12]]), phase_dict([[10, 6], None, None])
+    for layer in (*prefill["layers"], *decode["layers"]):
+        if layer is not None:
+            layer["policy"] = {"name": "tova", "params": {}}
+    save_plan(make_plan(prefill=prefill, decode=decode, total=123, scaling="fixed"), tmp_path / "plan.json")
+    run("plan", "yaml", tmp_path / "plan.json", "-o", strategy)
+    code, _, talk = run("plan", "build", strategy, "-o", new)
+    assert code == 0, talk
+    assert talk.splitlines()[:3] == [
+        "decode: 2 layers keep their full cache, which no total counts",
+        "kvsearch: warning: prefill budgets add up to 123 entries, decode budgets to 16: the total of the plan is that "
+        "of prefill alone",
+        "kvsearch: warning: prefill: 2 budgets are above the length of 40 tokens, so the total counts more than there "
+        "is to keep",
+    ]
+    code, _, talk = run("plan", "build", strategy, "-o", new, "--force", "--json")
+    assert (code, talk.count("\n")) == (0, 2)
+    text = strategy.read_text()
+    first = text.index("  layers:\n    0: ")
+    strategy.write_text(text[:first] + text[first:].replace("    1: ", "    1: {policy: full, budget: 9}\n    #", 1))
+    assert (
+        "prefill.layers.1.budget: is below 40, but full keeps all"
+        in run("plan", "build", strategy, "-o", tmp_path / "x")[2]
+    )
+    strategy.write_text(strategy.read_text().replace("length: 40\n", ""))
+    code, _, talk = run("plan", "build", strategy, "-o", new, "--force")
+    assert code == 0, talk
+    assert "warning: prefill: policy full keeps a whole prompt, whatever its budget counts: give a length" in talk
 
 
 @pytest.mark.parametrize("verb", ["yaml", "build"])

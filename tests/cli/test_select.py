@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,16 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
 def test_requests_that_cannot_be_met(directory: Path, questions: Path, more: tuple[str, ...], words: str) -> None:
     refused(choose, USAGE, words, *command(directory, questions, *more))
     assert not (directory / "selection").exists()
+
+
+def test_replies_cannot_be_kept_in_a_file(
+    directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out before the model is loaded."""
+    monkeypatch.setattr(sys.modules["kvsearch.cli.select"], "load_calibrated", None)
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        refused(choose, USAGE, "file is a file, name a directory", *command(directory, questions, "--run", place))
 
 
 def test_a_size_has_to_be_given_if_several_were_measured(directory: Path, questions: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from kvsearch.cli.common import Common
+from kvsearch.cli.show_signals import show_signals
 from kvsearch.plan import Profile, save_profile
 from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run
@@ -83,6 +87,29 @@ def test_nine_patterns_fit_on_a_page(run: Run, tmp_path: Path, patterns: dict[st
             assert f"{phase} at {budget} entries per kv head: cosine" in tables
             assert f"{phase} at {budget} entries per kv head: what perplexity gains" in tables
     assert tables.count("*") == 2 * 2 * 2 * 32 + 1  # one best pattern in every row, and what the star means
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
+    """Long names and small differences: more tables instead, each cell of a wide page in one of them."""
+
+    def shown(columns: int) -> str:
+        common = Common()
+        common.__dict__["out"] = Console(width=columns, file=StringIO(), record=True)
+        show_signals(profile, common)
+        return common.out.export_text()
+
+    metadata = signal_metadata(model(layers=3), LONG, phases=("prefill",))
+    full = np.ones(3)
+    losses = full[:, None, None, None, None] + np.random.default_rng(0).normal(size=(3, 1, 1, 3, 9)) * 1e-5
+    profile = make_signals(metadata, nll=losses, full_nll=full)
+    out, wide = shown(width), shown(200)
+    assert "…" not in out
+    tables = out[out.index("prefill at") :].splitlines()
+    assert max(len(line) for line in tables if "entries per kv head" not in line) <= width
+    assert sorted(cell for cell in out.split() if "." in cell) == sorted(cell for cell in wide.split() if "." in cell)
+    assert out.count(" layer ") == {40: 10, 80: 4, 100: 4}[width]
+    assert wide.count(" layer ") == 2
 
 
 def test_the_full_cache_is_never_the_best(run: Run, tmp_path: Path) -> None:

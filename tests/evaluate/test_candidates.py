@@ -123,7 +123,7 @@ def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: Load
     assert {"streaming", "tova"} <= field.baselines.keys()
     assert "cake" not in field.baselines
     (note,) = [note for note in field.notes if note.startswith("baseline cake ")]
-    assert "below the 32 that cake always keeps" in note
+    assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set window")
 
 
 def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
@@ -165,6 +165,21 @@ def test_powers_of_tiny_and_of_negative_sensitivities(model: LoadedModel) -> Non
     losses[:] = np.array([-3.0, 1, 2, 3])[:, None] * 1e-8
     field = field_of(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], target=Target(budget=25))
     assert np.abs(np.array(kept(field.candidates["tova + nll^2"].plan)) - [3, 9.3, 28.1, 59.6]).max() < 1
+
+
+@pytest.mark.parametrize("length", [None, 90])
+def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, length: int | None) -> None:
+    """Budgets beyond that would be of no use, and a candidate would hold less than the baselines."""
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:] = np.array([0.0, 0, 0, 1])[:, None]
+    profile, target = profile_of(model, arrays=losing(losses)), Target(budget=40, length=length)
+    field = find_field(model, profile, target, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
+    tops = {name: max(kept(entrant.plan)) for name, entrant in field.entrants.items()}
+    assert max(tops.values()) <= (length or LENGTH)
+    assert tops["tova + nll"] == (length or LENGTH)
+    for entrant in field.entrants.values():
+        assert entrant.plan.total == 40 * LAYERS * HEADS
+        assert entrant.plan.length == (length or LENGTH)
 
 
 def test_pyramids_stand_on_what_each_pattern_keeps(model: LoadedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
 from kvsearch.evaluate.encoding import encode_tasks
 from kvsearch.evaluate.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluate.journal import Place
@@ -73,6 +74,38 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert ledger.reused == {Place("again", "0-1", 2, "lava@8")}
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
+
+
+class Full:
+    """A file on a disk that has room for a few bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.add([("k1", ONE)])
+        monkeypatch.setattr(ledger, "_file", Full(ledger._file, 30))
+        with pytest.raises(EnvironmentFault) as caught:
+            ledger.add([("k2", replace(ONE, key="2"))])
+        assert str(caught.value) == (
+            f"cannot write {tmp_path / 'l'}: no space left on device, free some space, then give the same command "
+            "again: 1 replies are kept"
+        )
+    assert not (tmp_path / "l").read_bytes().endswith(b"\n")
+    with Ledger(tmp_path / "l") as ledger:
+        assert list(ledger.samples.values()) == [ONE]
 
 
 def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
@@ -298,6 +331,19 @@ def test_differences_are_named_by_place() -> None:
     assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
     assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
     assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
+
+
+def test_the_first_item_that_differs_is_shown() -> None:
+    """Never two values that look the same because they are cut."""
+    many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
+    other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
+    assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
+    assert difference({"patterns": many}, {"patterns": many[:2]}) == "patterns has 3 items there, 2 here"
+    assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
+    assert difference({"a": [[*range(30)]]}, {"a": [[*range(29), 7]]}) == "a.0.29 is 29 there, 7 here"
+    assert difference({"a": [*range(30)]}, {"a": None}) == f"a is {str([*range(30)])[:40]}... there, None here"
+    long = "x" * 60
+    assert difference({"a": f"{long}1"}, {"a": f"{long}2"}) == f"a is ...{'x' * 20}1' there, ...{'x' * 20}2' here"
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluate.candidates import explore, find_field
+from kvsearch.evaluate.candidates import Explored, explore, find_field
 from kvsearch.evaluate.encoding import encode_tasks
 from kvsearch.evaluate.ledger import Ledger
 from kvsearch.evaluate.protocol import QUESTION_AWARE
@@ -538,6 +539,32 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
         prepare_selection(model, profile, TARGET, Questions([task], [task]), HOW)
     with pytest.raises(UsageError, match="task one has one context to select by"):
         prepare_selection(model, profile, TARGET, Questions([questions_of(1)], [task]), HOW)
+
+
+def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, profile: Profile) -> None:
+    questions = Questions([questions_of(*range(4))], [questions_of(*range(4, 8))])
+    even = Explored(("cosine",), ("uniform",))
+    with pytest.raises(UsageError, match=r"^no phases to evict in: give at least one of prefill, decode, both$"):
+        select(model, profile, TARGET, questions, HOW, phases=())
+    late: dict[str, Any] = {"phases": ("decode",), "explored": even}
+    with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
+        prepare_selection(model, profile, Target(budget=59), questions, HOW, **late)
+    both = Questions([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions.report)
+    (contest,) = prepare_selection(model, profile, Target(budget=59), both, HOW, **late).contests
+    assert "4 of 8 prompts are so short" in contest.field.notes[-1]
+    (contest,) = prepare_selection(model, profile, Target(budget=50), questions, HOW).contests  # some give and take
+    assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", contest.field.notes[-1])
+
+
+def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile: Profile) -> None:
+    questions = Questions([questions_of(*range(4))], [questions_of(*range(4, 8))])
+    one, other, third = (
+        prepare_selection(model, profile, TARGET, questions, how)
+        for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
+    )
+    first, again, elsewhere = (each.config(each.contests[0].prepared.evaluation) for each in (one, other, third))
+    assert first == again
+    assert first != elsewhere
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from kvsearch.evaluate.validation_report import (
     load_validation,
     prediction_reach,
     save_validation,
-    validation_table,
+    validation_tables,
     verdict_lines,
 )
 from kvsearch.export.build import Target
@@ -85,7 +86,8 @@ def prepared(
     model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
 ) -> PreparedValidation:
     profile = changes.pop("profile", None) or profile_of(model)
-    subjects = find_subjects(SignalTable(profile), signals, phases)
+    subjects = changes.pop("subjects", None)
+    subjects = find_subjects(SignalTable(profile), signals, phases) if subjects is None else subjects
     asked = {"target": TARGET, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
     return prepare_validation(model, profile, subjects=subjects, **asked)
 
@@ -102,6 +104,7 @@ ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), 
 
 UNIFORM, RANDOM = "one pattern in all layers", "random patterns"
 CHANCE = "more than strategies differ by chance"
+MANY = 20  # contexts
 
 
 def gains(inverse: Difference, uniform: Difference, random: Difference, reach: float = 0.0) -> Gains:
@@ -127,7 +130,7 @@ def gains(inverse: Difference, uniform: Difference, random: Difference, reach: f
     ],
 )
 def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str, reason: str) -> None:
-    found, why = judge("route", gains(inverse, uniform, random))
+    found, why = judge("route", gains(inverse, uniform, random), MANY)
     assert found == verdict
     assert reason in why
 
@@ -138,14 +141,14 @@ def test_a_gain_within_the_spread_of_random_strategies_is_none(
     controls: tuple[Difference, Difference], reach: float, verdict: str
 ) -> None:
     """A gain of 0.2 on the uniform control or on the random ones, significant over questions."""
-    assert judge("route", gains(ABOVE, *controls, reach))[0] == verdict
+    assert judge("route", gains(ABOVE, *controls, reach), MANY)[0] == verdict
 
 
 def test_a_loss_within_the_spread_of_random_strategies_is_none() -> None:
-    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1))[0] == "harmful"
-    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3))[0] == "useless"
-    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.1))[0] == "harmful"
-    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.3))[0] == "useless"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1), MANY)[0] == "harmful"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3), MANY)[0] == "useless"
+    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.1), MANY)[0] == "harmful"
+    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.3), MANY)[0] == "useless"
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.1])
@@ -163,7 +166,7 @@ def test_signals_that_say_nothing_are_rarely_useful_or_harmful(spread: float) ->
         forward, inverse, uniform, *random = questions
         reach = prediction_reach([one.mean() for one in random])
         made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
-        verdicts.append(judge("route", made)[0])
+        verdicts.append(judge("route", made, 40)[0])
     assert verdicts.count("useful") <= 0.06 * 3000
     assert verdicts.count("harmful") <= 0.065 * 3000
     assert verdicts.count("useful") > 0  # the rule is no wall
@@ -183,21 +186,36 @@ def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
     assert np.mean(outside) == pytest.approx(0.05, abs=0.012)
 
 
+@pytest.mark.parametrize(
+    ("contexts", "verdicts"), [(2, ["useless"] * 2), (5, ["useless"] * 2), (6, ["useful", "harmful"])]
+)
+def test_few_contexts_cannot_tell(contexts: int, verdicts: list[str]) -> None:
+    """Two that agree make an interval without zero, half of the time."""
+    found = [judge("route", gains(ABOVE, side, side), contexts) for side in (ABOVE, BELOW)]
+    assert [verdict for verdict, _ in found] == verdicts
+    if contexts < 6:
+        reason = f"too few contexts to tell: {contexts} different ones, at least 6 are needed"
+        assert {why for _, why in found} == {reason}
+
+
 def test_verdicts_on_budgets_are_in_their_words() -> None:
-    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL))
+    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL), MANY)
     assert why == (
         "forward is not above equal budgets and random permutations by more than strategies differ by chance: the gap "
         "to the inverse comes from a bad inverse"
     )
-    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL))
+    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL), MANY)
     assert why == "forward is below equal budgets by more than strategies differ by chance"
 
 
 def test_a_constant_signal_does_no_harm() -> None:
     """Whatever the one strategy scores is not the signal's doing."""
     found = gains(EQUAL, EQUAL, BELOW)
-    assert judge("route", found, constant=True) == ("useless", "constant: forward and inverse are the same strategy")
-    assert judge("route", found)[0] == "harmful"
+    assert judge("route", found, MANY, constant=True) == (
+        "useless",
+        "constant: forward and inverse are the same strategy",
+    )
+    assert judge("route", found, MANY)[0] == "harmful"
 
 
 bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
@@ -208,7 +226,7 @@ def test_verdicts_exclude_each_other(
     inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float
 ) -> None:
     found = gains(inverse, uniform, random, reach)
-    verdict, why = judge(kind, found)
+    verdict, why = judge(kind, found, MANY)
     harms = min(found.beyond) < 0
     assert found.beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
     assert (verdict == "harmful") == harms
@@ -342,6 +360,8 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
     assert few.config() == many.config()
+    hurried = prepared(model, ["entropy"], settings=Settings(3, seed=4, batch=1, max_memory=10**9))
+    assert hurried.config() == few.config()
     again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
     assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
@@ -361,11 +381,34 @@ def test_controls_at_a_ratio(model: LoadedModel) -> None:
         ({"target": Target(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
         ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
         ({"settings": Settings(1)}, "task one has one context"),
+        ({"subjects": []}, "no signals to judge: name at least one"),
+        (
+            {"target": Target(budget=71)},
+            "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
+        ),
     ],
 )
 def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         prepared(model, ["cosine"], **changes)
+
+
+def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
+    assert prepared(model, ["cosine"]).notes == ()
+    (note,) = prepared(model, ["cosine"], target=Target(budget=65)).notes
+    assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
+    late = prepared(model, ["cosine"], ["decode"], target=Target(budget=71))  # the longest prompt and its reply
+    assert "2 of 3 prompts are so short" in late.notes[0]
+    with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
+        prepared(model, ["cosine"], ["decode"], target=Target(budget=120))
+
+
+def test_a_pattern_without_a_window_cannot_have_a_smaller_one(model: LoadedModel) -> None:
+    metadata = signal_metadata(model.fingerprint, {"cam": {"sinks": 6}, "tova": {}}, budgets=(16,))
+    with pytest.raises(UsageError, match=r"below the \d+ that cam always keeps: .* or calibrate without cam$"):
+        prepared(model, ["cosine"], profile=make_signals(metadata), target=Target(budget=3))
+    with pytest.raises(UsageError, match=r"that snapkv always keeps: .* or calibrate with a smaller window$"):
+        prepared(model, ["cosine"], target=Target(budget=3))
 
 
 def test_reported_examples_are_out_of_reach() -> None:
@@ -404,7 +447,8 @@ def test_scores_and_gains(found: Validation, model: LoadedModel) -> None:
         assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
         assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
         assert len(one.random) == 5
-        assert (one.verdict, one.reason) == judge(one.kind, one.gains)
+        assert (one.verdict, one.reason) == judge(one.kind, one.gains, 3)
+        assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
     assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
     asked = found.tasks["one"]
     assert (asked.contexts, asked.questions, found.split, found.seed) == (3, 4, None, 4)
@@ -498,7 +542,7 @@ def test_damaged_files(tmp_path: Path, change: dict[str, Any], problem: str) -> 
             read(tmp_path / FILE)
         assert "\n" not in str(caught.value)
     (tmp_path / FILE).write_text("[" + json.dumps(content))
-    with pytest.raises(UsageError, match="not valid JSON"):
+    with pytest.raises(UsageError, match=r"not valid JSON.*: delete it and validate again$"):
         harmful(tmp_path, Strategy(), 64)
 
 
@@ -525,14 +569,28 @@ def test_conditions_that_differ_are_named() -> None:
 
 def test_tables_and_lines(found: Validation) -> None:
     at = made_up((64, [judged(), judged("useless", "entropy", "budgets", "both")])).budgets[0]
-    text = rendered([validation_table(found, at)])
-    for words in ("64 entries per kv head", "full cache 100.0", "50.0", "45.0 (30.0..60.0)", "-20.0 [-30.0, -10.0]"):
+    text = rendered(validation_tables(found, at))
+    for words in ("64 entries per kv head", "full cache 100.0", "50.0", "45.0", "harmful", "random:"):
         assert words in text
+    assert re.search(r"cosine +route +prefill +inverse +\+20\.0 +\[\+10\.0, \+30\.0\]", text)
+    assert re.search(r"\n +uniform +-20\.0 +\[-30\.0, -10\.0\]", text)
     assert list(verdict_lines(at)) == [
         "cosine as a route in prefill is harmful, do not build strategies of this size on it: of that; 1 of 2 random "
-        "controls score lower",
-        "entropy for budgets in both phases is useless: of that; 1 of 2 random controls score lower",
+        "controls score lower, they score 30.0 to 60.0",
+        "entropy for budgets in both phases is useless: of that; 1 of 2 random controls score lower, they score 30.0 "
+        "to 60.0",
     ]
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_tables_are_whole_at_any_width(found: Validation, width: int) -> None:
+    wide = Difference(1, -1, 1, 3, 2, 1)
+    long = judged("harmful", "entropy-literal", "budgets").model_copy(update={"gains": gains(wide, wide, wide)})
+    text = rendered(validation_tables(found, AtBudget(budget=64, full=long.forward, signals=(long,))), width)
+    assert "…" not in text
+    assert re.search(r"entropy-literal +budgets +prefill +50\.0 +50\.0 +70\.0 +45\.0 +harmful", text)
+    for control in ("entropy-literal +budgets +prefill +inverse", "uniform", "random"):
+        assert re.search(rf"{control} +\+100\.0 +\[-100\.0, \+100\.0\]", text)
 
 
 def test_scores_that_say_nothing_are_doubted(found: Validation) -> None:
@@ -576,6 +634,14 @@ COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv 
 )
 def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
     assert harmful(directory, strategy, budget) == told
+
+
+def test_harm_is_looked_for_where_the_signal_was_judged(directory: Path) -> None:
+    """Other signals at a nearer budget do not hide it."""
+    nearer = made_up((32, [judged("useful")]), (100, [judged("useless", "ppl")]), (128, [judged()]))
+    save_validation(nearer, directory / FILE)
+    assert harmful(directory, Strategy(), 100) == COSINE
+    assert harmful(directory, Strategy("ppl"), 100) is None
 
 
 def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:

@@ -144,11 +144,14 @@ def test_what_a_pattern_always_keeps_is_the_floor_of_its_layers() -> None:
     assert strategy_plan(profile, Strategy(budgets="entropy"), Target(budget=10)).floor == 1
 
 
-def test_no_layer_gets_more_than_the_prompt_where_its_length_is_known() -> None:
+def test_no_layer_gets_more_than_the_length_that_the_plan_states() -> None:
+    """That of the calibration's prompts, 200, unless another one is given."""
     profile = make_signals(ONE_HEAD, entropy=entropies(0, 0, 0, 1))
     strategy = Strategy(None, budgets="entropy", policy="tova")
-    assert prefill(profile, strategy, Target(budget=100)).budgets.max() == 400 - 3 * 10
-    assert prefill(profile, strategy, Target(budget=100, length=200)).budgets.max() == 200
+    assert prefill(profile, strategy, Target(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
+    assert strategy_plan(profile, strategy, Target(budget=100)).length == 200
+    assert prefill(profile, strategy, Target(budget=100, length=150)).budgets.max() == 150
+    assert prefill(profile, strategy, Target(budget=100, length=1000)).budgets.max() == 400 - 3 * 10
     assert prefill(profile, strategy, Target(ratio=0.5)).budgets.max() == 200
 
 
@@ -439,6 +442,16 @@ def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
     ):
         prefill(profile, Strategy(), Target(budget=3))
     assert (prefill(profile, Strategy(exclude=("snapkv",)), Target(budget=3)).budgets == 3).all()
+
+
+def test_a_smaller_window_is_advised_only_where_there_is_one() -> None:
+    metadata = signal_metadata(patterns={"cam": {"sinks": 6}, "tova": {}})
+    for strategy, remedy in (
+        (Strategy(None), "keep more or use another policy$"),
+        (Strategy(None, full_layers=1, budgets="entropy"), "keep more or use another policy$"),
+    ):
+        with pytest.raises(UsageError, match=rf"that cam in prefill layer \d always keeps: .*{remedy}"):
+            strategy_plan(make_signals(metadata), strategy, Target(budget=3, length=100))
 
 
 def test_a_phase_that_was_not_measured() -> None:

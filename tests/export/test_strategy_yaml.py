@@ -40,7 +40,7 @@ def plan_of(layers: list[dict[str, Any] | None], **changes: Any) -> Plan:
 EXAMPLE = plan_of([layer(SNAPKV, 640, 640)] * 3 + [layer(TOVA, 600, 700), None, None])
 EXAMPLE_YAML = """\
 # A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
-# Layers: a number or a range. Budgets: entries per kv head, one for all heads or a list. full: the whole cache.
+# Layers: a number or a range. Budgets: entries per kv head, one for all or a list. full: the whole cache, uncounted.
 format: kvsearch.strategy
 version: 1
 model: toy
@@ -139,7 +139,10 @@ def plans(draw: st.DrawFn) -> Plan:
     scaling = draw(st.sampled_from(["fixed", "proportional"])) if length else "fixed"
     entries = st.integers(8, 40 if scaling == "proportional" else 2**31 - 1)
     budget = st.lists(entries, min_size=heads, max_size=heads) | entries.map(lambda same: [same] * heads)
-    entry = st.builds(lambda policy, kept: {"policy": policy, "budget": kept}, POLICIES, budget)
+    whole = [length or 40] * heads  # policy full counts as the whole prompt
+    entry = st.builds(
+        lambda policy, kept: {"policy": policy, "budget": whole if policy["name"] == "full" else kept}, POLICIES, budget
+    )
     entry |= st.just({"policy": SNAPKV, "budget": [9] * heads})
     planned = st.lists(st.none() | entry, min_size=count, max_size=count).filter(any)
     prefill, decode = draw(st.tuples(st.just([]) | planned, st.just([]) | planned).filter(any))
@@ -218,6 +221,22 @@ def problems(text: str) -> list[str]:
     heading, *found = str(caught.value).split("\n  ")
     assert heading == f"mine.yaml is not valid, {len(found)} problem{'s' if len(found) > 1 else ''}:"
     return found
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_policy_full_counts_as_the_whole_prompt(phase: str) -> None:
+    """Two layers are in one entry and told once; the first head of another one is enough."""
+    text = edited(
+        ("floor: 1", "floor: 1\nlength: 1000"), ("prefill:", f"{phase}:"),
+        ("4-5: full", "4-5: {policy: full, budget: 9}"),
+        ("policy: tova, budget: [600, 700]", "policy: full, budget: [1000, 999]"),
+    )  # fmt: skip
+    what = "is below 1000, but full keeps all entries of a prompt of that length: give 1000"
+    assert problems(text) == [
+        f"line 12: {phase}.layers.3.budget: {what}", f"line 13: {phase}.layers.4-5.budget: {what}",
+    ]  # fmt: skip
+    right = text.replace("999", "1000").replace("budget: 9}", "budget: 1200}")
+    assert plan_from_yaml(right, "mine.yaml").total == 3 * 2 * 640 + 2000 + 2 * 2400
 
 
 FIRST, LAST = "0-2: {policy: snapkv, budget: 640, params: {window: 8}}", "4-5: full"

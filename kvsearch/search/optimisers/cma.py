@@ -19,10 +19,10 @@ class CMA(Optimiser):
     """CMA-ES (Hansen and Ostermeier 2001) by pycma, made so that a search can be replayed from what it was told.
 
     - pycma reseeds numpy's global generator unless it is given a generator and a seed of NaN. It is given both.
-    - pycma's rules for when to stop are never asked. They are meant for smooth functions and patient people: equal
-      values in one generation, which whole budgets give, would end a search, and so would a file `cma_signals.in`. The
-      search is finished when the standard deviation of every coordinate is below the tolerance. It must not go on:
-      far below it steps drown in rounding errors.
+    - pycma's rules for when to stop are never asked. They are meant for smooth functions: equal values in one
+      generation, which whole budgets give, would end a search, and so would a file `cma_signals.in`. The search is
+      finished when the standard deviation of every coordinate is below the tolerance. It must not go on: far below
+      steps drown in rounding errors.
     - Points are clipped to the bounds here; pycma knows of no bounds. Its own way is a smooth map onto the box, which
       bends the space near the bounds, where budgets at their floor are. Clipped, a point is where it seems to be. On
       synthetic losses of 4 and 8 layers that made no difference, of 16 layers it left 6.0 % of the gap between uniform
@@ -30,7 +30,7 @@ class CMA(Optimiser):
     - Told points may be others than those asked for; the more so if budgets have a total: those points lie in a plane.
       The active update, which learns from the worst points by negative weights, then blows up the variance across the
       plane, and the search wanders off. It is off: after 200 evaluations 0.02, 1.1 and 6.0 % of the gap were left for
-      4, 8 and 16 layers instead of 0.24, 1.6 and 7.1 %, and after 2,500 less than 0.1 % instead of 10 to 50 %.
+      4, 8 and 16 layers instead of 0.24, 1.6 and 7.1 %, and after 2,500 under 0.1 % instead of 10 to 50 % (4 losses).
     - A told point that is too far for the distribution counts as one that is nearer, in its direction (Hansen 2011,
       "Injecting external solutions into CMA-ES"). So injected points need no place in the population: they are told
       besides it, and a good one draws the mean towards it.

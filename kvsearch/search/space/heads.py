@@ -55,11 +55,12 @@ class Heads(BoxSpace):
 
     def _largest(self, rows: Ints) -> float:
         """The multiplier at which a group is full, or has everything; without free entries none has an effect."""
-        free = self._free[rows]
-        if not free.any():
+        free, room = self._free[rows], self._room[rows]
+        some = free > 0
+        if not some.any():
             return 1.0
-        full = (self._room[rows][free > 0] / free[free > 0]).max()
-        return float(min(full, self._above / free.sum()))
+        most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
+        return float((most / free[some]).max())
 
     def _literal(self, x: Vector) -> Floats:
         """Entries above the floors that a point says, [L, Hkv], whatever they sum to."""

@@ -1,0 +1,173 @@
+"""The directory of a PolyKV calibration, which may be unfinished, and what `calibrate --dry-run` says of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsearch.cli.common import Common, new_directory
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.calibrate.cost import Cost, Estimate
+    from kvsearch.calibrate.data import CalibrationData
+    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
+
+PROFILE, CONFIG = "profile.safetensors", "config.json"
+
+
+def profile_file(path: Path) -> Path:
+    """The profile in a directory, or the file itself; UsageError if the calibration of the directory is unfinished."""
+    if not path.is_dir():
+        return path
+    from kvsearch.calibrate.samples import has_samples, kept_samples
+
+    unfinished = has_samples(path)
+    if (unfinished or not (path / PROFILE).exists()) and (model := _calibrated(path)) is not None:
+        kept = f"what is kept of it: {_questions(kept_samples(path))}" if unfinished else "nothing of it is kept"
+        raise UsageError(
+            f"the calibration in {path} is not finished, {kept}: repeat its command, kvsearch calibrate {model} ... "
+            f"-o {path}, to go on"
+        )
+    return path / PROFILE
+
+
+def goes_on_in(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether an unfinished calibration is in `path`, with the same configuration.
+
+    Raises:
+        UsageError: it has another configuration.
+    """
+    from kvsearch.calibrate.samples import has_samples
+    from kvsearch.evaluate.run_directory import difference
+    from kvsearch.plan import canonical_json
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    if not has_samples(path) or not (path / CONFIG).exists():
+        return False
+    there = parse_json(read_bytes(path / CONFIG), str(path / CONFIG))
+    found = difference(there, parse_json(canonical_json(config), "the configuration"))
+    if found is not None:
+        raise UsageError(
+            f"{path} holds another unfinished calibration: {found}; repeat its command to go on with it, choose "
+            "another --output, or --force to start anew"
+        )
+    return True
+
+
+def check_new(path: Path, force: bool, dry_run: bool) -> None:
+    """Make a directory for results, or only check that of a dry run; UsageError if other results are there."""
+    from kvsearch.calibrate.options import SAMPLES
+
+    folder = path / SAMPLES
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()  # of a calibration that was stopped before it had finished anything
+    if path.exists() or not dry_run:
+        new_directory(path, force, CONFIG)
+
+
+@contextmanager
+def resumable(
+    directory: Path, config: Mapping[str, Any], goes_on: bool, force: bool, common: Common
+) -> Iterator[Callable[[], None]]:
+    """Gives what to call once all is checked: samples of another calibration go, and the configuration is written.
+
+    After Ctrl-C it says what is kept, and how to go on.
+    """
+    from kvsearch.calibrate.samples import forget_samples, kept_samples
+    from kvsearch.plan import canonical_json
+    from kvsearch.plan.files import atomic_write
+
+    begun = goes_on
+
+    def start() -> None:
+        nonlocal begun
+        if not goes_on:
+            forget_samples(directory)
+        atomic_write(directory / CONFIG, canonical_json(config))
+        begun = True
+
+    try:
+        yield start
+    except KeyboardInterrupt:
+        if begun and (kept := kept_samples(directory)):
+            how = "the same command, without --force," if force else "the same command"
+            common.say(f"kept in {directory}: {_questions(kept)}; {how} goes on with the others")
+        else:
+            common.say("no question is finished: the same command begins anew")
+        raise
+
+
+def say_cost(common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float,
+             config: Mapping[str, Any], going_on: Path | None) -> None:  # fmt: skip
+    """Print what a calibration costs with its configuration as JSON, and tell it in words.
+
+    Whatever would stop the calibration at its start is found out; `going_on` is the directory that it goes on in.
+
+    Raises:
+        UsageError, IncompatibleError: as `calibrate_polykv` at its start.
+    """
+    found = _estimate(common, model, texts, recipe, tflops, going_on)
+    common.print_json({**config, "estimate": found.as_json()})
+    if common.as_json:
+        return
+    memory = found.memory
+    for line in (
+        f"{found.samples} continuations, {found.runs:,} runs of the model as the paper does it",
+        f"as the paper does it (--naive): {_cost_words(found.naive)} at {found.tflops:g} TFLOP/s",
+        f"in one sweep over the layers: {_cost_words(found.sweep)}, {found.speedup:.3g} times less arithmetic",
+        f"memory besides the weights: {memory.peak / 1e9:.3g} GB for {memory.groups} disturbances at a time, "
+        f"{memory.minimum / 1e9:.3g} GB at least",
+    ):
+        common.say(line)
+
+
+def _estimate(
+    common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float, going_on: Path | None
+) -> Estimate:
+    """What a calibration costs; the model is loaded to count tokens and parameters, and to check all that it checks."""
+    from kvsearch.calibrate.checks import checked_prompts
+    from kvsearch.calibrate.cost import ModelSize, Work, estimate
+    from kvsearch.calibrate.measurement import Measurement
+    from kvsearch.calibrate.options import SAMPLES
+    from kvsearch.calibrate.samples import SampleFiles
+    from kvsearch.policies.checks import warn_unfit
+
+    loaded, options, policies = common.load(model), recipe.options(), recipe.policies()
+    warn_unfit(loaded.model, policies)
+    prompts = checked_prompts(loaded, texts, options, policies)
+    found = estimate(ModelSize.of(loaded.model), Work.of(prompts, policies, options), tflops, options.max_memory)
+    if going_on is not None:
+        SampleFiles(going_on / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
+    return found
+
+
+def _questions(count: int) -> str:
+    return "1 question" if count == 1 else f"{count} questions"
+
+
+def _cost_words(cost: Cost) -> str:
+    return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {_time(cost.seconds)}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _calibrated(path: Path) -> str | None:
+    """The model in the configuration of a calibration; None if there is no such file, or it is of something else."""
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    if not (path / CONFIG).is_file():
+        return None
+    found = parse_json(read_bytes(path / CONFIG), str(path / CONFIG))
+    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict) or "method" not in found["recipe"]:
+        return None
+    return str(found.get("model", "MODEL"))

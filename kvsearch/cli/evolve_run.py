@@ -1,0 +1,191 @@
+"""What `kvsearch evolve` does once everything fits together: search, choose, report, and write it all down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsearch.cli.common import Common, Progress
+from kvsearch.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvsearch.evaluate.ledger import Ledger
+    from kvsearch.evaluate.study import Evaluation
+    from kvsearch.search.evolve import Keep, PreparedSearch
+    from kvsearch.search.executors.cluster import RayWorkers
+    from kvsearch.search.pareto import PreparedFront
+    from kvsearch.search.run_directory import SearchRun
+    from kvsearch.search.settings import Limits
+
+FRONT = "front.json"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What changes no result: when to stop, who evaluates (None: this process), bytes for prompts and passes."""
+
+    limits: Limits
+    workers: RayWorkers | None
+    max_memory: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the configuration of a run."""
+        return {
+            "limits": self.limits.model_dump(mode="json"),
+            "workers": None if self.workers is None else asdict(self.workers),
+        }
+
+
+def parse_limits(evaluations: int | None, seconds: float | None, tokens: int | None) -> Limits:
+    """UsageError for limits out of range."""
+    from pydantic import ValidationError
+
+    from kvsearch.plan.parsing import describe_validation_error
+    from kvsearch.search.settings import Limits
+
+    try:
+        return Limits(evaluations=evaluations, seconds=seconds, tokens=tokens)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, "the limits of the search")) from error
+
+
+def foretell(prepared: PreparedSearch | PreparedFront, common: Common) -> None:
+    """Print what would be searched."""
+    first = _searches(prepared)[0]
+    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in first.encoded.items()}
+    common.print_json({**_config(prepared), "questions": questions})
+
+
+def deliver(
+    prepared: PreparedSearch | PreparedFront, output: Path, work: Work, resume: bool, force: bool, common: Common
+) -> None:
+    """Search into the directory `output`, print what was found."""
+    from kvsearch.search.evolve import PreparedSearch
+    from kvsearch.search.run_directory import EXECUTION, open_search
+
+    with open_search(output, {**_config(prepared), EXECUTION: work.as_json()}, resume, force) as run:
+        if isinstance(prepared, PreparedSearch):
+            _search_one(prepared, run, work, common)
+        else:
+            _search_front(prepared, run, work, common)
+
+
+def _searches(prepared: PreparedSearch | PreparedFront) -> tuple[PreparedSearch, ...]:
+    from kvsearch.search.evolve import PreparedSearch
+
+    return (prepared,) if isinstance(prepared, PreparedSearch) else prepared.searches
+
+
+def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
+    """All that decides the result, as JSON."""
+    from kvsearch.evaluate.identity import environment, rows_hash
+
+    searches = _searches(prepared)
+    first = searches[0]
+    starts = [{name: table.tolist() for name, table in one.starts.items()} for one in searches]
+    return {
+        **environment(first.loaded),
+        "settings": first.settings.as_json(),
+        "budgets": [one.settings.budget for one in searches],
+        "policies": [{"name": one.name, "params": one.parameters()} for one in first.base.policies],
+        "starts": starts,
+        "splits": {name: {task.task.name: rows_hash(task) for task in encoded}
+                   for name, encoded in first.encoded.items()},
+    }  # fmt: skip
+
+
+def _search_one(prepared: PreparedSearch, run: SearchRun, work: Work, common: Common) -> None:
+    from kvsearch.search.report import as_json, decision, tables
+
+    with _working(prepared, prepared.cap, run, work, common) as (executor, watcher):
+        outcome = prepared.search(executor, run.ledger, work.limits, watcher)
+    evolved = prepared.decide(outcome, _keep(run, common))
+    run.write_plan(evolved.choice.plan)
+    told = as_json(prepared, evolved, run.ledger.spent)
+    run.write_report(told)
+    _show(told, tables(prepared, evolved), common)
+    common.say(decision(evolved))
+    common.say(f"{_spent(run)}; wrote {run.directory / 'plan.json'} and {run.directory / 'report.json'}")
+
+
+def _search_front(prepared: PreparedFront, run: SearchRun, work: Work, common: Common) -> None:
+    from kvsearch.plan import canonical_json, save_plan
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.search.report import decision, front_as_json, front_tables
+
+    with _working(prepared.first, prepared.cap, run, work, common) as (executor, watcher):
+        points = prepared.run(executor, run.ledger, work.limits, watcher, _keep(run, common))
+    for point in points:
+        save_plan(point.evolved.choice.plan, run.directory / f"plan-{point.budget}.json", overwrite=True)
+    told = front_as_json(points, run.ledger.spent)
+    atomic_write(run.directory / FRONT, canonical_json(told))
+    _show(told, front_tables(points), common)
+    for point in points:
+        common.say(f"{point.budget} entries per kv head: {decision(point.evolved)}")
+    common.say(f"{_spent(run)}; wrote {run.directory / FRONT} and a plan for each budget")
+
+
+@contextmanager
+def _working(prepared: PreparedSearch, cap: int, run: SearchRun, work: Work, common: Common) -> Iterator[Any]:
+    """Who evaluates candidates, and who watches."""
+    from kvsearch.cli.evolve_panel import watching
+    from kvsearch.models.loading import LoadOptions
+    from kvsearch.search.workers import make_executor
+
+    who = "" if work.workers is None else f" by each of {work.workers.workers} workers"
+    common.say(f"reading {len(prepared.samples)} questions once for all candidates{who}")
+    options = LoadOptions(
+        dtype=common.dtype, revision=common.revision, trust_remote_code=common.trust_remote_code, offline=common.offline
+    )
+    with common.progress("prompts") as progress:
+        executor = make_executor(prepared, options, work.workers, cap, work.max_memory, progress)
+    with executor, watching(common, run, work.limits) as watcher:
+        yield executor, watcher
+
+
+def _keep(run: SearchRun, common: Common) -> Keep:
+    """Keeps the replies of choice and report in the directory of the run; those of other finalists are thrown away."""
+
+    @contextmanager
+    def keep(stage: str, evaluation: Evaluation) -> Iterator[tuple[Ledger, Progress]]:
+        from kvsearch.cli.strategies import kept_replies
+
+        place, config = run.directory / stage, evaluation.config()
+        with (
+            kept_replies(place, config, evaluation.replies, _is_other(place, config), common) as ledger,
+            common.progress(f"{stage}: batches") as progress,
+        ):
+            yield ledger, progress
+
+    return keep
+
+
+def _is_other(place: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a directory has replies to something else: a search that went on may have found other finalists."""
+    from kvsearch.evaluate.run_directory import CONFIG, difference
+    from kvsearch.plan import canonical_json
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.plan.parsing import parse_json
+
+    if not (place / CONFIG).exists():
+        return False
+    there = parse_json(read_bytes(place / CONFIG), str(place / CONFIG))
+    return difference(there, parse_json(canonical_json(config), "the configuration")) is not None
+
+
+def _spent(run: SearchRun) -> str:
+    spent = run.ledger.spent
+    return f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
+
+
+def _show(told: dict[str, Any], tables: list[Any], common: Common) -> None:
+    from kvsearch.evaluate.table_files import on_screen
+
+    if common.as_json:
+        common.print_json(told)
+        return
+    for table in tables:
+        common.out.print(on_screen(table))

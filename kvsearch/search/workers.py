@@ -1,0 +1,130 @@
+"""Who evaluates the candidates of a search: a bank in this process, or one in each of several Ray workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.evaluate.encoding import encode_tasks
+from kvsearch.evaluate.runner import Progress
+from kvsearch.evaluate.study import Settings
+from kvsearch.models.loading import LoadOptions, load
+from kvsearch.plan import ModelFingerprint
+from kvsearch.policies import Policy
+from kvsearch.search.bank import CandidateBank
+from kvsearch.search.bank_samples import bank_samples
+from kvsearch.search.contest import Base
+from kvsearch.search.evolve import PreparedSearch, questions_hash
+from kvsearch.search.executors import Executor, Job, SerialExecutor
+from kvsearch.search.executors.base import Floats
+from kvsearch.search.executors.cluster import RayWorkers
+from kvsearch.search.executors.ray import RayExecutor
+from kvsearch.tasks.base import Task
+
+
+class BankEvaluator:
+    """A bank as what an executor asks."""
+
+    def __init__(self, bank: CandidateBank) -> None:
+        self.bank = bank
+
+    @property
+    def tokens_spent(self) -> int:
+        return self.bank.tokens_spent
+
+    def evaluate(self, job: Job) -> Floats:
+        """See `CandidateBank.values`."""
+        return self.bank.values(job.objective, job.candidates, job.samples)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.bank.close()
+
+
+@dataclass(frozen=True)
+class WorkerBank:
+    """Builds the bank of a search in a worker, which loads the model and draws the same questions again.
+
+    `model` and `options` say how to load it, `fingerprint` which one it must be, `drawn` (see `questions_hash`) which
+    questions. `threads` are those of the process that searches: their number may decide the last bits of a result.
+    """
+
+    model: str
+    options: LoadOptions
+    fingerprint: ModelFingerprint
+    policies: tuple[Policy, ...]
+    tasks: tuple[Task, ...]
+    asked: Settings
+    drawn: str
+    cap: int
+    full: bool
+    max_memory: int | None
+    threads: int
+
+    @classmethod
+    def of(cls, prepared: PreparedSearch, options: LoadOptions, cap: int, max_memory: int | None = None) -> WorkerBank:
+        """What a worker needs for the bank of a search."""
+        name = prepared.loaded.name
+        return cls(
+            model=str(Path(name).resolve()) if Path(name).exists() else name,
+            options=options,
+            fingerprint=prepared.loaded.fingerprint,
+            policies=prepared.base.policies,
+            tasks=tuple(prepared.splits.search),
+            asked=prepared.asked,
+            drawn=prepared.data_sha256,
+            cap=cap,
+            full=prepared.settings.objective == "kl",
+            max_memory=max_memory,
+            threads=torch.get_num_threads(),
+        )
+
+    def __call__(self) -> BankEvaluator:
+        """Load, draw, read all prompts.
+
+        Raises:
+            IncompatibleError: the model or the questions are others on this machine.
+            KvsearchError: see `load`, `encode_tasks` and `CandidateBank`.
+        """
+        torch.set_num_threads(self.threads)
+        loaded = load(self.model, self.options)
+        self.fingerprint.require(loaded.fingerprint, "the search")
+        asked = self.asked
+        samples = bank_samples(
+            encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length), asked.protocol
+        )
+        if questions_hash(samples) != self.drawn:
+            raise IncompatibleError(
+                "a worker draws other questions than the search: give all machines the same data and kvsearch"
+            )
+        base = Base(loaded, self.policies)
+        return BankEvaluator(
+            CandidateBank(loaded, base.by_layer, samples, self.cap, full=self.full, max_memory=self.max_memory)
+        )
+
+
+def make_executor(
+    prepared: PreparedSearch,
+    options: LoadOptions,
+    workers: RayWorkers | None = None,
+    cap: int | None = None,
+    max_memory: int | None = None,
+    progress: Progress | None = None,
+) -> Executor:
+    """An executor with the bank of a search: in this process, or on Ray, whose workers have one GPU each if it has.
+
+    `cap` is the largest budget of the bank, by default that of the search.
+
+    Raises:
+        EnvironmentFault: see `RayExecutor`.
+        KvsearchError: see `CandidateBank`.
+    """
+    most = prepared.cap if cap is None else cap
+    if workers is None:
+        return SerialExecutor(BankEvaluator(prepared.bank(most, max_memory, progress)))
+    device = prepared.loaded.device.type
+    alone = replace(options, device=device, device_map=None)
+    wanted = replace(workers, gpus=1.0) if device == "cuda" else workers
+    return RayExecutor(WorkerBank.of(prepared, alone, most, max_memory), wanted)

@@ -1,0 +1,315 @@
+"""kvsearch evolve, end to end on the bundled model and short contexts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.models.loading import load
+from kvsearch.plan import load_plan, save_plan
+from kvsearch.policies.checks import check_plan
+from kvsearch.search.executors import cluster
+from kvsearch.search.workers import BankEvaluator
+from tests import tiny
+from tests.cli.conftest import Run, invoke
+from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
+
+CONTEXTS, SAMPLES = 30, 4
+SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 2, "--generations", 2, "--finalists", 3)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task file of short contexts in the bundled model's language."""
+    path = tmp_path_factory.mktemp("task") / "mine.jsonl"
+    rows = []
+    for seed in range(CONTEXTS):
+        made = tiny.document(100, seed, facts=3)
+        for question in made.questions[:2]:
+            answer = " ".join(question.answer)
+            row = {"context": " ".join(made.words[1:]), "question": " ".join(question.prompt), "answers": [answer]}
+            rows.append({**row, "max_new_tokens": len(question.answer), "metric": "exact", "prompt": " {question}"})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def command(questions: Path, output: Path, *more: object, small: tuple[object, ...] = SMALL) -> tuple[object, ...]:
+    return ("evolve", "bundled", *small, "--tasks", f"jsonl:{questions}", "--samples", SAMPLES, "-o", output, *more)
+
+
+@pytest.fixture(scope="module")
+def evolved(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> tuple[Path, str, str]:
+    """The directory of a search; what was printed."""
+    directory = tmp_path_factory.mktemp("evolved") / "run"
+    code, out, talk = invoke(*command(questions, directory))
+    assert code == 0, talk
+    return directory, out, talk
+
+
+def results(directory: Path) -> tuple[bytes, bytes]:
+    return (directory / "plan.json").read_bytes(), (directory / "report.json").read_bytes()
+
+
+def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> None:
+    directory, out, talk = evolved
+    plan = load_plan(directory / "plan.json")
+    check_plan(plan, "plan.json")
+    assert plan.total == 12 * 24
+    report = json.loads((directory / "report.json").read_text())
+    assert report["ended"] == "all stages are finished"
+    assert [list(row) for row in report["budgets"]] == [list(row.budget) for row in plan.prefill.layers]
+    assert "second split: what is chosen from" in out
+    assert "report split, 12 entries per kv head, question-agnostic" in out
+    lines = talk.splitlines()
+    assert lines[0] == f"reading {2 * SAMPLES} questions once for all candidates"
+    assert re.match(r"start plans: best .*candidates 2, seconds", lines[1])
+    assert sum(line.startswith("layers 0-1 (1 of 3), generation") for line in lines) == 2
+    assert lines[-1].endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
+
+
+def test_two_runs_with_one_seed_give_the_same_bytes(
+    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+) -> None:
+    code, out, _ = run(*command(questions, tmp_path / "again", "--json"))
+    assert code == 0
+    assert results(tmp_path / "again") == results(evolved[0])
+    assert json.loads(out) == json.loads((evolved[0] / "report.json").read_text())
+
+
+def test_resuming_a_finished_run_gives_the_same_bytes(
+    evolved: tuple[Path, str, str], questions: Path, run: Run
+) -> None:
+    before = results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()
+    code, _, talk = run(*command(questions, evolved[0], "--resume"))
+    assert code == 0, talk
+    assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    seed: int, evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+) -> None:
+    lines = len((evolved[0] / "ledger.jsonl").read_text().splitlines())
+    kept = random.Random(seed).randrange(1, lines + 1)
+    directory = tmp_path / "run"
+    arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory))]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while count_lines(directory / "ledger.jsonl") < kept and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    code, _, talk = run(*command(questions, directory, "--resume"))
+    assert code == 0, talk
+    assert results(directory) == results(evolved[0])
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the job of that number."""
+    calls = iter(range(10**6))
+    whole = BankEvaluator.evaluate
+
+    def evaluate(self: BankEvaluator, job: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return whole(self, job)
+
+    monkeypatch.setattr(BankEvaluator, "evaluate", evaluate)
+
+
+def test_ctrl_c_prints_the_best_so_far(
+    evolved: tuple[Path, str, str],
+    questions: Path,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupt_at(4, monkeypatch)
+    code, out, talk = run(*command(questions, tmp_path / "run"))
+    assert (code, out) == (130, "")
+    assert re.search(r"^best so far: [\d.]+ \(.*\), in .*best\.json$", talk, re.MULTILINE)
+    assert f"go on with --resume: what was measured is in {tmp_path / 'run'}" in talk
+    best = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert sum(map(sum, best["budgets"])) == 12 * 24
+    assert not (tmp_path / "run" / "plan.json").exists()
+    code, _, _ = run(*command(questions, tmp_path / "run", "--resume"))
+    assert code == 0
+    assert results(tmp_path / "run") == results(evolved[0])
+
+
+def test_limits_end_a_search_with_a_result_and_may_be_raised(
+    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+) -> None:
+    code, out, talk = run(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
+    assert code == 0
+    assert json.loads(out)["evaluations"] == 5
+    assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
+    code, _, _ = run(*command(questions, tmp_path / "run", "--resume"))
+    assert code == 0
+    assert results(tmp_path / "run") == results(evolved[0])
+
+
+def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))
+    assert code == 0, talk
+    assert results(tmp_path / "run") == results(evolved[0])
+
+
+def test_workers_without_ray(questions: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(cluster, "import_module", missing)
+    refused(
+        run,
+        ENVIRONMENT,
+        "Ray cannot be imported (No module named 'ray'): run `pip install kvsearch[ray]`",
+        *command(questions, tmp_path / "run", "--workers", 2),
+    )
+
+
+def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
+    small = ("--budgets", "8,16", *SMALL[2:], "--generations", 1)
+    code, out, talk = run(*command(questions, tmp_path / "run", small=small))
+    assert code == 0, talk
+    for budget in (8, 16):
+        assert load_plan(tmp_path / "run" / f"plan-{budget}.json").total == budget * 24
+    front = json.loads((tmp_path / "run" / "front.json").read_text())
+    assert list(front["budgets"]) == ["16", "8"] or list(front["budgets"]) == ["8", "16"]
+    assert "scaled from the smallest" in out
+    assert "budget 16: layers 4-5 (3 of 3), generation 0" in talk
+
+
+def test_a_dry_run_writes_nothing(questions: Path, run: Run, tmp_path: Path) -> None:
+    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run"))
+    assert code == 0
+    told = json.loads(out)
+    assert told["questions"] == dict.fromkeys(("search", "choice", "report"), 2 * SAMPLES)
+    assert told["settings"]["group_size"] == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_under_what_is_typed(questions: Path, run: Run, tmp_path: Path) -> None:
+    recipe = ("--recipe", "bundled", "--budget", 12, "--set", "window=4")
+    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=recipe))
+    assert code == 0
+    told = json.loads(out)
+    assert (told["settings"]["budget"], told["settings"]["group_size"]) == (12, 2)
+    assert told["policies"][0]["params"]["window"] == 4
+
+
+def test_start_plans_bring_their_policies(
+    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+) -> None:
+    small = ("--budget", 16, "--start", evolved[0] / "plan.json", "--group-size", 2)
+    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    assert code == 0
+    told = json.loads(out)
+    assert list(told["starts"][0]) == ["plan", "pyramid", "uniform"]
+    assert {one["params"]["window"] for one in told["policies"]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--generations", 3), "another search: settings.generations is 2 there, 3 here"),
+        (("--seed", 1), "another search: settings.seed is 0 there, 1 here"),
+        (("--set", "window=5"), "another search: policies.0.params.window is 4 there, 5 here"),
+        (("--samples", 3), "another search: splits"),
+    ],
+)
+def test_another_configuration_is_refused(
+    more: tuple[object, ...], message: str, evolved: tuple[Path, str, str], questions: Path, run: Run
+) -> None:
+    refused(run, USAGE, message, *command(questions, evolved[0], "--resume", *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--resume", "--force"), "--resume goes on with a search and --force starts it anew"),
+        (("--budgets", "8,x"), r"--budgets takes whole numbers with commas between them, got '8,x'"),
+        (("--budgets", "8,16"), "budgets: is in place of budget: give one of them"),
+        (("--space", "group"), "'groups', 'layers', 'heads' or 'basis'"),
+        (("--optimiser", "cmaes"), "'cmaes' is unknown"),
+        (("--population", 2), "cma needs 4 or more, got 2"),
+        (("--protocol", "agnostic"), "question-agnostic"),
+        (("--parity", "--space", "layers"), "which searches groups, not layers"),
+        (("--max-time", 0), "the limits of the search"),
+        (("--max-memory", 0), "--max-memory 0 must be above 0 GB"),
+        (("--job-timeout", 5), "--job-timeout is for Ray workers: say how many with --workers"),
+        (("--ray-address", "auto"), "--ray-address is for Ray workers"),
+        (("--recipe", "bundle"), "unknown recipe 'bundle'; did you mean 'bundled'"),
+        (("--policy", "snapkb"), "unknown policy 'snapkb'; did you mean 'snapkv'"),
+        (("--set", "windw=4"), "windw"),
+        (("--group-size", 7), "a group of 7 layers: the model has 6"),
+        (("--budget", 3), "a budget of 3 is below the 4 entries that snapkv always keeps"),
+        (("--budget", 400), "keep all of the longest prompt"),
+        (("--space", "basis"), "space basis is made of start plans"),
+    ],
+)
+def test_bad_input(more: tuple[object, ...], message: str, questions: Path, run: Run, tmp_path: Path) -> None:
+    refused(run, USAGE, message, *command(questions, tmp_path / "run", *more))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_budget(questions: Path, run: Run, tmp_path: Path) -> None:
+    refused(run, USAGE, "Give --budget, or several with --budgets", *command(questions, tmp_path, small=SMALL[2:]))
+
+
+def test_a_directory_that_is_in_use(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
+    refused(run, USAGE, "holds a search already: --resume to go on with it", *command(questions, evolved[0]))
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(run, USAGE, "holds something else than a search", *command(questions, tmp_path))
+
+
+def test_a_start_plan_of_another_model(questions: Path, run: Run, tmp_path: Path) -> None:
+    save_plan(tiny.plan_for(tiny.loaded(), [[8, 12]] * 4), tmp_path / "other.json")
+    refused(
+        run,
+        INCOMPATIBLE,
+        "start plan other was made for another model",
+        *command(questions, tmp_path / "run", "--start", tmp_path / "other.json", "--policy", "snapkv"),
+    )
+
+
+def test_two_start_plans_of_one_name(questions: Path, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    plan = tiny.plan_for(load("bundled"), [[8, 12, 8, 8]] * 6)
+    places = [tmp_path / "mine.json", tmp_path / "b" / "mine.json"]
+    for place in places:
+        save_plan(plan, place)
+    starts = [item for place in places for item in ("--start", place)]
+    refused(
+        run,
+        USAGE,
+        "two start plans are called mine: rename one of the files",
+        *command(questions, tmp_path / "run", *starts, "--policy", "snapkv"),
+    )
+    small = ("--budget", 12, "--set", "window=4", "--start", places[0])
+    refused(run, USAGE, "--set is for a --policy", *command(questions, tmp_path / "run", small=small))
+
+
+def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -> None:
+    single = tmp_path / "single.jsonl"
+    rows = questions.read_text().splitlines()[::2]
+    single.write_text("\n".join(rows))
+    arguments = ("evolve", "bundled", *SMALL, "--tasks", f"jsonl:{single}", "--samples", 1, "-o", tmp_path / "run")
+    refused(run, USAGE, "one question to search on: the result would fit that one alone", *arguments)

@@ -1,0 +1,92 @@
+"""How a search is shown: a line per generation, or a panel in place."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvsearch.cli.common import Common
+from kvsearch.cli.evolve_panel import Panel, watching
+from kvsearch.search.ledger import Ledger
+from kvsearch.search.outcome import Found
+from kvsearch.search.run_directory import SearchRun
+from kvsearch.search.settings import Limits
+
+START = Found(np.full((2, 1), 8), 2.5, "start uniform")
+BETTER = Found(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SearchRun]:
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        yield SearchRun(tmp_path, ledger)
+
+
+def common_on(terminal: bool) -> tuple[Common, io.StringIO]:
+    common, screen = Common(), io.StringIO()
+    common.__dict__["talk"] = Console(file=screen, force_terminal=terminal, width=200, highlight=False)
+    return common, screen
+
+
+def go_on(common: Common, run: SearchRun) -> None:
+    with watching(common, run, Limits(evaluations=40)) as watcher:
+        watcher.stage("start plans")
+        watcher.generation("start", 0, [2.5], START)
+        watcher.stage("layers 0-1 (1 of 2)")
+        watcher.generation("layers 0-1", 0, [1.25, math.nan], BETTER)
+        watcher.ended("all stages are finished")
+        common.say("after it")
+
+
+def test_lines(run: SearchRun) -> None:
+    common, screen = common_on(terminal=False)
+    go_on(common, run)
+    used = r"candidates 0 of 40, seconds \d+, tokens 0"
+    assert re.fullmatch(
+        rf"start plans: best 2\.5 \(start uniform; best start 2\.5\), {used}\n"
+        r"layers 0-1 \(1 of 2\), generation 0: best 1\.25 \(layers 0-1, generation 0; best start 2\.5\), "
+        rf"{used}, 1 failed\nsearch ended: all stages are finished\nafter it\n",
+        screen.getvalue(),
+    )
+
+
+def test_a_panel_on_a_terminal_gives_the_screen_back(run: SearchRun) -> None:
+    common, screen = common_on(terminal=True)
+    go_on(common, run)
+    shown = screen.getvalue()
+    assert "kvsearch evolve" in shown
+    assert "best 1.25 (layers 0-1, generation 0; best start 2.5)" in shown
+    assert "1 failed" in shown
+    assert shown.index("kvsearch evolve") < shown.index("search ended") < shown.index("after it")
+    with common.talk.capture(), common.progress("what comes next"):  # a second live display would be refused
+        pass
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_interruption_tells_the_best_so_far(terminal: bool, run: SearchRun) -> None:
+    common, screen = common_on(terminal)
+    with pytest.raises(KeyboardInterrupt), watching(common, run, Limits()) as watcher:
+        run.ledger.append("best", candidate=BETTER.table, value=BETTER.value, where=BETTER.where)
+        watcher.stage("start plans")
+        watcher.generation("start", 0, [2.5], START)
+        raise KeyboardInterrupt
+    assert "best so far: 1.25 (layers 0-1, generation 0), in " in screen.getvalue()
+    assert "go on with --resume" in screen.getvalue()
+    assert (run.directory / "best.json").exists()
+    if isinstance(watcher, Panel):
+        assert watcher.live is None
+
+
+def test_an_interruption_before_anything_was_found(run: SearchRun) -> None:
+    common, screen = common_on(terminal=False)
+    with pytest.raises(KeyboardInterrupt), watching(common, run, Limits()):
+        raise KeyboardInterrupt
+    assert screen.getvalue().startswith("go on with --resume")
+    assert not (run.directory / "best.json").exists()

@@ -1,0 +1,56 @@
+"""Searches of the bundled model on short contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvsearch.evaluate.study import Settings
+from kvsearch.models.loading import LoadedModel, LoadOptions
+from kvsearch.plan import Plan
+from kvsearch.policies import create_policy
+from kvsearch.search.contest import Base
+from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
+from kvsearch.search.executors.cluster import RayWorkers
+from kvsearch.search.ledger import Ledger
+from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.workers import make_executor
+
+from .. import tiny
+from .searching import Silent
+
+CONTEXTS, LENGTH, QUESTIONS = 4, 100, 2
+POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
+
+
+def splits(contexts: int = CONTEXTS, overlap: int = 0, questions: int = QUESTIONS, answer: str | None = None) -> Splits:
+    """Three tasks with contexts of their own, `overlap` of which are also in the one before; `answer`: that of all."""
+    whole = tiny.listed(*[(LENGTH, questions)] * (3 * contexts))
+    rows = whole.rows
+    if answer is not None:
+        rows = tuple(replace(row, queries=tuple(replace(q, answers=(answer,)) for q in row.queries)) for row in rows)
+    firsts = [part * (contexts - overlap) for part in range(3)]
+    return Splits(*([replace(whole, rows=rows[first : first + contexts])] for first in firsts))
+
+
+def settings_of(**changes: Any) -> EvolveSettings:
+    """Two generations in groups of two layers."""
+    return EvolveSettings.model_validate({"budget": 12, "group_size": 2, "generations": 2, "finalists": 4, **changes})
+
+
+def prepare(
+    loaded: LoadedModel, plans: Mapping[str, Plan] | None = None, contexts: int = CONTEXTS, **changes: Any
+) -> PreparedSearch:
+    """A search that is ready to run."""
+    how = settings_of(**changes)
+    asked = Settings(contexts, how.protocol, how.seed)
+    return prepare_search(Base.of(loaded, POLICY), how, splits(contexts), asked, plans or {})
+
+
+def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:
+    """All three parts."""
+    with make_executor(prepared, LoadOptions(), workers) as executor, Ledger(ledger) as lines:
+        outcome = prepared.search(executor, lines, Limits(), Silent())
+    return prepared.decide(outcome)

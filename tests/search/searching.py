@@ -1,0 +1,138 @@
+"""Searches without a model: a frame, start plans, and an evaluator whose values follow from the budgets."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvsearch.search.executors import Job, SerialExecutor
+from kvsearch.search.executors.base import Floats, Ints
+from kvsearch.search.ledger import Ledger
+from kvsearch.search.loop import Search
+from kvsearch.search.outcome import Found, Outcome
+from kvsearch.search.scoring import Scoring
+from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.stages import Frame
+
+LAYERS, HEADS, BUDGET, SAMPLES = 4, 2, 16, 6
+TOKENS = 10  # of one candidate on one sample
+
+Loss = Callable[[Ints, int], float]
+
+
+def smooth(table: Ints, sample: int) -> float:
+    """What a layer lacks costs exponentially; layer 2 needs most, and samples differ a little."""
+    weights = np.array([1.0, 0.5, 4.0, 1.0])[: len(table)] + 0.1 * sample
+    return float((weights[:, None] * np.exp(-table / 12)).sum())
+
+
+class Measure:
+    """An evaluator of a loss by table and sample; `interrupt` is the number of the call that Ctrl-C cuts short."""
+
+    def __init__(self, loss: Loss = smooth, interrupt: int | None = None) -> None:
+        self.loss, self.interrupt = loss, interrupt
+        self.tokens_spent, self.jobs = 0, list[Job]()
+
+    def evaluate(self, job: Job) -> Floats:
+        """See `Evaluator`."""
+        if len(self.jobs) == self.interrupt:
+            self.interrupt = None
+            raise KeyboardInterrupt
+        self.jobs.append(job)
+        samples = range(SAMPLES) if job.samples is None else job.samples
+        self.tokens_spent += TOKENS * len(job.candidates) * len(samples)
+        return np.array([[self.loss(table, sample) for sample in samples] for table in job.candidates])
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    @property
+    def candidates(self) -> list[Ints]:
+        """All that were measured, in order."""
+        return [table for job in self.jobs for table in job.candidates]
+
+
+class Silent:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.stages, self.generations, self.ends = list[str](), list[tuple[str, int, list[float]]](), list[str]()
+
+    def stage(self, name: str) -> None:
+        """See `Watcher`."""
+        self.stages.append(name)
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Found) -> None:
+        """See `Watcher`."""
+        self.generations.append((stage, generation, list(values)))
+
+    def ended(self, why: str) -> None:
+        """See `Watcher`."""
+        self.ends.append(why)
+
+
+def frame_of(layers: int = LAYERS, heads: int = HEADS, budget: int = BUDGET, most: int = 64) -> Frame:
+    """At least 4 entries in every head."""
+    floors = np.full((layers, heads), 4, dtype=np.int64)
+    return Frame(budget, floors, np.full_like(floors, most))
+
+
+def starts_of(frame: Frame) -> dict[str, Ints]:
+    """Even budgets, and more for the lower half of the layers."""
+    uniform = np.full_like(frame.floors, frame.budget)
+    lower = uniform + np.where(np.arange(frame.layers) < frame.layers // 2, 4, -4)[:, None]
+    return {"uniform": uniform, "lower": lower}
+
+
+def settings_of(**changes: Any) -> EvolveSettings:
+    """Three generations in groups of two layers."""
+    return EvolveSettings.model_validate({"budget": BUDGET, "group_size": 2, "generations": 3, **changes})
+
+
+def search_of(
+    ledger: Ledger,
+    measure: Measure,
+    limits: Limits | None = None,
+    starts: Mapping[str, Ints] | None = None,
+    frame: Frame | None = None,
+    watcher: Silent | None = None,
+    name: str = "",
+    **changes: Any,
+) -> Search:
+    """A search that is ready to run."""
+    settings, frame = settings_of(**changes), frame or frame_of()
+
+    def tokens(chosen: tuple[int, ...] | None) -> int:
+        return TOKENS * (SAMPLES if chosen is None else len(chosen))
+
+    executor = SerialExecutor(measure)
+    scoring = Scoring(executor, ledger, settings.objective, settings.job, limits or Limits(), tokens)
+    given = starts_of(frame) if starts is None else starts
+    return Search(settings, frame, given, scoring, SAMPLES, watcher or Silent(), name)
+
+
+def run(path: Path, measure: Measure | None = None, limits: Limits | None = None, **changes: Any) -> Outcome:
+    """Run a search, or go on with it, in the ledger `path`."""
+    with Ledger(path) as ledger:
+        return search_of(ledger, measure or Measure(), limits, **changes).run()
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger without what time says of them."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("at", "seconds")} for line in lines]
+
+
+def told(outcome: Outcome) -> list[tuple[list[list[int]], float, str]]:
+    """What a search found, comparable."""
+    return [(one.table.tolist(), one.value, one.where) for one in outcome.pool]
+
+
+def mean_loss(table: Ints, loss: Loss = smooth) -> float:
+    """The value of a table on all samples."""
+    return math.fsum(loss(table, sample) for sample in range(SAMPLES)) / SAMPLES

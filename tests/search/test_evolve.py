@@ -1,0 +1,196 @@
+"""EvolKV end to end, on the bundled model and short contexts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluate.study import Settings
+from kvsearch.models.loading import LoadedModel, load
+from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.runtime import Program
+from kvsearch.search.bank_samples import bank_samples
+from kvsearch.search.contest import Base
+from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
+from kvsearch.search.ledger import Ledger, Spent
+from kvsearch.search.report import as_json, decision, tables
+from kvsearch.search.settings import Limits
+from kvsearch.search.workers import make_executor
+
+from .. import tiny
+from .evolving import CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
+from .searching import Silent, told
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"parity": True},
+    {"objective": "kl", "space": "layers", "minibatch": 3},
+    {"objective": "metric", "generations": 1, "protocol": "question-aware"},
+]
+IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("bundled")
+
+
+@pytest.fixture(scope="module", params=MODES, ids=IDS)
+def found(
+    request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreparedSearch, Evolved]:
+    prepared = prepare(loaded, **request.param)
+    return prepared, evolve(prepared, tmp_path_factory.mktemp("run") / "ledger.jsonl")
+
+
+def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
+    prepared, evolved = found
+    choice = evolved.choice
+    scores = {name: choice.trial.score(name).mean for name in choice.finalists}
+    assert set(prepared.starts) < set(scores)
+    assert scores[choice.name] == max(scores.values())
+
+
+def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
+    prepared, evolved = found
+    plan = evolved.choice.plan
+    assert plan.total == prepared.settings.budget * prepared.base.floors.size == evolved.choice.table.sum()
+    np.testing.assert_equal(budgets_at(plan, "prefill", 1000), evolved.choice.table)
+    Program.from_plan(loaded.model, plan)
+    assert plan.provenance is not None
+    assert plan.provenance.data_sha256 == prepared.data_sha256
+    assert plan.provenance.settings["chosen"] == evolved.choice.name
+    assert plan.provenance.settings["parity"] == prepared.settings.parity
+
+
+def test_all_finalists_have_the_same_size(found: tuple[PreparedSearch, Evolved]) -> None:
+    prepared, evolved = found
+    totals = {int(one.table.sum()) for one in evolved.choice.finalists.values()}
+    assert totals == {prepared.frame.total}
+    tables_of = [one.table.tobytes() for one in evolved.choice.finalists.values()]
+    assert len(tables_of) == len(set(tables_of))
+
+
+def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> None:
+    prepared, evolved = found
+    names = ["full", "evolved", "uniform", "pyramid", "streaming"]
+    assert list(evolved.report.labels) == names
+    data = as_json(prepared, evolved, Spent(3, 5, 7.0))
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert list(data["report"]) == names
+    assert list(data["gains"]) == list(data["recovered"]) == names[2:]
+    assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
+    assert data["budgets"] == evolved.choice.table.tolist()
+    assert [len(table.groups[0].rows) for table in tables(prepared, evolved)] == [
+        len(evolved.choice.finalists), len(names),
+    ]  # fmt: skip
+    assert evolved.choice.name in decision(evolved)
+
+
+def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) -> None:
+    prepared = prepare(loaded, finalists=1, generations=1, seed=1)
+    outcome = evolve(prepared, tmp_path / "l").outcome
+    choice = prepared.choose(outcome)
+    assert outcome.mean is not None
+    kept = [one.table.tolist() for name, one in choice.finalists.items() if name.startswith("#")]
+    assert kept == [one.table.tolist() for one in (outcome.pool[0], outcome.mean)]
+
+
+def test_parity_judges_the_papers_result(loaded: LoadedModel, tmp_path: Path) -> None:
+    prepared = prepare(loaded, parity=True, finalists=1)
+    choice = prepared.choose(evolve(prepared, tmp_path / "l").outcome)
+    assert choice.finalists["#1"].where.endswith(", completed")
+
+
+def test_one_seed_one_result(loaded: LoadedModel, tmp_path: Path) -> None:
+    first, again, other = (evolve(prepare(loaded, seed=seed), tmp_path / str(n)) for n, seed in enumerate((0, 0, 1)))
+    assert told(first.outcome) == told(again.outcome) != told(other.outcome)
+    assert first.choice.plan == again.choice.plan
+
+
+def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
+    how = settings_of(objective="metric", generations=3)
+    prepared = prepare_search(Base.of(loaded, POLICY), how, splits(answer="nowhere"), Settings(CONTEXTS), {})
+    evolved = evolve(prepared, tmp_path / "l")
+    assert evolved.outcome.flat
+    assert "the metric is zero for all" in evolved.outcome.ended
+    assert evolved.choice.name == "uniform"
+    assert decision(evolved).endswith("search by nll; uniform was written")
+
+
+def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path) -> None:
+    prepared = prepare(loaded)
+    with make_executor(prepared, LoadOptions()) as executor, Ledger(tmp_path / "l") as ledger:
+        outcome = prepared.search(executor, ledger, Limits(evaluations=1), Silent())
+        assert ledger.spent.evaluations == 1
+    assert outcome.ended == "1 candidates were evaluated, as many as allowed"
+    assert prepared.decide(outcome).choice.name in prepared.starts
+
+
+@pytest.mark.parametrize("objective", ["nll", "metric"])
+def test_tokens_of_a_candidate_are_what_it_takes_at_most(objective: str, loaded: LoadedModel, tmp_path: Path) -> None:
+    prepared = prepare(loaded, objective=objective)
+    with make_executor(prepared, LoadOptions()) as executor, Ledger(tmp_path / "l") as ledger:
+        for limit in (50, 150, 400):
+            prepared.search(executor, ledger, Limits(tokens=limit), Silent())
+            assert ledger.spent.tokens <= limit
+
+
+class TestRefused:
+    def test_one_sample(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match=r"one question to search on: .*give more --samples"):
+            prepare_search(Base.of(loaded, POLICY), settings_of(), splits(1, questions=1), Settings(1), {})
+
+    def test_splits_that_overlap(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match=r"task listed, example 3, question 0 is in the search and in the choice"):
+            prepare_search(Base.of(loaded, POLICY), settings_of(), splits(overlap=1), Settings(CONTEXTS), {})
+
+    def test_a_group_above_the_layers(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match="a group of 7 layers: the model has 6, give at most that many"):
+            prepare(loaded, group_size=7)
+
+    def test_a_budget_below_the_window(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match="a budget of 3 is below the 4 entries that snapkv always keeps"):
+            prepare(loaded, budget=3)
+
+    def test_a_budget_that_leaves_nothing_to_search(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match="a budget of 4 is what the policy always keeps"):
+            prepare(loaded, budget=4)
+
+    def test_a_budget_that_evicts_nothing(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match=r"500 entries per kv head keep all of the longest prompt \(\d+ tokens\)"):
+            prepare(loaded, budget=500)
+
+    def test_a_start_plan_of_another_model(self, loaded: LoadedModel) -> None:
+        other = tiny.plan_for(tiny.loaded(), [[12, 20]] * 4)
+        with pytest.raises(IncompatibleError, match="start plan other was made for another model"):
+            prepare(loaded, {"other": other})
+
+    @pytest.mark.parametrize("space", ["heads", "basis"])
+    def test_a_space_that_is_made_of_start_plans_without_any(self, space: str, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match=f"space {space} is made of start plans"):
+            prepare(loaded, space=space)
+
+
+def test_splits_share_no_question(loaded: LoadedModel) -> None:
+    prepared = prepare(loaded)
+    hashes = [
+        {sample.sha256 for sample in bank_samples(encoded, prepared.settings.protocol)}
+        for encoded in prepared.encoded.values()
+    ]
+    assert len(hashes) == 3
+    assert all(len(one) == CONTEXTS * QUESTIONS for one in hashes)
+    assert len(set.union(*hashes)) == 3 * CONTEXTS * QUESTIONS
+
+
+@pytest.mark.parametrize("space", ["heads", "basis"])
+def test_a_start_plan_with_budgets_per_head(space: str, loaded: LoadedModel, tmp_path: Path) -> None:
+    budgets: list[list[int] | None] = [[4 + (layer + head) % 5 * 4 for head in range(4)] for layer in range(6)]
+    evolved = evolve(prepare(loaded, {"mine": tiny.plan_for(loaded, budgets)}, space=space), tmp_path / "l")
+    assert list(evolved.choice.finalists)[:3] == ["uniform", "pyramid", "mine"]
+    assert any(len(set(row.tolist())) > 1 for one in evolved.outcome.pool for row in one.table)

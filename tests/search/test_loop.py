@@ -1,0 +1,385 @@
+"""The search loop, by an evaluator without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
+from kvsearch.search import loop
+from kvsearch.search.executors.base import Floats, Ints, Job
+from kvsearch.search.ledger import Ledger
+from kvsearch.search.records import Told
+from kvsearch.search.settings import Limits
+from kvsearch.search.space import Vector
+from kvsearch.search.stages import Frame
+
+from .searching import (
+    BUDGET,
+    HEADS,
+    LAYERS,
+    SAMPLES,
+    TOKENS,
+    Measure,
+    Silent,
+    frame_of,
+    mean_loss,
+    run,
+    search_of,
+    smooth,
+    starts_of,
+    timeless,
+    told,
+)
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"parity": True},
+    {"minibatch": 2},
+    {"space": "layers"},
+    {"group_size": 1, "generations": 2},
+    {"optimiser": "coordinate"},
+    {"optimiser": "random", "population": 3, "objective": "metric"},
+]
+IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
+
+
+def score(table: Ints, sample: int) -> float:
+    """The same as a metric."""
+    return math.exp(-smooth(table, sample))
+
+
+def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
+    return Measure(score if mode.get("objective") == "metric" else smooth, **more)
+
+
+def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
+    measure, watcher = Measure(), Silent()
+    with Ledger(tmp_path / "l") as ledger:
+        search_of(ledger, measure, watcher=watcher).run()
+    starts = starts_of(frame_of())
+    first = [table.tolist() for table in measure.jobs[0].candidates]
+    assert first == [table.tolist() for table in starts.values()]
+    assert watcher.stages == ["start plans", "layers 0-1 (1 of 2)", "layers 2-3 (2 of 2)"]
+    assert watcher.generations[0] == ("start", 0, [pytest.approx(mean_loss(one)) for one in starts.values()])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[str, Any], tmp_path: Path) -> None:
+    measure = measure_for(mode)
+    outcome = run(tmp_path / "l", measure, **mode)
+    value = (lambda table: -mean_loss(table, score)) if mode.get("objective") == "metric" else mean_loss
+    for one in outcome.pool:
+        assert one.table.sum() == BUDGET * LAYERS * HEADS
+        assert one.table.min() >= 4
+        assert one.value == pytest.approx(value(one.table), abs=1e-8)
+    found, given = min(one.value for one in outcome.pool), min(map(value, starts_of(frame_of()).values()))
+    assert found <= given + 1e-8
+    if not mode.get("parity"):
+        assert found < given
+        assert [one.value for one in outcome.pool] == sorted(one.value for one in outcome.pool)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=IDS)
+def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
+    """After any line of its ledger, and in the middle of it."""
+    whole = tmp_path / "whole"
+    expected = run(whole, measure_for(mode), **mode)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        cut = tmp_path / f"cut-{kept}"
+        cut.write_bytes(b"".join(lines[:kept]) + lines[kept][: 7 * (kept % 3)])
+        again = run(cut, measure_for(mode), **mode)
+        assert told(again) == told(expected), kept
+        assert again.ended == expected.ended
+        assert timeless(cut) == timeless(whole), kept
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=IDS[:3])
+def test_a_run_that_is_interrupted_in_any_job_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
+    measure = measure_for(mode)
+    expected = run(tmp_path / "whole", measure, **mode)
+    for call in range(len(measure.jobs)):
+        path, broken = tmp_path / f"run-{call}", measure_for(mode, interrupt=call)
+        with pytest.raises(KeyboardInterrupt):
+            run(path, broken, **mode)
+        assert told(run(path, broken, **mode)) == told(expected)
+        assert timeless(path) == timeless(tmp_path / "whole")
+        assert len(broken.jobs) == len(measure.jobs)  # nothing is measured twice
+
+
+def test_a_finished_run_measures_nothing_more(tmp_path: Path) -> None:
+    first = run(tmp_path / "l")
+    before = (tmp_path / "l").read_bytes()
+    again = Measure()
+    assert told(run(tmp_path / "l", again)) == told(first)
+    assert again.jobs == []
+    assert (tmp_path / "l").read_bytes() == before
+
+
+def test_one_seed_one_search(tmp_path: Path) -> None:
+    first, again, other = (run(tmp_path / str(number), seed=seed) for number, seed in enumerate((0, 0, 1)))
+    assert told(first) == told(again)
+    assert told(first) != told(other)
+
+
+def test_another_search_in_the_same_ledger_is_a_bug(tmp_path: Path) -> None:
+    run(tmp_path / "l", seed=0)
+    with pytest.raises(InternalError, match="asks for other points than its ledger says"):
+        run(tmp_path / "l", seed=1)
+
+
+def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "l") as ledger:
+        first = search_of(ledger, Measure(), name="a: ").run()
+        measure, watcher = Measure(), Silent()
+        second = search_of(ledger, measure, watcher=watcher, name="b: ").run()
+        assert {line.stage[:3] for line in ledger.asked("a: layers 0-1")} == {"a: "}
+    assert watcher.stages[0] == "b: start plans"
+    assert not any(table.tolist() == [[BUDGET] * HEADS] * LAYERS for table in measure.candidates)  # known by then
+    assert told(first) != told(second)  # seeds differ by name
+
+
+def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
+    """Where budgets are few, points round to the same ones."""
+    measure = Measure()
+    run(tmp_path / "l", measure, frame=frame_of(budget=5), budget=5, generations=8, starts=few())
+    keys = [table.tobytes() for table in measure.candidates]
+    assert len(keys) == len(set(keys))
+    with Ledger(tmp_path / "l") as ledger:
+        generations = [ledger.told(f"layers {rows}") for rows in ("0-1", "2-3")]
+    assert any(len(set(one.values)) < len(one.values) for found in generations for one in found)
+
+
+def few() -> dict[str, Ints]:
+    return {"uniform": np.full((LAYERS, HEADS), 5, dtype=np.int64)}
+
+
+class TestFlat:
+    def test_equal_values_end_the_search_after_one_generation(self, tmp_path: Path) -> None:
+        measure, watcher = Measure(lambda table, sample: 0.25 + sample), Silent()
+        outcome = run(tmp_path / "l", measure, watcher=watcher)
+        assert outcome.flat
+        assert outcome.ended == f"{len(measure.candidates)} plans and all the same: this budget does not matter here"
+        assert [place[:2] for place in watcher.generations] == [("start", 0), ("layers 0-1", 0)]
+        assert watcher.ends == [outcome.ended]
+
+    def test_a_metric_that_is_zero_for_all(self, tmp_path: Path) -> None:
+        outcome = run(tmp_path / "l", Measure(lambda *_: 0.0), objective="metric")
+        assert outcome.flat
+        assert outcome.ended == "the metric is zero for all 7 plans, so it tells none apart: search by nll"
+
+    def test_a_metric_that_is_one_for_all(self, tmp_path: Path) -> None:
+        outcome = run(tmp_path / "l", Measure(lambda *_: 1.0), objective="metric")
+        assert "does not matter here" in outcome.ended
+
+    @pytest.mark.parametrize("mode", [{"parity": True}, {"minibatch": 2}])
+    def test_neither_the_cache_term_nor_minibatches_hide_it(self, mode: dict[str, Any], tmp_path: Path) -> None:
+        outcome = run(tmp_path / "l", Measure(lambda table, sample: 0.25 + sample), **mode)
+        assert outcome.flat
+        assert "does not matter here" in outcome.ended
+
+    def test_one_plan_that_differs_is_enough(self, tmp_path: Path) -> None:
+        uniform = starts_of(frame_of())["uniform"]
+        outcome = run(tmp_path / "l", Measure(lambda table, _: float(np.array_equal(table, uniform))))
+        assert not outcome.flat
+        assert outcome.ended == "all stages are finished"
+
+
+class TestFailures:
+    def test_a_candidate_without_a_value_is_told_as_worse_than_all_others(self, tmp_path: Path) -> None:
+        def loss(table: Ints, sample: int) -> float:
+            return math.nan if table[0, 0] > 22 else smooth(table, sample)
+
+        measure, watcher = Measure(loss), Silent()
+        outcome = run(tmp_path / "l", measure, watcher=watcher)
+        failed = [generation for generation in watcher.generations if any(map(math.isnan, generation[2]))]
+        assert failed, "no candidate failed"
+        with Ledger(tmp_path / "l") as ledger:
+            lines = {(line.stage, line.generation): line for stage in ("0-1", "2-3") for line in of(ledger, stage)}
+        for stage, number, values in failed:
+            known = lines[stage, number].values
+            worst = max(value for value in values if not math.isnan(value))
+            assert all(a > worst if math.isnan(b) else a == b for a, b in zip(known, values, strict=True))
+        assert all(one.table[0, 0] <= 22 for one in outcome.pool)
+
+    def test_more_than_half_of_a_generation_ends_it_and_resume_goes_on(self, tmp_path: Path) -> None:
+        expected = run(tmp_path / "whole")
+        starts = {table.tobytes() for table in starts_of(frame_of()).values()}
+
+        def broken(table: Ints, sample: int) -> float:
+            if table.tobytes() in starts:
+                return smooth(table, sample)
+            raise RuntimeError("the disk of the model is gone")
+
+        with pytest.raises(EnvironmentFault, match=r"candidates failed .*the disk of the model is gone.*--resume"):
+            run(tmp_path / "l", Measure(broken))
+        assert told(run(tmp_path / "l")) == told(expected)
+
+    def test_memory_for_one_candidate_is_enough(self, tmp_path: Path) -> None:
+        class Cramped(Measure):
+            def evaluate(self, job: Job) -> Floats:
+                if len(job.candidates) > 1:
+                    raise MemoryError
+                return super().evaluate(job)
+
+        assert told(run(tmp_path / "l", Cramped(), generations=1)) == told(run(tmp_path / "whole", generations=1))
+
+    def test_a_model_that_gives_no_numbers(self, tmp_path: Path) -> None:
+        with pytest.raises(IncompatibleError, match="no finite values"):
+            run(tmp_path / "l", Measure(lambda *_: math.nan))
+
+
+def of(ledger: Ledger, rows: str) -> list[Told]:
+    return ledger.told(f"layers {rows}")
+
+
+class TestLimits:
+    def test_evaluations_are_exact(self, tmp_path: Path) -> None:
+        whole = Measure()
+        run(tmp_path / "whole", whole)
+        most = len(whole.candidates)
+        for limit in range(1, most + 2):
+            measure = Measure()
+            outcome = run(tmp_path / str(limit), measure, Limits(evaluations=limit))
+            assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)
+            # What is measured before the limit is what would be measured without one.
+            assert [table.tolist() for table in measure.candidates] == [
+                table.tolist() for table in whole.candidates[:limit]
+            ]
+            if limit < most:
+                assert outcome.ended == f"{limit} candidates were evaluated, as many as allowed"
+            assert {tuple(one.table.ravel()) for one in outcome.pool} == {
+                tuple(table.ravel()) for table in whole.candidates[:limit]
+            }
+
+    def test_a_larger_limit_goes_on(self, tmp_path: Path) -> None:
+        expected = run(tmp_path / "whole")
+        for limit in (1, 7, 8, 13):
+            run(tmp_path / "l", limits=Limits(evaluations=limit))
+        assert told(run(tmp_path / "l")) == told(expected)
+
+    @pytest.mark.parametrize("mode", [{}, {"minibatch": 2}], ids=["all", "minibatch"])
+    @given(limit=st.integers(1, 3000))
+    @hypothesis_settings(max_examples=20, deadline=None)
+    def test_tokens_are_never_exceeded_and_one_more_candidate_would(
+        self, mode: dict[str, Any], limit: int, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        measure = Measure()
+        outcome = run(tmp_path_factory.mktemp("run") / "l", measure, Limits(tokens=limit), **mode)
+        assert measure.tokens_spent <= limit
+        if outcome.ended != "all stages are finished":
+            assert measure.tokens_spent + TOKENS * SAMPLES > limit
+            assert "tokens were read" in outcome.ended
+
+    def test_time(self, tmp_path: Path) -> None:
+        measure = Measure()
+        outcome = run(tmp_path / "l", measure, Limits(seconds=1e-9))
+        assert measure.jobs == []
+        assert outcome.pool == []
+        assert outcome.ended == "the 1e-09 seconds that were allowed are over"
+
+    def test_the_best_start_counts_when_a_limit_cuts_them_short(self, tmp_path: Path) -> None:
+        outcome = run(tmp_path / "l", limits=Limits(evaluations=1))
+        assert [one.where for one in outcome.pool] == ["start uniform"]
+
+    def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
+        measure = Measure()
+        outcome = run(tmp_path / "l", measure, Limits(evaluations=6), parity=True)
+        assert len(measure.candidates) == 6
+        assert outcome.pool[0].where.endswith(", completed")
+        assert outcome.pool[0].table.sum() == BUDGET * LAYERS * HEADS
+
+
+class TestMinibatch:
+    def test_a_generation_sees_the_same_samples_and_its_best_all(self, tmp_path: Path) -> None:
+        measure = Measure()
+        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, job=100)
+        drawn = [job.samples for job in measure.jobs if job.samples is not None]
+        assert {len(samples) for samples in drawn} == {2}
+        assert len(set(drawn)) > 2  # another draw for each generation
+        with Ledger(tmp_path / "l") as ledger:
+            for stage in ("layers 0-1", "layers 2-3"):
+                assert len(ledger.told(stage)) == 4
+        for one in outcome.pool:
+            assert one.value == pytest.approx(mean_loss(one.table), abs=1e-8)
+
+    def test_as_many_as_there_are_is_all(self, tmp_path: Path) -> None:
+        assert told(run(tmp_path / "a", minibatch=SAMPLES)) == told(run(tmp_path / "b"))
+
+
+class Scripted:
+    """An optimiser that asks for given points, one generation for each stage."""
+
+    finished = None
+
+    def __init__(self, script: list[list[list[float]]], log: list[tuple[Sequence[Vector], list[float]]]) -> None:
+        self.points, self.log = script.pop(0), log
+
+    def inject(self, points: Sequence[Vector]) -> None:
+        assert not points
+
+    def ask(self) -> list[Vector]:
+        return [np.array(point) for point in self.points]
+
+    def tell(self, points: Sequence[Vector], values: list[float]) -> None:
+        self.log.append((points, values))
+
+
+def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked by hand: 4 layers, c = 8, groups of 2, two candidates in each group.
+
+    Group 1: [12, 12] has CacheScore 0.5: 0.80 * 1.15 = 0.92; [4, 8] has 0.95: 0.70 * 1.285 = 0.8995. The first wins.
+    Group 2: [4, 4] has 0.9: 0.72 * 1.27 = 0.9144, below the best of group 1; [4, 8]: 0.73 * 1.285 = 0.93805 wins.
+    The result [12, 12, 4, 8] has 36 entries; as 32 they are [10.67, 10.67, 3.56, 7.11], so [11, 11, 3, 7].
+    """
+    scores = {
+        (8, 8, 8, 8): 0.71, (12, 12, 8, 8): 0.80, (4, 8, 8, 8): 0.70, (12, 12, 4, 4): 0.72, (12, 12, 4, 8): 0.73,
+    }  # fmt: skip
+    completed = {(11, 11, 3, 7): 0.705}
+    script = [[[1.5, 1.5], [0.5, 1.0]], [[0.5, 0.5], [0.5, 1.0]]]
+    log: list[tuple[Sequence[Vector], list[float]]] = []
+    monkeypatch.setattr(loop, "create_optimiser", lambda *_, **__: Scripted(script, log))
+    asked: list[tuple[int, ...]] = []
+
+    def loss(table: Ints, sample: int) -> float:
+        key = tuple(int(entries) for entries in table[:, 0])
+        if sample == 0:
+            asked.append(key)
+        return -math.log({**scores, **completed}[key])
+
+    floors = np.ones((4, 1), dtype=np.int64)
+    frame = Frame(8, floors, np.full_like(floors, 64))
+    starts = {"uniform": np.full((4, 1), 8, dtype=np.int64)}
+    outcome = run(
+        tmp_path / "l", Measure(loss), frame=frame, starts=starts, budget=8, parity=True, generations=1, finalists=1
+    )
+    assert asked[:5] == list(scores)
+    told_values = [value for _, values in log for value in values]
+    assert told_values == pytest.approx([-0.92, -0.8995, -0.9144, -0.93805])
+    assert [point.tolist() for point in log[1][0]] == [[0.5, 0.5], [0.5, 1.0]]
+    assert outcome.pool[0].table[:, 0].tolist() == [11, 11, 3, 7]
+    assert outcome.pool[0].value == pytest.approx(-math.log(0.705))
+    assert outcome.pool[0].where == "layers 2-3, generation 0, completed"
+    with Ledger(tmp_path / "l") as ledger:
+        assert ledger.best is not None
+        assert ledger.best.table[:, 0].tolist() == [12, 12, 4, 8]
+
+
+def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> None:
+    starts = starts_of(frame_of())
+    better = {"uniform": starts["uniform"], "good": run(tmp_path / "a").pool[0].table}
+    measure = Measure()
+    run(tmp_path / "b", measure, starts=better, parity=True, generations=1)
+    assert all((table[2:] == BUDGET).all() for table in measure.candidates[2:8])
+    plain = Measure()
+    run(tmp_path / "c", plain, starts=better, generations=1)
+    assert not all((table[2:] == BUDGET).all() for table in plain.candidates[2:8])
