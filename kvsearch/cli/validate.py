@@ -90,7 +90,7 @@ def validate(
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
-    than strategies differ by chance; harmful if it is worse than these by so much; else useless. What was found is kept
+    than strategies differ by chance; harmful if it is worse than the uniform one; else useless. What was found is kept
     in DIR/validation.json, and finished replies in DIR/validation, so the same command goes on where it stopped.
 
     Example: kvsearch validate runs/polykv --samples 40

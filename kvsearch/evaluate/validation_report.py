@@ -177,26 +177,27 @@ class Validation(Conditions):
 def judge(kind: Kind, gains: Gains, contexts: int, constant: bool = False) -> tuple[Verdict, str]:
     """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
 
-    "Above" and "below" mean that the 95% interval of the difference is. For the uniform and the random controls they
-    also mean that it is more than strategies differ by chance (`Gains.reach`). The first that applies:
+    "Above" and "below" mean that the 95% interval of the difference is; "by more than chance" that it is also more than
+    strategies differ by chance (`Gains.reach`). The first that applies:
 
     1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
     2. useless: there are fewer than `LEAST_CONTEXTS` different contexts, which cannot tell;
-    3. harmful: forward is below the uniform control, or below the random controls;
-    4. useful: forward is above its inverse, and above the uniform control or the random controls;
+    3. harmful: forward is below the uniform control, so not using the signal is better on this model, be it by the
+       signal's fault or by bad luck; or it is below the random controls by more than chance;
+    4. useful: forward is above its inverse, and above the uniform or the random controls by more than chance;
     5. useless: all else.
 
-    Of signals that say nothing about one in twenty is called useful, and one in twenty harmful.
+    Of signals that say nothing about one in twenty is called useful. Harmful are those whose strategy is a bad one.
     """
     (uniform, random), inverse = gains.beyond, _side(gains.inverse)
+    uniform = min(uniform, _side(gains.uniform))
     names = {_UNIFORM[kind]: uniform, _RANDOM[kind]: random}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
     if contexts < LEAST_CONTEXTS:
         return "useless", f"too few contexts to tell: {contexts} different ones, at least {LEAST_CONTEXTS} are needed"
     if min(uniform, random) < 0:
-        below = " and ".join(name for name, side in names.items() if side < 0)
-        return "harmful", f"forward is below {below} by {_CHANCE}"
+        return "harmful", f"forward is below {' and '.join(name for name, side in names.items() if side < 0)}"
     if inverse > 0 and max(uniform, random) > 0:
         above = " and ".join(name for name, side in names.items() if side > 0)
         level = [f"; {name} could be as good by chance" for name, side in names.items() if side == 0]
@@ -240,8 +241,12 @@ def _useless(kind: Kind, gains: Gains) -> str:
     controls = f"{_UNIFORM[kind]} and {_RANDOM[kind]}"
     if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):
         return "forward and all controls score the same on every question"
+    sides = {_UNIFORM[kind]: _side(gains.uniform), _RANDOM[kind]: _side(gains.random)}
+    above = " and ".join(name for name, side in sides.items() if side > 0)
+    if inverse > 0 and above:
+        return f"forward is above {above}, but not by {_CHANCE}: it may be luck"
     if inverse > 0:
-        return f"forward is not above {controls} by {_CHANCE}: the gap to the inverse comes from a bad inverse"
+        return f"forward is not above {controls}: the gap to the inverse comes from a bad inverse"
     if better > 0:
         return "forward is above a control, but no better than its inverse: the signal's direction does not matter"
     if inverse < 0:

@@ -117,10 +117,16 @@ def gains(inverse: Difference, uniform: Difference, random: Difference, reach: f
         (ABOVE, ABOVE, ABOVE, "useful", f"forward is above its inverse, and above {UNIFORM} and {RANDOM} by more than"),
         (ABOVE, LEVEL, ABOVE, "useful", f"and above {RANDOM} by {CHANCE}; {UNIFORM} could be as good by chance"),
         (ABOVE, ABOVE, LEVEL, "useful", f"and above {UNIFORM} by {CHANCE}; {RANDOM} could be as good by chance"),
-        (ABOVE, BELOW, ABOVE, "harmful", f"forward is below one pattern in all layers by {CHANCE}"),
-        (ABOVE, ABOVE, BELOW, "harmful", f"forward is below random patterns by {CHANCE}"),
-        (ABOVE, BELOW, BELOW, "harmful", "forward is below one pattern in all layers and random patterns by"),
-        (ABOVE, LEVEL, LEVEL, "useless", f"{RANDOM} by {CHANCE}: the gap to the inverse comes from a bad inverse"),
+        (ABOVE, BELOW, ABOVE, "harmful", "forward is below one pattern in all layers"),
+        (ABOVE, ABOVE, BELOW, "harmful", "forward is below random patterns"),
+        (ABOVE, BELOW, BELOW, "harmful", "forward is below one pattern in all layers and random patterns"),
+        (
+            ABOVE,
+            LEVEL,
+            LEVEL,
+            "useless",
+            f"not above {UNIFORM} and {RANDOM}: the gap to the inverse comes from a bad inverse",
+        ),
         (LEVEL, ABOVE, ABOVE, "useless", "above a control, but no better than its inverse"),
         (BELOW, LEVEL, LEVEL, "useless", "it points the wrong way"),
         (LEVEL, LEVEL, LEVEL, "useless", f"not above its inverse, nor above {UNIFORM} and {RANDOM} by {CHANCE}"),
@@ -147,12 +153,22 @@ def test_a_gain_within_the_spread_of_random_strategies_is_none(
 def test_a_loss_within_the_spread_of_random_strategies_is_none() -> None:
     assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1), MANY)[0] == "harmful"
     assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3), MANY)[0] == "useless"
-    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.1), MANY)[0] == "harmful"
-    assert judge("route", gains(ABOVE, BELOW, LEVEL, 0.3), MANY)[0] == "useless"
+
+
+def test_a_strategy_below_the_uniform_control_is_harmful_whatever_chance_does() -> None:
+    """Not using the signal is better on this model, and that is what counts for an export."""
+    for reach in (0.0, 0.1, 0.3):
+        verdict, why = judge("route", gains(ABOVE, BELOW, LEVEL, reach), MANY)
+        assert (verdict, why) == ("harmful", "forward is below one pattern in all layers")
+
+
+def test_what_may_be_luck_is_said_to_be() -> None:
+    _, why = judge("route", gains(ABOVE, ABOVE, LEVEL, 0.3), MANY)
+    assert why == f"forward is above {UNIFORM}, but not by {CHANCE}: it may be luck"
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.05, 0.1])
-def test_signals_that_say_nothing_are_rarely_useful_or_harmful(spread: float) -> None:
+def test_signals_that_say_nothing_are_rarely_useful(spread: float) -> None:
     """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""
     rng, verdicts = np.random.default_rng(0), list[str]()
 
@@ -168,7 +184,6 @@ def test_signals_that_say_nothing_are_rarely_useful_or_harmful(spread: float) ->
         made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
         verdicts.append(judge("route", made, 40)[0])
     assert verdicts.count("useful") <= 0.06 * 3000
-    assert verdicts.count("harmful") <= 0.065 * 3000
     assert verdicts.count("useful") > 0  # the rule is no wall
 
 
@@ -201,11 +216,10 @@ def test_few_contexts_cannot_tell(contexts: int, verdicts: list[str]) -> None:
 def test_verdicts_on_budgets_are_in_their_words() -> None:
     _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL), MANY)
     assert why == (
-        "forward is not above equal budgets and random permutations by more than strategies differ by chance: the gap "
-        "to the inverse comes from a bad inverse"
+        "forward is not above equal budgets and random permutations: the gap to the inverse comes from a bad inverse"
     )
     _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL), MANY)
-    assert why == "forward is below equal budgets by more than strategies differ by chance"
+    assert why == "forward is below equal budgets"
 
 
 def test_a_constant_signal_does_no_harm() -> None:
@@ -227,7 +241,7 @@ def test_verdicts_exclude_each_other(
 ) -> None:
     found = gains(inverse, uniform, random, reach)
     verdict, why = judge(kind, found, MANY)
-    harms = min(found.beyond) < 0
+    harms = min(found.beyond) < 0 or uniform.high < 0
     assert found.beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
     assert (verdict == "harmful") == harms
     assert (verdict == "useful") == (not harms and inverse.low > 0 and max(found.beyond) > 0)
