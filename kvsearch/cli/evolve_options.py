@@ -67,7 +67,7 @@ Space = Annotated[
 ]
 GroupSize = Annotated[
     int | None,
-    typer.Option("--group-size", help="Layers of a group.", min=1, show_default="8", rich_help_panel=WHAT),
+    typer.Option("--group-size", help="Layers of a group.", min=1, show_default="8, or all", rich_help_panel=WHAT),
 ]
 Optimiser = Annotated[
     str | None,

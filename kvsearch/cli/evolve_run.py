@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,28 +152,16 @@ def _keep(run: SearchRun, common: Common) -> Keep:
     @contextmanager
     def keep(stage: str, evaluation: Evaluation) -> Iterator[tuple[Ledger, Progress]]:
         from kvsearch.cli.strategies import kept_replies
+        from kvsearch.evaluate.kept import begins_anew
 
         place, config = run.directory / stage, evaluation.config()
         with (
-            kept_replies(place, config, evaluation.replies, _is_other(place, config), common) as ledger,
+            kept_replies(place, config, evaluation.replies, begins_anew(place, config, True), common) as ledger,
             common.progress(f"{stage}: batches") as progress,
         ):
             yield ledger, progress
 
     return keep
-
-
-def _is_other(place: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a directory has replies to something else: a search that went on may have found other finalists."""
-    from kvsearch.evaluate.run_directory import CONFIG, difference
-    from kvsearch.plan import canonical_json
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.plan.parsing import parse_json
-
-    if not (place / CONFIG).exists():
-        return False
-    there = parse_json(read_bytes(place / CONFIG), str(place / CONFIG))
-    return difference(there, parse_json(canonical_json(config), "the configuration")) is not None
 
 
 def _spent(run: SearchRun) -> str:

@@ -211,6 +211,8 @@ def prepare_search(
         IncompatibleError: see `start_tables` and `encode_tasks`.
     """
     layers = base.heads[0]
+    if "group_size" not in settings.model_fields_set:  # the paper's, as far as the model has so many layers
+        settings = settings.model_copy(update={"group_size": min(settings.group_size, layers)})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
     starts = start_tables(base, settings.budget, plans)

@@ -16,7 +16,7 @@ A score of 0 makes any budget worth nothing: where a metric is zero for all cand
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -92,35 +92,3 @@ def fitness(score: float, cache: float, lam: float = 0.3) -> float:
 def loss_score(loss: float) -> float:
     """exp(-loss), the score of a loss in nats per token: larger is better, positive. NaN stays NaN."""
     return math.exp(-loss)
-
-
-def task_score(scores: Floats, tasks: Sequence[str], reference: Mapping[str, float] | None = None) -> Floats:
-    """One score per candidate from its scores on the samples of one or more tasks.
-
-    Without a reference it is the mean over all samples, as in the paper. A sum of F1 and ROUGE, say, then follows the
-    metric that moves most. With one, each task's mean is divided by the task's reference, and tasks count equally: with
-    the scores of the full cache as reference 1 means nothing is lost.
-
-    Args:
-        scores: larger is better, [..., S].
-        tasks: the task of each sample, [S].
-        reference: by task, above 0.
-
-    Returns:
-        float64 [...].
-
-    Raises:
-        UsageError: there are no samples, the shapes differ, or a task has no reference above 0.
-    """
-    given = np.asarray(scores, dtype=np.float64)
-    if not len(tasks) or given.shape[-1:] != (len(tasks),):
-        raise UsageError(f"{len(tasks)} samples need as many scores, got shape {list(given.shape)}")
-    if reference is None:
-        return np.asarray(given.mean(axis=-1))
-    names = sorted(set(tasks))
-    for name in names:
-        if not 0 < reference.get(name, 0.0) < math.inf:
-            raise UsageError(f"task {name!r} needs a reference score above 0 to be compared by: leave the task out")
-    of_task = np.array(tasks)
-    shares = [given[..., of_task == name].mean(axis=-1) / reference[name] for name in names]
-    return np.asarray(np.mean(shares, axis=0))

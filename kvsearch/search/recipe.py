@@ -67,7 +67,9 @@ class EvolveRecipe(Record):
         sizes = self.budgets or (() if self.budget is None else (self.budget,))
         if not sizes:
             raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-        own = self.model_dump(include=set(EvolveSettings.model_fields) - {"budget"})
+        stated = "group_size" in self.model_fields_set
+        left_out = {"budget"} if stated else {"budget", "group_size"}
+        own = self.model_dump(include=set(EvolveSettings.model_fields) - left_out)
         try:
             return EvolveSettings.model_validate({**own, "budget": min(sizes), "seed": seed})
         except ValidationError as error:

@@ -67,7 +67,7 @@ def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
 
 def shares(report: Trial) -> dict[str, Share | None]:
     """The share of the gap between each baseline and the full cache that the result closes, by baseline."""
-    scores, labels = Scores.of(report.study.samples), report.labels
+    scores, labels = Scores.of(report.study.samples, report.study.contexts), report.labels
     seed = report.study.settings.seed
     return {
         name: recovered(scores, labels[EVOLVED], labels[name], seed=seed)

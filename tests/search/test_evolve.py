@@ -19,7 +19,7 @@ from kvsearch.search.contest import Base
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.ledger import Ledger, Spent
 from kvsearch.search.report import as_json, decision, tables
-from kvsearch.search.settings import Limits
+from kvsearch.search.settings import EvolveSettings, Limits
 from kvsearch.search.workers import make_executor
 
 from .. import tiny
@@ -194,3 +194,10 @@ def test_a_start_plan_with_budgets_per_head(space: str, loaded: LoadedModel, tmp
     evolved = evolve(prepare(loaded, {"mine": tiny.plan_for(loaded, budgets)}, space=space), tmp_path / "l")
     assert list(evolved.choice.finalists)[:3] == ["uniform", "pyramid", "mine"]
     assert any(len(set(row.tolist())) > 1 for one in evolved.outcome.pool for row in one.table)
+
+
+def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:
+    how = EvolveSettings.model_validate({"budget": 12, "generations": 1})
+    assert how.group_size == 8
+    made = prepare_search(Base.of(loaded, POLICY), how, splits(), Settings(CONTEXTS, how.protocol, how.seed), {})
+    assert made.settings.group_size == 6

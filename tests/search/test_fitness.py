@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget, task_score
+from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget
 
 
 @pytest.mark.parametrize(
@@ -61,28 +61,6 @@ def test_scopes() -> None:
         mean_budget(table, [0], "globl")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="without layers"):
         mean_budget(table, [])
-
-
-def test_scores_of_several_tasks() -> None:
-    scores = np.array([[0.2, 0.4, 60.0], [0.4, 0.4, 45.0]])  # two of F1 in [0, 1], one of ROUGE in percent
-    tasks = ["qa", "qa", "summary"]
-    assert task_score(scores, tasks).tolist() == pytest.approx([20.2, 15.266667])
-    compared = task_score(scores, tasks, {"qa": 0.5, "summary": 75.0, "other": 0.0})
-    assert compared.tolist() == pytest.approx([(0.6 + 0.8) / 2, (0.8 + 0.6) / 2])
-    assert float(task_score(scores[0], tasks)) == pytest.approx(20.2)
-
-
-@pytest.mark.parametrize("reference", [{"qa": 0.5}, {"qa": 0.5, "summary": 0.0}, {"qa": 0.5, "summary": math.inf}])
-def test_a_task_without_a_reference_is_refused(reference: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="task 'summary' needs a reference score above 0"):
-        task_score(np.ones(2), ["qa", "summary"], reference)
-
-
-def test_scores_and_samples_must_fit() -> None:
-    with pytest.raises(UsageError, match=r"2 samples need as many scores, got shape \[3\]"):
-        task_score(np.ones(3), ["a", "b"])
-    with pytest.raises(UsageError, match="0 samples"):
-        task_score(np.ones(0), [])
 
 
 @pytest.mark.parametrize(
