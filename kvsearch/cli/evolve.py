@@ -147,7 +147,9 @@ def _workers(count: int | None, address: str | None, timeout: float | None) -> R
 def _plans(paths: list[Path] | None) -> dict[str, Plan]:
     """Start plans by the names of their files."""
     from kvsearch.cli.common import checked_plan
+    from kvsearch.search.contest import check_names
 
+    check_names(path.stem for path in paths or ())
     found: dict[str, Plan] = {}
     for path in paths or ():
         if path.stem in found:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvsearch.evaluate.ledger import Ledger
     from kvsearch.evaluate.study import Evaluation
     from kvsearch.search.evolve import Keep, PreparedSearch
+    from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
+    from kvsearch.search.outcome import Watcher
     from kvsearch.search.pareto import PreparedFront
     from kvsearch.search.run_directory import SearchRun
     from kvsearch.search.settings import Limits
@@ -63,14 +65,23 @@ def deliver(
     prepared: PreparedSearch | PreparedFront, output: Path, work: Work, resume: bool, force: bool, common: Common
 ) -> None:
     """Search into the directory `output`, print what was found."""
+    from kvsearch.cli.evolve_panel import watching
     from kvsearch.search.evolve import PreparedSearch
-    from kvsearch.search.run_directory import EXECUTION, open_search
+    from kvsearch.search.run_directory import EXECUTION, open_search, require_same
 
-    with open_search(output, {**_config(prepared), EXECUTION: work.as_json()}, resume, force) as run:
+    config = {**_config(prepared), EXECUTION: work.as_json()}
+    if resume:
+        require_same(output, config)
+    # who evaluates comes first: with --force the old run is gone only once the new one can begin
+    with (
+        _evaluating(_searches(prepared)[0], prepared.cap, work, common) as executor,
+        open_search(output, config, resume, force) as run,
+        watching(common, run, work.limits) as watcher,
+    ):
         if isinstance(prepared, PreparedSearch):
-            _search_one(prepared, run, work, common)
+            _search_one(prepared, run, work, common, executor, watcher)
         else:
-            _search_front(prepared, run, work, common)
+            _search_front(prepared, run, work, common, executor, watcher)
 
 
 def _searches(prepared: PreparedSearch | PreparedFront) -> tuple[PreparedSearch, ...]:
@@ -81,7 +92,7 @@ def _searches(prepared: PreparedSearch | PreparedFront) -> tuple[PreparedSearch,
 
 def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
     """All that decides the result, as JSON."""
-    from kvsearch.evaluate.identity import environment, rows_hash
+    from kvsearch.evaluate.identity import environment, metric_of, rows_hash
 
     searches = _searches(prepared)
     first = searches[0]
@@ -92,18 +103,24 @@ def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
         "budgets": [one.settings.budget for one in searches],
         "policies": [{"name": one.name, "params": one.parameters()} for one in first.base.policies],
         "starts": starts,
+        "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
+        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in encoded}
                    for name, encoded in first.encoded.items()},
     }  # fmt: skip
 
 
-def _search_one(prepared: PreparedSearch, run: SearchRun, work: Work, common: Common) -> None:
+def _search_one(
+    prepared: PreparedSearch, run: SearchRun, work: Work, common: Common, executor: Executor, watcher: Watcher
+) -> None:
+    from kvsearch.search.evolve import Evolved
     from kvsearch.search.report import as_json, decision, tables
 
-    with _working(prepared, prepared.cap, run, work, common) as (executor, watcher):
-        outcome = prepared.search(executor, run.ledger, work.limits, watcher)
-    evolved = prepared.decide(outcome, _keep(run, common))
-    run.write_plan(evolved.choice.plan)
+    outcome = prepared.search(executor, run.ledger, work.limits, watcher)
+    executor.close()  # its memory is for the replies now
+    choice = prepared.choose(outcome, _keep(run, common))
+    run.write_plan(choice.plan)
+    evolved = Evolved(outcome, choice, prepared.report(choice, _keep(run, common)))
     told = as_json(prepared, evolved, run.ledger.spent)
     run.write_report(told)
     _show(told, tables(prepared, evolved), common)
@@ -111,13 +128,14 @@ def _search_one(prepared: PreparedSearch, run: SearchRun, work: Work, common: Co
     common.say(f"{_spent(run)}; wrote {run.directory / 'plan.json'} and {run.directory / 'report.json'}")
 
 
-def _search_front(prepared: PreparedFront, run: SearchRun, work: Work, common: Common) -> None:
+def _search_front(
+    prepared: PreparedFront, run: SearchRun, work: Work, common: Common, executor: Executor, watcher: Watcher
+) -> None:
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
     from kvsearch.search.report import decision, front_as_json, front_tables
 
-    with _working(prepared.first, prepared.cap, run, work, common) as (executor, watcher):
-        points = prepared.run(executor, run.ledger, work.limits, watcher, _keep(run, common))
+    points = prepared.run(executor, run.ledger, work.limits, watcher, _keep(run, common))
     for point in points:
         save_plan(point.evolved.choice.plan, run.directory / f"plan-{point.budget}.json", overwrite=True)
     told = front_as_json(points, run.ledger.spent)
@@ -129,9 +147,8 @@ def _search_front(prepared: PreparedFront, run: SearchRun, work: Work, common: C
 
 
 @contextmanager
-def _working(prepared: PreparedSearch, cap: int, run: SearchRun, work: Work, common: Common) -> Iterator[Any]:
-    """Who evaluates candidates, and who watches."""
-    from kvsearch.cli.evolve_panel import watching
+def _evaluating(prepared: PreparedSearch, cap: int, work: Work, common: Common) -> Iterator[Executor]:
+    """Who evaluates candidates, with the prompts read."""
     from kvsearch.models.loading import LoadOptions
     from kvsearch.search.workers import make_executor
 
@@ -142,8 +159,8 @@ def _working(prepared: PreparedSearch, cap: int, run: SearchRun, work: Work, com
     )
     with common.progress("prompts") as progress:
         executor = make_executor(prepared, options, work.workers, cap, work.max_memory, progress)
-    with executor, watching(common, run, work.limits) as watcher:
-        yield executor, watcher
+    with executor:
+        yield executor
 
 
 def _keep(run: SearchRun, common: Common) -> Keep:
@@ -155,8 +172,9 @@ def _keep(run: SearchRun, common: Common) -> Keep:
         from kvsearch.evaluate.kept import begins_anew
 
         place, config = run.directory / stage, evaluation.config()
+        anew, again = begins_anew(place, config, True), "give the same command with --resume to go on"
         with (
-            kept_replies(place, config, evaluation.replies, begins_anew(place, config, True), common) as ledger,
+            kept_replies(place, config, evaluation.replies, anew, common, again) as ledger,
             common.progress(f"{stage}: batches") as progress,
         ):
             yield ledger, progress

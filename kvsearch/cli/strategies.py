@@ -128,7 +128,14 @@ def comma_separated(flag: str, typed: str | None) -> list[str] | None:
 
 
 @contextmanager
-def kept_replies(place: Path, config: Mapping[str, Any], replies: int, force: bool, common: Common) -> Iterator[Ledger]:
+def kept_replies(
+    place: Path,
+    config: Mapping[str, Any],
+    replies: int,
+    force: bool,
+    common: Common,
+    again: str = "give the same command again to go on",
+) -> Iterator[Ledger]:
     """The ledger of a trial of so many `replies`, in the directory `place`; says how to go on after Ctrl-C.
 
     `config` is all that the replies depend on, as JSON, in the form of `Evaluation.config`.
@@ -146,7 +153,7 @@ def kept_replies(place: Path, config: Mapping[str, Any], replies: int, force: bo
         try:
             yield ledger
         except KeyboardInterrupt:
-            common.say(f"{len(ledger.samples)} replies are kept in {place}: give the same command again to go on")
+            common.say(f"{len(ledger.samples)} replies are kept in {place}: {again}")
             raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from kvsearch.policies import Policy, create_policy
 Ints = NDArray[np.int64]
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
 METHOD = "evolkv"
+RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
+PREFIXES = ("#", "scaled-")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,15 @@ class Base:
         )
 
 
+def check_names(names: Iterable[str]) -> None:
+    """UsageError if a start plan has a name that something else has in a search or its report."""
+    for name in names:
+        if name in RESERVED or name.startswith(PREFIXES):
+            raise UsageError(
+                f"a start plan cannot be called {name!r}: that names something else in the report, rename the file"
+            )
+
+
 def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
     """Even budgets, PyramidKV's, and those of plans scaled to `budget` entries per kv head, by name; equal ones once.
 
@@ -88,6 +99,7 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
         UsageError: the budget is below what some policy always keeps, or a plan cannot be a start.
         IncompatibleError: a plan is of another model.
     """
+    check_names(plans)
     floors, (layers, heads) = base.floors, base.heads
     if budget < floors.max():
         worst = max(base.policies, key=lambda policy: policy.sink_count + policy.window_count)

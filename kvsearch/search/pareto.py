@@ -107,7 +107,7 @@ def prepare_front(
         raise UsageError("a front needs two different budgets or more: give a single one with --budget")
     first = prepare_search(base, _at(settings, sizes[0]), splits, asked, plans)
     others = [
-        replace(first, settings=_at(settings, size), starts=start_tables(base, size, plans)) for size in sizes[1:]
+        replace(first, settings=_at(first.settings, size), starts=start_tables(base, size, plans)) for size in sizes[1:]
     ]
     for search in others:
         check_budget(search)

@@ -9,6 +9,7 @@ plan.json      the plan
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvsearch.search.ledger import Ledger, fault
 CONFIG_SCHEMA = "kvsearch.search.config/1"
 CONFIG, LEDGER = "config.json", "ledger.jsonl"
 BEST, REPORT, PLAN = "best.json", "report.json", "plan.json"
+OWN = (BEST, REPORT, PLAN, "plan-*.json", "front.json", "choice", "choice-*", "report")  # files, folders of replies
 SCHEMA = "schema"
 EXECUTION = "execution"  # the part of a configuration that may change from session to session
 
@@ -115,12 +117,24 @@ def _written(config: Mapping[str, object]) -> dict[str, object]:
     return {**config, SCHEMA: CONFIG_SCHEMA}
 
 
+def require_same(directory: Path, config: Mapping[str, object]) -> None:
+    """UsageError, naming the first difference, if the search in `directory` is another one; fine if there is none."""
+    there = _config_of(directory)
+    if there is not None:
+        _require_same(directory, there, _written(config))
+
+
 def _clear(directory: Path) -> None:
-    for name in (BEST, REPORT, PLAN):
-        try:
-            (directory / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise fault(error, directory / name) from error
+    """Remove what the search that was here has written besides its ledger and configuration."""
+    for pattern in OWN:
+        for path in directory.glob(pattern):
+            try:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            except OSError as error:
+                raise fault(error, path) from error
 
 
 def _config_of(directory: Path) -> Mapping[str, object] | None:

@@ -21,7 +21,7 @@ class Limits(Record):
     """Where a search stops, whichever comes first; None: it does not. `evaluations` are of different candidates."""
 
     evaluations: Entries | None = None
-    seconds: float | None = Field(default=None, gt=0)
+    seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tokens: Entries | None = None
 
 
@@ -49,7 +49,7 @@ class EvolveSettings(Record):
     objective: ObjectiveName = "nll"
     generations: int = Field(default=10, ge=1)
     population: int | None = Field(default=None, ge=2)
-    sigma: float = Field(default=0.3, gt=0)
+    sigma: float = Field(default=0.3, gt=0, allow_inf_nan=False)
     parity: bool = False
     lam: float = Field(default=0.3, ge=0)
     gamma: float = Field(default=0.2, gt=0, le=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_start_plans_bring_their_policies(
         (("--generations", 3), "another search: settings.generations is 2 there, 3 here"),
         (("--seed", 1), "another search: settings.seed is 0 there, 1 here"),
         (("--set", "window=5"), "another search: policies.0.params.window is 4 there, 5 here"),
-        (("--samples", 3), "another search: splits"),
+        (("--samples", 3), "another search: asked.samples is"),
     ],
 )
 def test_another_configuration_is_refused(
@@ -313,3 +314,38 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
     single.write_text("\n".join(rows))
     arguments = ("evolve", "bundled", *SMALL, "--tasks", f"jsonl:{single}", "--samples", 1, "-o", tmp_path / "run")
     refused(run, USAGE, "one question to search on: the result would fit that one alone", *arguments)
+
+
+@pytest.mark.parametrize("more", [("--max-memory", 0.00001), ("--workers", 500)])
+def test_what_cannot_begin_leaves_the_old_run(
+    more: tuple[object, ...], evolved: tuple[Path, str, str], questions: Path, run: Run
+) -> None:
+    before = results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()
+    code, _, _ = run(*command(questions, evolved[0], "--force", *more))
+    assert code in (USAGE, ENVIRONMENT)
+    assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
+
+
+@pytest.mark.parametrize("name", ["uniform", "full", "evolved", "streaming", "#1", "scaled-8"])
+def test_a_start_plan_has_a_name_of_its_own(
+    name: str, evolved: tuple[Path, str, str], questions: Path, tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_bytes((evolved[0] / "plan.json").read_bytes())
+    message = f"a start plan cannot be called '{name}': that names something else in the report, rename the file"
+    refused(run, USAGE, message, *command(questions, tmp_path / "run", "--start", path))
+
+
+def test_a_new_search_leaves_nothing_of_the_old_one(
+    evolved: tuple[Path, str, str], questions: Path, tmp_path: Path, run: Run
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(evolved[0], directory)
+    (directory / "front.json").write_text("{}")
+    (directory / "plan-8.json").write_text("{}")
+    (directory / "choice-8").mkdir()
+    (directory / "choice-8" / "ledger.jsonl").write_text("")
+    code, _, talk = run(*command(questions, directory, "--force"))
+    assert code == 0, talk
+    assert results(directory) == results(evolved[0])
+    assert {path.name for path in directory.iterdir()} == {path.name for path in evolved[0].iterdir()}
