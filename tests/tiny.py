@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ def document(length: int, seed: int = 0, facts: int = 3) -> Document:
     """A document of at most `length` words with a few code facts."""
     rng = random.Random(seed)
     return compose(rng, length, [code_facts(rng, Names(rng), facts)])
+
+
+def task_file(path: Path, contexts: int, length: int, facts: int) -> Path:
+    """Write questions for `jsonl:FILE`: contexts of at most `length` words, with two questions each."""
+    rows = []
+    for seed in range(contexts):
+        made = document(length, seed, facts)
+        for question in made.questions[:2]:
+            answer = " ".join(question.answer)
+            row = {"context": " ".join(made.words[1:]), "question": " ".join(question.prompt), "answers": [answer]}
+            rows.append({**row, "max_new_tokens": len(question.answer), "metric": "exact", "prompt": " {question}"})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:

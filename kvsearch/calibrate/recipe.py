@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from kvsearch.calibrate.methods import RECIPES, CalibrationRecipe
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error, list_problems, problems_of
-from kvsearch.resources import resource
+from kvsearch.recipe_files import find_recipe, read_recipe
 
 DEFAULT_METHOD = "lukv"
+FOLDER, EXAMPLE = "recipes", "policy: snapkv"
 
 
 def resolve_recipe(
@@ -33,7 +32,7 @@ def resolve_recipe(
     Raises:
         UsageError: an unreadable file, or settings that do not exist; those of the file all in one message.
     """
-    merged = _read(path) if path is not None else {}
+    merged = read_recipe(path, EXAMPLE) if path is not None else {}
     given = {key: value for key, value in typed.items() if value is not None}
     method = _method(path, merged.pop("method", None), given.pop("method", None))
     policy = given.pop("policy", None)
@@ -58,7 +57,7 @@ def _refusal(error: ValidationError, method: str, path: Path | None) -> UsageErr
     if path is None:
         return UsageError(describe_validation_error(error, "the calibration settings"))
     try:
-        RECIPES[method].model_validate({"method": method, **_read(path)})
+        RECIPES[method].model_validate({"method": method, **read_recipe(path, EXAMPLE)})
     except ValidationError as alone:
         shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
         if shared:
@@ -109,21 +108,4 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
 
 def recipe_path(name: str) -> Path:
     """The file of that name or, for a bare name such as lukv-keydiff, the recipe that is shipped."""
-    path = Path(name)
-    if path.suffix or path.exists():
-        return path
-    shipped = sorted(resource("recipes").glob("*.yaml"))
-    for candidate in shipped:
-        if candidate.stem == name:
-            return candidate
-    raise UsageError(f"unknown recipe {name!r}{suggest(name, [candidate.stem for candidate in shipped])}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(read_bytes(path).decode("utf-8", "replace"))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is not a recipe: it should be a mapping such as `policy: snapkv`")
-    return content
+    return find_recipe(name, FOLDER)

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,28 +136,39 @@ class Common:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the common options (passed on as `common`) and turn errors into messages and exit codes."""
-    names = [field.name for field in fields(Common)]
-    hints = inspect.get_annotations(Common, eval_str=True)
-    own = inspect.signature(function, eval_str=True)
-    shared = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(Common)
-    ]
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "common"]
+    """Give a command the common options (passed on as `common`) and turn errors into messages and exit codes.
+
+    A parameter of a dataclass, as `common` is one, stands for the options that are its fields. They are in its place;
+    the common ones come last.
+    """
+    own = inspect.signature(function, eval_str=True).parameters
+    hints = {name: parameter.annotation for name, parameter in own.items()}
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    flat: list[inspect.Parameter] = []
+    for name in [*(name for name in own if name != "common"), "common"]:
+        flat += _options(groups[name]) if name in groups else [own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)]
 
     @functools.wraps(function)
     def wrapped(**values: Any) -> None:
-        common = Common(**{name: values.pop(name) for name in names})
-        code = guarded(lambda: function(common=common, **values), common)
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        code = guarded(lambda: function(**values), values["common"])
         if code:
             raise typer.Exit(code)
 
-    wrapped.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in [*kept, *shared]}
+    wrapped.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in flat}
     return wrapped
+
+
+def _options(group: type) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters."""
+    hints = inspect.get_annotations(group, eval_str=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]
 
 
 def guarded(action: Callable[[], None], common: Common) -> int:

@@ -9,6 +9,7 @@ from kvsearch.cli.common import Common, command
 
 @command
 def evaluate(
+    *,
     model: own.Model,
     common: Common,
     plan: own.Plans = None,
@@ -22,16 +23,7 @@ def evaluate(
     tasks: asked.Tasks = "synthetic",
     length: asked.Length = None,
     split: asked.Split = None,
-    data: asked.Data = None,
-    data_revision: asked.DataRevision = None,
-    prompts: asked.Prompts = None,
-    haystack: asked.Haystack = None,
-    squad: asked.Squad = None,
-    hotpot: asked.Hotpot = None,
-    depths: asked.Depths = None,
-    shots: asked.Shots = None,
-    shots_from: asked.ShotsFrom = None,
-    metric: asked.Metric = None,
+    details: asked.TaskDetails,
     protocol: own.ProtocolName = None,
     samples: own.Samples = 20,
     max_length: own.MaxLength = None,
@@ -61,10 +53,7 @@ def evaluate(
     from kvsearch.evaluate.study import Settings, prepare
     from kvsearch.tasks.catalog import find_tasks
 
-    options = asked.task_options(
-        length=length, split=split, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack,
-        squad=squad, hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
-    )  # fmt: skip
+    options = details.options(length, split)
     if tasks.startswith(PERPLEXITY):
         refuse_unread(
             subject=subject, protocol=protocol, max_length=max_length, max_memory=max_memory, output=output,

@@ -24,6 +24,7 @@ SPLITS = "train", "select", "report"
 
 @command
 def evolve(
+    *,
     model: own.Model,
     common: Common,
     output: given.Output,
@@ -45,16 +46,7 @@ def evolve(
     finalists: given.Finalists = None,
     tasks: given.Tasks = None,
     length: asked.Length = None,
-    data: asked.Data = None,
-    data_revision: asked.DataRevision = None,
-    prompts: asked.Prompts = None,
-    haystack: asked.Haystack = None,
-    squad: asked.Squad = None,
-    hotpot: asked.Hotpot = None,
-    depths: asked.Depths = None,
-    shots: asked.Shots = None,
-    shots_from: asked.ShotsFrom = None,
-    metric: asked.Metric = None,
+    details: asked.TaskDetails,
     protocol: given.ProtocolName = None,
     samples: given.Samples = None,
     max_length: own.MaxLength = None,
@@ -87,21 +79,18 @@ def evolve(
     from kvsearch.tasks.catalog import find_tasks
 
     typed = {
-        "budget": budget, "budgets": _numbers(budgets), "policy": policy, "space": space, "group_size": group_size,
-        "optimiser": optimiser, "objective": objective, "generations": generations, "population": population,
-        "sigma": sigma, "parity": parity or None, "minibatch": minibatch, "finalists": finalists, "tasks": tasks,
-        "length": length, "protocol": protocol and find_protocol(protocol), "samples": samples,
-        "max_length": max_length, "job": together,
+        "budget": budget, "budgets": asked.whole_numbers("--budgets", budgets), "policy": policy, "space": space,
+        "group_size": group_size, "optimiser": optimiser, "objective": objective, "generations": generations,
+        "population": population, "sigma": sigma, "parity": parity or None, "minibatch": minibatch,
+        "finalists": finalists, "tasks": tasks, "length": length, "protocol": protocol and find_protocol(protocol),
+        "samples": samples, "max_length": max_length, "job": together,
     }  # fmt: skip
     what = resolve_recipe(recipe, typed, _parameters(settings))
     how = what.settings(common.seed)
     work = Work(
         parse_limits(max_evals, max_time, max_tokens), _workers(workers, address, timeout), own.memory_bytes(max_memory)
     )
-    options = asked.task_options(
-        length=what.length, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack, squad=squad,
-        hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
-    )  # fmt: skip
+    options = details.options(what.length)
     splits = Splits(*(find_tasks(what.tasks, replace(options, split=split)) for split in SPLITS))
     asking = Settings(what.samples, how.protocol, common.seed, batch, work.max_memory, what.max_length)
     check_directory(output, resume, force)
@@ -117,13 +106,6 @@ def evolve(
         foretell(prepared, common)
     else:
         deliver(prepared, output, work, resume, force, common)
-
-
-def _numbers(typed: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if typed is None else tuple(map(int, typed.split(",")))
-    except ValueError as error:
-        raise UsageError(f"--budgets takes whole numbers with commas between them, got {typed!r}") from error
 
 
 def _parameters(settings: list[str] | None) -> dict[str, bool | int | float | str]:

@@ -98,6 +98,7 @@ Samples = Annotated[
 
 @command
 def select(
+    *,
     directory: Directory,
     output: Output,
     common: Common,
@@ -112,16 +113,7 @@ def select(
     margin: Margin = None,
     tasks: asked.Tasks = "synthetic",
     length: asked.Length = None,
-    data: asked.Data = None,
-    data_revision: asked.DataRevision = None,
-    prompts: asked.Prompts = None,
-    haystack: asked.Haystack = None,
-    squad: asked.Squad = None,
-    hotpot: asked.Hotpot = None,
-    depths: asked.Depths = None,
-    shots: asked.Shots = None,
-    shots_from: asked.ShotsFrom = None,
-    metric: asked.Metric = None,
+    details: asked.TaskDetails,
     protocol: Annotated[
         str | None,
         typer.Option(
@@ -158,10 +150,7 @@ def select(
     explored = find_explored(
         profile, target, explore, comma_separated("--routes", routes), comma_separated("--allocators", allocators)
     )
-    options = asked.task_options(
-        length=length, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack, squad=squad,
-        hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
-    )  # fmt: skip
+    options = details.options(length)
     questions = Questions(*(find_tasks(tasks, replace(options, split=split)) for split in SPLITS))
     how = Settings(
         samples, find_protocol(protocol or SignalTable(profile).axes.protocol), common.seed, batch,

@@ -56,6 +56,7 @@ ProtocolName = Annotated[
 
 @command
 def validate(
+    *,
     directory: own.Directory,
     common: Common,
     model: own.ModelName = None,
@@ -67,16 +68,7 @@ def validate(
     tasks: asked.Tasks = "synthetic",
     length: asked.Length = None,
     split: Split = "select",
-    data: asked.Data = None,
-    data_revision: asked.DataRevision = None,
-    prompts: asked.Prompts = None,
-    haystack: asked.Haystack = None,
-    squad: asked.Squad = None,
-    hotpot: asked.Hotpot = None,
-    depths: asked.Depths = None,
-    shots: asked.Shots = None,
-    shots_from: asked.ShotsFrom = None,
-    metric: asked.Metric = None,
+    details: asked.TaskDetails,
     protocol: ProtocolName = None,
     samples: how_asked.Samples = 20,
     max_length: how_asked.MaxLength = None,
@@ -103,10 +95,7 @@ def validate(
     from kvsearch.tasks.catalog import find_tasks
 
     check_permutations(permutations)
-    options = asked.task_options(
-        length=length, split=split, data=data, data_revision=data_revision, prompts=prompts, haystack=haystack,
-        squad=squad, hotpot=hotpot, depths=depths, shots=shots, shots_from=shots_from, metric=metric,
-    )  # fmt: skip
+    options = details.options(length, split)
     chosen = find_tasks(tasks, options)
     refuse_reported(chosen)
     profile = own.load_signals(directory)

@@ -11,18 +11,18 @@ dropped: what it held is computed again. Any other line that is no such object i
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.errors import EnvironmentFault
 from kvsearch.evaluate.journal import Place
 from kvsearch.evaluate.samples import Sample
+from kvsearch.ledger_files import Unfit, damaged, lock, parsed_lines
 from kvsearch.plan.files import read_bytes
 
 ID = "id"
@@ -46,7 +46,7 @@ class Ledger:
         self._written: dict[Place, tuple[str, int]] = {}  # the key and the number of the line
         self._file = path.open("a+b", buffering=0)  # a line that cannot be written must not be tried again at the end
         try:
-            self._lock(path)
+            lock(self._file, path)
             if anew:
                 self._file.truncate(0)
             self._read(path)
@@ -85,7 +85,7 @@ class Ledger:
         for place, key in keys.items():
             written, line = self._written[place]
             if written != key:
-                raise _damaged(self._path, line, f"the key of {place.method} on {place.task} is not that of this run")
+                raise damaged(self._path, line, f"the key of {place.method} on {place.task} is not that of this run")
 
     def _note(self, samples: Iterable[tuple[str, Sample]], reused: bool) -> None:
         self._lines += 1
@@ -101,19 +101,11 @@ class Ledger:
             left = left[self._file.write(left) :]
         os.fsync(self._file.fileno())
 
-    def _lock(self, path: Path) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another kvsearch is writing to {path.parent}: wait for it to end") from None
-        except OSError:
-            pass  # a file system without locks
-
     def _read(self, path: Path) -> None:
         self._file.seek(0)
         data = self._file.read()
         whole = 0
-        for size, line in _lines(data, path):
+        for size, line in parsed_lines(data, path, _checked):
             self._note([(item[ID], _sample(item)) for item in line["samples"]], line["reused"])
             whole += size
         if whole < len(data):
@@ -123,47 +115,25 @@ class Ledger:
 def read_replies(path: Path) -> dict[str, Sample]:
     """The samples of a ledger by their keys; errors as for `Ledger`, and UsageError if there is none."""
     found = {}
-    for _, line in _lines(read_bytes(path), path):
+    for _, line in parsed_lines(read_bytes(path), path, _checked):
         for item in line["samples"]:
             found[item[ID]] = _sample(item)
     return found
 
 
-def _lines(data: bytes, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The complete lines of a ledger with their sizes in bytes; the last one may be broken."""
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines) - 1:
-                return
-            raise _damaged(path, number, "it is no JSON") from None
-        problem = _problem(parsed)
-        if problem is not None:
-            raise _damaged(path, number, problem)
-        yield len(line) + 1, parsed
-
-
-def _damaged(path: Path, line: int, problem: str) -> UsageError:
-    return UsageError(
-        f"{path}, line {line} is damaged ({problem}): restore the file, or start anew with another --output or --force"
-    )
-
-
-def _problem(line: object) -> str | None:
-    """What is wrong with a line, if anything."""
+def _checked(line: Any) -> dict[str, Any]:
+    """What a line of a ledger holds; Unfit if it is none."""
     if not isinstance(line, dict) or set(line) != {"reused", "samples"}:
-        return "it is not an object of reused and samples"
+        raise Unfit("it is not an object of reused and samples")
     if not isinstance(line["reused"], bool) or not isinstance(line["samples"], list):
-        return "reused is true or false, samples is a list"
+        raise Unfit("reused is true or false, samples is a list")
     for item in line["samples"]:
         if not isinstance(item, dict) or set(item) != set(_FIELDS):
-            return "a sample lacks a field or has one too many"
+            raise Unfit("a sample lacks a field or has one too many")
         for name, kind in _FIELDS.items():
             if not _fits(item[name], kind):
-                return f"{name} is not a {kind}"
-    return None
+                raise Unfit(f"{name} is not a {kind}")
+    return line
 
 
 def _fits(value: object, kind: str) -> bool:

@@ -14,11 +14,10 @@ The state of an optimiser is not kept: it follows from what it was told, which i
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from kvsearch.errors import EnvironmentFault, InternalError, UsageError
+from kvsearch.errors import EnvironmentFault, InternalError
+from kvsearch.ledger_files import Unfit, lock, parsed_lines
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
 from kvsearch.search.executors.base import Job, Outcome, Result, keys_of
@@ -65,7 +65,7 @@ class Ledger:
         except OSError as error:
             raise fault(error, path) from error
         try:
-            self._lock()
+            lock(self._file, path)
             if anew:
                 self._file.truncate(0)
             self._read()
@@ -96,7 +96,7 @@ class Ledger:
         try:
             line = _line(kind, {"at": self.spent.seconds, **_plain(data)})
             text = json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False)
-        except (_Unfit, TypeError, ValueError) as error:
+        except (Unfit, TypeError, ValueError) as error:
             raise InternalError(f"cannot write a line of kind {kind!r} to {self._path}: {error}") from error
         self._write(text.encode() + b"\n")
         self._note(line)
@@ -166,18 +166,10 @@ class Ledger:
             self._evaluated.update(line.keys)
             self._tokens += line.tokens
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another kvsearch is writing to {self._path.parent}: wait for it to end") from None
-        except OSError:
-            pass  # a file system without locks
-
     def _read(self) -> None:
         self._file.seek(0)
         data = self._file.read()
-        for size, line in _parsed(data, self._path):
+        for size, line in parsed_lines(data, self._path, _of_json):
             self._note(line)
             self._size += size
         if self._size < len(data):
@@ -205,42 +197,19 @@ def fault(error: OSError, path: Path) -> EnvironmentFault:
     return EnvironmentFault(f"cannot write {path}: {what}; {remedy}, then go on with --resume")
 
 
-class _Unfit(Exception):
-    """A line that is none; the message says why."""
-
-
 def _line(kind: object, fields: Mapping[str, Any]) -> Line:
     if not isinstance(kind, str) or kind not in LINES:
-        raise _Unfit(f"there is no kind {kind!r}{suggest(str(kind), list(LINES))}")
+        raise Unfit(f"there is no kind {kind!r}{suggest(str(kind), list(LINES))}")
     try:
         return LINES[kind].model_validate(fields)
     except ValidationError as error:
-        raise _Unfit(problems_of(error)[0]) from error
+        raise Unfit(problems_of(error)[0]) from error
 
 
-def _parsed(data: bytes, path: Path) -> Iterator[tuple[int, Line]]:
-    """The complete lines of a ledger with their sizes in bytes; the last one may be broken."""
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines) - 1:
-                return
-            raise _damaged(path, number, "it is no JSON") from None
-        if not isinstance(parsed, dict):
-            raise _damaged(path, number, "it is no object")
-        try:
-            found = _line(parsed.pop("kind", None), parsed)
-        except _Unfit as problem:
-            raise _damaged(path, number, str(problem)) from None
-        yield len(line) + 1, found
-
-
-def _damaged(path: Path, line: int, problem: str) -> UsageError:
-    return UsageError(
-        f"{path}, line {line} is damaged ({problem}): restore the file, or start anew with another --output or --force"
-    )
+def _of_json(parsed: Any) -> Line:
+    if not isinstance(parsed, dict):
+        raise Unfit("it is no object")
+    return _line(parsed.pop("kind", None), parsed)
 
 
 def _plain(value: Any) -> Any:

@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, ScalarField, Text, refuse
-from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error
-from kvsearch.resources import resource
+from kvsearch.recipe_files import find_recipe, read_recipe
 from kvsearch.search.settings import EvolveSettings, ObjectiveName, SpaceName
 
-FOLDER = "recipes/evolve"
+FOLDER, EXAMPLE = "recipes/evolve", "budget: 128"
 
 
 class EvolveRecipe(Record):
@@ -87,7 +84,7 @@ def resolve_recipe(name: str | None, typed: Mapping[str, Any], params: Mapping[s
     Raises:
         UsageError: an unreadable file, or settings that do not exist; those of the file all in one message.
     """
-    merged = {} if name is None else _read(recipe_path(name))
+    merged = {} if name is None else read_recipe(recipe_path(name), EXAMPLE)
     given = {key: value for key, value in typed.items() if value is not None}
     for size, other in (("budget", "budgets"), ("budgets", "budget")):
         if size in given and other not in given:
@@ -105,20 +102,4 @@ def resolve_recipe(name: str | None, typed: Mapping[str, Any], params: Mapping[s
 
 def recipe_path(name: str) -> Path:
     """The file of that name or, for a bare name such as paper-8b, the recipe that is shipped."""
-    path = Path(name)
-    if path.suffix or path.exists():
-        return path
-    shipped = {candidate.stem: candidate for candidate in sorted(resource(FOLDER).glob("*.yaml"))}
-    if name not in shipped:
-        raise UsageError(f"unknown recipe {name!r}{suggest(name, list(shipped))}")
-    return shipped[name]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(read_bytes(path).decode("utf-8", "replace"))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is not a recipe: it should be a mapping such as `budget: 128`")
-    return content
+    return find_recipe(name, FOLDER)

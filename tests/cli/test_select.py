@@ -39,16 +39,7 @@ def choose(*arguments: object) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task file of short contexts in the bundled model's language."""
-    path = tmp_path_factory.mktemp("task") / "mine.jsonl"
-    rows = []
-    for seed in range(CONTEXTS):
-        made = tiny.document(200, seed, facts=4)
-        for question in made.questions[:2]:
-            answer = " ".join(question.answer)
-            row = {"context": " ".join(made.words[1:]), "question": " ".join(question.prompt), "answers": [answer]}
-            rows.append({**row, "max_new_tokens": len(question.answer), "metric": "exact", "prompt": " {question}"})
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=200, facts=4)
 
 
 @pytest.fixture(scope="module")

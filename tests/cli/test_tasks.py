@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvsearch.cli import task_options
 from kvsearch.cli.common import Common, command
-from kvsearch.cli.task_options import task_options as chosen_options
+from kvsearch.cli.task_options import TaskDetails
 from kvsearch.cli.tasks import tasks
 from kvsearch.tasks.catalog import TaskOptions, flag
 from kvsearch.tasks.entries import ENTRIES, SETS
@@ -25,24 +25,15 @@ USAGE = 2
 
 @command
 def probe(
+    *,
     common: Common,
     tasks: task_options.Tasks = "synthetic",
     length: task_options.Length = None,
     split: task_options.Split = None,
-    data: task_options.Data = None,
-    data_revision: task_options.DataRevision = None,
-    prompts: task_options.Prompts = None,
-    haystack: task_options.Haystack = None,
-    squad: task_options.Squad = None,
-    hotpot: task_options.Hotpot = None,
-    depths: task_options.Depths = None,
-    shots: task_options.Shots = None,
-    shots_from: task_options.ShotsFrom = None,
-    metric: task_options.Metric = None,
+    details: TaskDetails,
 ) -> None:
     """Print what was typed."""
-    typed = {name: value for name, value in locals().items() if name not in ("common", "tasks")}
-    options = {name: value for name, value in asdict(chosen_options(**typed)).items() if value is not None}
+    options = {name: value for name, value in asdict(details.options(length, split)).items() if value is not None}
     common.print_json({"tasks": tasks, **{name: _plain(value) for name, value in options.items()}})
 
 
@@ -62,7 +53,8 @@ def invoke(verb: object, *arguments: str, width: int = 160) -> tuple[int, str, s
 
 def test_every_option_of_tasks_has_its_flag() -> None:
     known = [field.name for field in fields(TaskOptions)]
-    taken = ["lengths" if name == "length" else name for name in inspect.signature(chosen_options).parameters]
+    own = [name for name in inspect.signature(TaskDetails.options).parameters if name != "self"]
+    taken = ["lengths" if name == "length" else name for name in own] + [field.name for field in fields(TaskDetails)]
     assert sorted(taken) == sorted(known)
     _, out, _ = invoke(probe, "--help")
     assert [option for option in known if flag(option) not in out] == []
