@@ -35,7 +35,7 @@ bench: setup
 
 # About an hour on two cores.
 train: setup
-	$(BIN)/python -m kvsearch.models.train_bundled --out runs/bundled --minutes 60
+	$(BIN)/python -m kvsearch.tasks.synthetic.train --out runs/bundled --minutes 60
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvsearch.calibrate.data import default_data, load_calibration_data
-from kvsearch.calibrate.options import PolykvOptions
-from kvsearch.calibrate.patterns import candidates
-from kvsearch.calibrate.polykv import calibrate_polykv
+from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.options import PolykvOptions
+from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.calibration.polykv.patterns import candidates
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Profile

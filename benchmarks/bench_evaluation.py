@@ -13,13 +13,13 @@ import argparse
 import time
 from collections.abc import Callable
 
-from kvsearch.evaluate.encoding import encode_tasks
-from kvsearch.evaluate.protocol import PROTOCOLS, Protocol
-from kvsearch.evaluate.runner import run_encoded
-from kvsearch.evaluate.samples import Sample
+from kvsearch.evaluation.runner import run_encoded
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
+from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 

@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvsearch.budgets.base import Ints
-from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
-from kvsearch.evaluate.protocol import PROTOCOLS, Protocol
-from kvsearch.evaluate.runner import run_encoded
+from kvsearch.budgets.allocator import Ints
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.search.bank import CandidateBank
-from kvsearch.search.bank_samples import bank_samples
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import bank_samples
 from kvsearch.tasks.base import Example, TokenCount
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 SEARCH = 200  # candidates

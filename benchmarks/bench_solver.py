@@ -16,9 +16,9 @@ import time
 
 import numpy as np
 
-from kvsearch.budgets.base import Floats
+from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import eviction_loss
-from kvsearch.budgets.marginal import MarginalSolver, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.plan import GRID
 
 

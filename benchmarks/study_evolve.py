@@ -21,17 +21,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluate.study import Settings
-from kvsearch.evaluate.trial import Trial
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.trial import Trial
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
-from kvsearch.search.contest import UNIFORM, Base
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch, Splits, prepare_search
+from kvsearch.search.front import EXPANDED, prepare_front
 from kvsearch.search.ledger import Ledger, Spent
 from kvsearch.search.outcome import Found
-from kvsearch.search.pareto import EXPANDED, prepare_front
 from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.start_plans import UNIFORM, Base
 from kvsearch.search.workers import make_executor
 from kvsearch.tasks.catalog import TaskOptions, find_tasks
 

@@ -6,22 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsearch.calibrate.dynamic import calibrate_dynamic
-    from kvsearch.calibrate.lukv import calibrate_lukv
+    from kvsearch.calibration.dynamic import calibrate_dynamic
+    from kvsearch.calibration.lukv import calibrate_lukv
     from kvsearch.errors import KvsearchError
-    from kvsearch.export.build import Target, plan_from_profile
     from kvsearch.models.loading import load
     from kvsearch.plan import Plan, Profile, load_plan, save_plan
     from kvsearch.plan.profile import load_profile, save_profile
     from kvsearch.runtime import PlanCache, attach
+    from kvsearch.strategies.from_profile import Target, plan_from_profile
 
 # resolved on first use, so that `import kvsearch` stays light
 _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
-    "Profile": "kvsearch.plan", "Target": "kvsearch.export.build", "attach": "kvsearch.runtime",
-    "calibrate_dynamic": "kvsearch.calibrate.dynamic", "calibrate_lukv": "kvsearch.calibrate.lukv",
+    "Profile": "kvsearch.plan", "Target": "kvsearch.strategies.from_profile", "attach": "kvsearch.runtime",
+    "calibrate_dynamic": "kvsearch.calibration.dynamic", "calibrate_lukv": "kvsearch.calibration.lukv",
     "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
-    "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.export.build", "save_plan": "kvsearch.plan",
+    "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.strategies.from_profile",
+    "save_plan": "kvsearch.plan",
     "save_profile": "kvsearch.plan.profile",
 }  # fmt: skip
 

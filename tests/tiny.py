@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from kvsearch.calibrate.data import CalibrationData, Context, Pair
-from kvsearch.models.bundled import tokenizer
+from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -20,10 +19,10 @@ from kvsearch.plan.canonical import sha256_of
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
+from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import WORDS
-
-from .families import build
-from .plan.builders import make_plan
+from tests.families import build
+from tests.plan.builders import make_plan
 
 CHAT_TEMPLATE = (
     "{{ bos_token }} {% for message in messages %}recall {{ message['content'] }} .{% endfor %}"

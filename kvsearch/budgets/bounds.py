@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.allocator import Floats, Ints, Signals
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 

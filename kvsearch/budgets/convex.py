@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.base import Floats, Ints
+from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.errors import UsageError
 
 

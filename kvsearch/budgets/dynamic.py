@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.base import Floats, Ints
+from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Needs, Observation, Policy
 
 BUILT_IN = {
-    "adakv": "kvsearch.budgets.adaptive:AdaKV",
-    "cake": "kvsearch.budgets.preference:CAKE",
-    "lava": "kvsearch.budgets.entropy:LAVa",
+    "adakv": "kvsearch.budgets.adakv:AdaKV",
+    "cake": "kvsearch.budgets.cake:CAKE",
+    "lava": "kvsearch.budgets.lava:LAVa",
 }
 Layers = Literal["dynamic", "planned"]
 Heads = Literal["dynamic", "equal"]

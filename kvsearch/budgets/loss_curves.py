@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.budgets.base import Floats, Ints, Signals
+from kvsearch.budgets.allocator import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.base import Ints, Signals
+from kvsearch.budgets.allocator import Ints, Signals
 from kvsearch.plan.rounding import water_fill
 
 

@@ -12,7 +12,7 @@ from kvsearch.cli.common import Common, command
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
+    from kvsearch.calibration.polykv.recipe import PolykvRecipe
 
 __all__ = ["CONFIG", "PROFILE", "calibrate"]
 
@@ -180,9 +180,9 @@ def calibrate(
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
-    from kvsearch.calibrate.data import default_data, load_calibration_data
-    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
-    from kvsearch.calibrate.recipe import recipe_path, resolve_recipe
+    from kvsearch.calibration.data import default_data, load_calibration_data
+    from kvsearch.calibration.polykv.recipe import PolykvRecipe
+    from kvsearch.calibration.recipe import recipe_path, resolve_recipe
     from kvsearch.cli.calibrate_run import check_new, goes_on_in, resumable, say_cost
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
@@ -220,10 +220,10 @@ def calibrate(
         return
     loaded = common.load(model)
 
-    from kvsearch.calibrate.samples import forget_samples
+    from kvsearch.calibration.polykv.samples import forget_samples
     from kvsearch.cli.show_dynamic import remarks
     from kvsearch.plan.profile import save_profile
-    from kvsearch.policies.checks import warn_unfit
+    from kvsearch.runtime.plan_checks import warn_unfit
 
     policies = chosen.policies()
     warn_unfit(loaded.model, policies)

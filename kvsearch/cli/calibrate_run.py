@@ -11,9 +11,9 @@ from kvsearch.cli.common import Common, new_directory
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.calibrate.cost import Cost, Estimate
-    from kvsearch.calibrate.data import CalibrationData
-    from kvsearch.calibrate.polykv_recipe import PolykvRecipe
+    from kvsearch.calibration.data import CalibrationData
+    from kvsearch.calibration.polykv.cost import Cost, Estimate
+    from kvsearch.calibration.polykv.recipe import PolykvRecipe
 
 PROFILE, CONFIG = "profile.safetensors", "config.json"
 
@@ -22,7 +22,7 @@ def profile_file(path: Path) -> Path:
     """The profile in a directory, or the file itself; UsageError if the calibration of the directory is unfinished."""
     if not path.is_dir():
         return path
-    from kvsearch.calibrate.samples import has_samples, kept_samples
+    from kvsearch.calibration.polykv.samples import has_samples, kept_samples
 
     unfinished = has_samples(path)
     if (unfinished or not (path / PROFILE).exists()) and (model := _calibrated(path)) is not None:
@@ -40,8 +40,8 @@ def goes_on_in(path: Path, config: Mapping[str, Any]) -> bool:
     Raises:
         UsageError: it has another configuration.
     """
-    from kvsearch.calibrate.samples import has_samples
-    from kvsearch.evaluate.run_directory import difference
+    from kvsearch.calibration.polykv.samples import has_samples
+    from kvsearch.evaluation.run_directory import difference
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import read_bytes
     from kvsearch.plan.parsing import parse_json
@@ -60,7 +60,7 @@ def goes_on_in(path: Path, config: Mapping[str, Any]) -> bool:
 
 def check_new(path: Path, force: bool, dry_run: bool) -> None:
     """Make a directory for results, or only check that of a dry run; UsageError if other results are there."""
-    from kvsearch.calibrate.options import SAMPLES
+    from kvsearch.calibration.options import SAMPLES
 
     folder = path / SAMPLES
     if folder.is_dir() and not any(folder.iterdir()):
@@ -77,7 +77,7 @@ def resumable(
 
     After Ctrl-C it says what is kept, and how to go on.
     """
-    from kvsearch.calibrate.samples import forget_samples, kept_samples
+    from kvsearch.calibration.polykv.samples import forget_samples, kept_samples
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import atomic_write
 
@@ -129,12 +129,12 @@ def _estimate(
     common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float, going_on: Path | None
 ) -> Estimate:
     """What a calibration costs; the model is loaded to count tokens and parameters, and to check all that it checks."""
-    from kvsearch.calibrate.checks import checked_prompts
-    from kvsearch.calibrate.cost import ModelSize, Work, estimate
-    from kvsearch.calibrate.measurement import Measurement
-    from kvsearch.calibrate.options import SAMPLES
-    from kvsearch.calibrate.samples import SampleFiles
-    from kvsearch.policies.checks import warn_unfit
+    from kvsearch.calibration.options import SAMPLES
+    from kvsearch.calibration.polykv.checks import checked_prompts
+    from kvsearch.calibration.polykv.cost import ModelSize, Work, estimate
+    from kvsearch.calibration.polykv.measurement import Measurement
+    from kvsearch.calibration.polykv.samples import SampleFiles
+    from kvsearch.runtime.plan_checks import warn_unfit
 
     loaded, options, policies = common.load(model), recipe.options(), recipe.policies()
     warn_unfit(loaded.model, policies)

@@ -235,7 +235,7 @@ def _silence_libraries(verbose: int) -> None:
 def checked_plan(path: Path) -> Plan:
     """Read a plan file; UsageError for all that is wrong with it or its policies, so that no model is loaded for it."""
     from kvsearch.plan import load_plan
-    from kvsearch.policies.checks import check_plan
+    from kvsearch.runtime.plan_checks import check_plan
 
     plan = load_plan(path)
     check_plan(plan, str(path))

@@ -59,7 +59,7 @@ def _devices() -> str:
 
 
 def _try_bundled(common: Common) -> str:
-    from kvsearch.evaluate.answer import answer, example_for
+    from kvsearch.evaluation.answer import answer, example_for
     from kvsearch.models.loading import BUNDLED
 
     context, prompt, plain = example_for(BUNDLED, None, None, common.seed)

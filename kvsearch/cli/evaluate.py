@@ -48,10 +48,10 @@ def evaluate(
     """
     from kvsearch.cli.evaluate_output import Deliveries, deliver, kept, output_losses
     from kvsearch.cli.evaluate_perplexity import PERPLEXITY, perplexity, refuse_unread
-    from kvsearch.evaluate.contest import read_contest
-    from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, find_protocol
-    from kvsearch.evaluate.study import Settings, prepare
+    from kvsearch.evaluation.compare import Settings, prepare
+    from kvsearch.strategies.request import read_contest
     from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, find_protocol
 
     options = details.options(length, split)
     if tasks.startswith(PERPLEXITY):

@@ -12,10 +12,10 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common, Progress
-    from kvsearch.evaluate.ledger import Ledger
-    from kvsearch.evaluate.losses import LayerLoss
-    from kvsearch.evaluate.study import Evaluation, Study
-    from kvsearch.evaluate.tables import Columns
+    from kvsearch.evaluation.compare import Evaluation, Study
+    from kvsearch.evaluation.losses import LayerLoss
+    from kvsearch.evaluation.reply_store import Ledger
+    from kvsearch.report.tables import Columns
     from kvsearch.tasks.base import Task
 
 
@@ -33,7 +33,7 @@ class Deliveries:
     @property
     def has_losses(self) -> bool:
         """Whether the run has measured output losses already."""
-        from kvsearch.evaluate.run_directory import LOSSES
+        from kvsearch.evaluation.run_directory import LOSSES
 
         return self.output is not None and (self.output / LOSSES).exists()
 
@@ -48,11 +48,11 @@ class Deliveries:
         columns: str | None,
     ) -> Deliveries:
         """What was typed; UsageError or EnvironmentFault if some of it cannot be written."""
-        from kvsearch.evaluate.identity import CONFIG_SCHEMA
-        from kvsearch.evaluate.run_directory import check_directories
-        from kvsearch.evaluate.samples import check_samples_file
-        from kvsearch.evaluate.table_files import check_table_file
-        from kvsearch.evaluate.tables import find_columns
+        from kvsearch.evaluation.identity import CONFIG_SCHEMA
+        from kvsearch.evaluation.run_directory import check_directories
+        from kvsearch.evaluation.samples import check_samples_file
+        from kvsearch.report.table_files import check_table_file
+        from kvsearch.report.tables import find_columns
 
         check_directories(output, reuse, CONFIG_SCHEMA)
         if force and output is None:
@@ -67,7 +67,7 @@ class Deliveries:
 @contextmanager
 def kept(evaluation: Evaluation, files: Deliveries, common: Common) -> Iterator[Ledger | None]:
     """The ledger of the run, if it is kept; says what is there already, and how to go on after Ctrl-C."""
-    from kvsearch.evaluate.run_directory import open_run
+    from kvsearch.evaluation.run_directory import open_run
 
     if files.output is None:
         try:
@@ -95,11 +95,11 @@ def output_losses(
     Raises:
         UsageError: what the run has kept of them is damaged; see also `measure_losses`.
     """
-    from kvsearch.evaluate.losses import measure_losses
-    from kvsearch.evaluate.methods import FULL
-    from kvsearch.evaluate.run_directory import LOSSES
+    from kvsearch.evaluation.losses import measure_losses
+    from kvsearch.evaluation.run_directory import LOSSES
     from kvsearch.plan.canonical import canonical_json
     from kvsearch.plan.files import atomic_write
+    from kvsearch.strategies.methods import FULL
 
     place = None if files.output is None else files.output / LOSSES
     if place is not None and place.exists():
@@ -118,9 +118,9 @@ def output_losses(
 def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
     from pydantic import TypeAdapter, ValidationError
 
-    from kvsearch.evaluate.losses import LayerLoss
-    from kvsearch.evaluate.methods import FULL
+    from kvsearch.evaluation.losses import LayerLoss
     from kvsearch.plan.files import read_bytes
+    from kvsearch.strategies.methods import FULL
 
     remedy = "delete the file and give --losses to measure them again"
     try:
@@ -135,9 +135,9 @@ def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
 
 def deliver(result: Study, losses: Sequence[LayerLoss] | None, files: Deliveries, common: Common) -> None:
     """Write what is to be written, and print tables or JSON."""
-    from kvsearch.evaluate.report import as_json
-    from kvsearch.evaluate.samples import write_samples
-    from kvsearch.evaluate.table_files import write_tables
+    from kvsearch.evaluation.samples import write_samples
+    from kvsearch.report.evaluation import as_json
+    from kvsearch.report.table_files import write_tables
 
     told = as_json(result, losses)
     if files.output is not None:
@@ -157,11 +157,11 @@ def deliver(result: Study, losses: Sequence[LayerLoss] | None, files: Deliveries
 
 
 def _keep(result: Study, told: dict[str, object], directory: Path, columns: Columns | None) -> None:
-    from kvsearch.evaluate.run_directory import REPORT, SAMPLES, TABLES
-    from kvsearch.evaluate.samples import write_samples
-    from kvsearch.evaluate.table_files import write_tables
+    from kvsearch.evaluation.run_directory import REPORT, SAMPLES, TABLES
+    from kvsearch.evaluation.samples import write_samples
     from kvsearch.plan.canonical import canonical_json
     from kvsearch.plan.files import atomic_write
+    from kvsearch.report.table_files import write_tables
 
     write_samples(result.samples, directory / SAMPLES)
     write_tables(result, directory / TABLES, columns or "tasks")
@@ -169,9 +169,9 @@ def _keep(result: Study, told: dict[str, object], directory: Path, columns: Colu
 
 
 def _show(result: Study, losses: Sequence[LayerLoss] | None, columns: Columns | None, common: Common) -> None:
-    from kvsearch.evaluate.grid import grid_table, needle_grids
-    from kvsearch.evaluate.loss_report import losses_table
-    from kvsearch.evaluate.table_files import all_tables, on_screen
+    from kvsearch.evaluation.grid import grid_table, needle_grids
+    from kvsearch.report.losses import losses_table
+    from kvsearch.report.table_files import all_tables, on_screen
 
     for table in all_tables(result, columns):
         common.out.print(on_screen(table))

@@ -9,8 +9,8 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common
-    from kvsearch.evaluate.contest import Contest
-    from kvsearch.evaluate.study import Settings
+    from kvsearch.evaluation.compare import Settings
+    from kvsearch.strategies.request import Contest
     from kvsearch.tasks.catalog import TaskOptions
 
 PERPLEXITY = "ppl:"
@@ -33,11 +33,11 @@ def perplexity(
         UsageError: an option of tasks that perplexity does not read, and what `PerplexityText.load`, `check_totals` and
             `measure_perplexity` refuse.
     """
-    from kvsearch.evaluate.identity import environment
-    from kvsearch.evaluate.methods import FULL
-    from kvsearch.evaluate.perplexity import measure_perplexity
-    from kvsearch.evaluate.perplexity_report import SCHEMA, perplexity_json, perplexity_table
-    from kvsearch.evaluate.totals import check_totals
+    from kvsearch.evaluation.identity import environment
+    from kvsearch.evaluation.perplexity import measure_perplexity
+    from kvsearch.evaluation.totals import check_totals
+    from kvsearch.report.perplexity import SCHEMA, perplexity_json, perplexity_table
+    from kvsearch.strategies.methods import FULL
     from kvsearch.tasks.perplexity import PerplexityText
 
     context = _context(options)

@@ -15,9 +15,9 @@ from kvsearch.errors import UsageError
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
-    from kvsearch.search.contest import Base
     from kvsearch.search.executors.cluster import RayWorkers
     from kvsearch.search.recipe import EvolveRecipe
+    from kvsearch.search.start_plans import Base
 
 SPLITS = "train", "select", "report"
 
@@ -70,13 +70,13 @@ def evolve(
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
     from kvsearch.cli.evolve_run import Work, deliver, foretell, parse_limits
-    from kvsearch.evaluate.protocol import find_protocol
-    from kvsearch.evaluate.study import Settings
+    from kvsearch.evaluation.compare import Settings
     from kvsearch.search.evolve import Splits, prepare_search
-    from kvsearch.search.pareto import prepare_front
+    from kvsearch.search.front import prepare_front
     from kvsearch.search.recipe import resolve_recipe
     from kvsearch.search.run_directory import check_directory
     from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.protocol import find_protocol
 
     typed = {
         "budget": budget, "budgets": asked.whole_numbers("--budgets", budgets), "policy": policy, "space": space,
@@ -109,7 +109,7 @@ def evolve(
 
 
 def _parameters(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    from kvsearch.calibrate.recipe import parse_setting
+    from kvsearch.calibration.recipe import parse_setting
 
     return dict(parse_setting(item) for item in settings or ())
 
@@ -129,7 +129,7 @@ def _workers(count: int | None, address: str | None, timeout: float | None) -> R
 def _plans(paths: list[Path] | None) -> dict[str, Plan]:
     """Start plans by the names of their files."""
     from kvsearch.cli.common import checked_plan
-    from kvsearch.search.contest import check_names
+    from kvsearch.search.start_plans import check_names
 
     check_names(path.stem for path in paths or ())
     found: dict[str, Plan] = {}
@@ -152,6 +152,6 @@ def _policy(what: EvolveRecipe, plans: dict[str, Plan]) -> Any:
 
 
 def _base(loaded: LoadedModel, policy: Any, plans: dict[str, Plan]) -> Base:
-    from kvsearch.search.contest import Base
+    from kvsearch.search.start_plans import Base
 
     return Base.of(loaded, next(iter(plans.values())) if policy is None else policy)

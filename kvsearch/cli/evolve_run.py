@@ -12,13 +12,13 @@ from kvsearch.cli.common import Common, Progress
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.evaluate.ledger import Ledger
-    from kvsearch.evaluate.study import Evaluation
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.search.evolve import Keep, PreparedSearch
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
+    from kvsearch.search.front import PreparedFront
     from kvsearch.search.outcome import Watcher
-    from kvsearch.search.pareto import PreparedFront
     from kvsearch.search.run_directory import SearchRun
     from kvsearch.search.settings import Limits
 
@@ -92,7 +92,7 @@ def _searches(prepared: PreparedSearch | PreparedFront) -> tuple[PreparedSearch,
 
 def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
     """All that decides the result, as JSON."""
-    from kvsearch.evaluate.identity import environment, metric_of, rows_hash
+    from kvsearch.evaluation.identity import environment, metric_of, rows_hash
 
     searches = _searches(prepared)
     first = searches[0]
@@ -113,8 +113,8 @@ def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
 def _search_one(
     prepared: PreparedSearch, run: SearchRun, work: Work, common: Common, executor: Executor, watcher: Watcher
 ) -> None:
+    from kvsearch.report.search import as_json, decision, tables
     from kvsearch.search.evolve import Evolved
-    from kvsearch.search.report import as_json, decision, tables
 
     outcome = prepared.search(executor, run.ledger, work.limits, watcher)
     executor.close()  # its memory is for the replies now
@@ -133,7 +133,7 @@ def _search_front(
 ) -> None:
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
-    from kvsearch.search.report import decision, front_as_json, front_tables
+    from kvsearch.report.search import decision, front_as_json, front_tables
 
     points = prepared.run(executor, run.ledger, work.limits, watcher, _keep(run, common))
     for point in points:
@@ -169,7 +169,7 @@ def _keep(run: SearchRun, common: Common) -> Keep:
     @contextmanager
     def keep(stage: str, evaluation: Evaluation) -> Iterator[tuple[Ledger, Progress]]:
         from kvsearch.cli.strategies import kept_replies
-        from kvsearch.evaluate.kept import begins_anew
+        from kvsearch.evaluation.kept import begins_anew
 
         place, config = run.directory / stage, evaluation.config()
         anew, again = begins_anew(place, config, True), "give the same command with --resume to go on"
@@ -188,7 +188,7 @@ def _spent(run: SearchRun) -> str:
 
 
 def _show(told: dict[str, Any], tables: list[Any], common: Common) -> None:
-    from kvsearch.evaluate.table_files import on_screen
+    from kvsearch.report.table_files import on_screen
 
     if common.as_json:
         common.print_json(told)

@@ -12,9 +12,9 @@ from kvsearch.cli.common import Common, command
 from kvsearch.cli.strategies import comma_separated
 
 if TYPE_CHECKING:
-    from kvsearch.export.build import Target
-    from kvsearch.export.strategy import Strategy
     from kvsearch.plan import PhasePlan, Plan, Profile
+    from kvsearch.strategies.from_profile import Target
+    from kvsearch.strategies.from_signals import Strategy
 
 PANEL, VALIDATION = "PolyKV", "validation.json"
 
@@ -113,9 +113,9 @@ def export(
 
     kvsearch export runs/polykv --budget 512 --budget-signal entropy -o plan.json
     """
-    from kvsearch.export.build import Target, plan_from_profile
     from kvsearch.plan import save_plan
     from kvsearch.plan.profile import load_profile
+    from kvsearch.strategies.from_profile import Target, plan_from_profile
 
     found = load_profile(profile_file(profile))
     typed: dict[str, Any] = {
@@ -161,8 +161,8 @@ def _default_budget(profile: Profile) -> int:
 def _strategy(profile: Profile, typed: dict[str, Any]) -> Strategy:
     """What was typed, or else what the calibration was told, or else the defaults of a strategy."""
     from kvsearch.errors import UsageError
-    from kvsearch.export.strategy import UNIFORM, Strategy
     from kvsearch.signals.table import SignalTable
+    from kvsearch.strategies.from_signals import UNIFORM, Strategy
 
     recorded = profile.metadata.provenance.settings
     route = next(iter(SignalTable(profile).routes), "none")  # cosine, the paper's, where it was measured
@@ -186,13 +186,13 @@ def _strategic(
 ) -> Plan:
     """The plan of a strategy; UsageError if one of its signals was judged harmful and that is not allowed."""
     from kvsearch.errors import UsageError
-    from kvsearch.export.strategy import strategy_plan
-    from kvsearch.policies.checks import check_plan
+    from kvsearch.runtime.plan_checks import check_plan
+    from kvsearch.strategies.from_signals import strategy_plan
 
     plan = strategy_plan(profile, strategy, target)
     check_plan(plan, "the plan of this strategy")
     if (directory / VALIDATION).exists():
-        from kvsearch.evaluate.validation import harmful
+        from kvsearch.choose.validate import harmful
 
         warning = harmful(directory, strategy, plan.total / (profile.metadata.shape[0] * profile.metadata.shape[1]))
         if warning is not None and not allow_harmful:
@@ -233,7 +233,7 @@ def _patterns(phase: PhasePlan) -> dict[str, list[int]]:
 
 
 def _in_words(phase: PhasePlan) -> str:
-    from kvsearch.plan.layout import layer_ranges
+    from kvsearch.plan.yaml import layer_ranges
 
     places: list[str] = []
     for name, layers in _patterns(phase).items():

@@ -29,7 +29,7 @@ def generate(
 
     Without --context and --prompt the bundled model answers a question about a text of its own.
     """
-    from kvsearch.evaluate.answer import answer, example_for, expected_reply, read_text
+    from kvsearch.evaluation.answer import answer, example_for, expected_reply, read_text
 
     loaded_plan = checked_plan(plan) if plan is not None else None
     text, question = (read_text(item) if item is not None else None for item in (context, prompt))

@@ -32,10 +32,10 @@ def headroom(
         common.print_json({"tasks": [task.name for task in chosen], "ratio": ratio, "samples": samples})
         return
 
-    from kvsearch.evaluate.encoding import contexts_of, counter, encode
-    from kvsearch.evaluate.headroom import headroom as measure
-    from kvsearch.evaluate.report import plain_scores
-    from kvsearch.evaluate.statistics import summarize
+    from kvsearch.evaluation.headroom import headroom as measure
+    from kvsearch.evaluation.statistics import summarize
+    from kvsearch.report.evaluation import plain_scores
+    from kvsearch.tasks.encode import contexts_of, counter, encode
 
     loaded = common.load(model)
     count = counter(loaded.tokenizer)

@@ -57,7 +57,7 @@ def lm_eval(
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
     """
     _prepare(common)
-    from kvsearch.evaluate.lm_eval_tasks import TaskNames, evaluate_tasks
+    from kvsearch.lm_eval.tasks import TaskNames, evaluate_tasks
     from kvsearch.plan.files import atomic_write, check_target
 
     loaded_plan = checked_plan(plan)
@@ -112,7 +112,7 @@ def _doubts(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _show(results: dict[str, Any], common: Common) -> None:
-    from kvsearch.evaluate.lm_eval_package import make_table
+    from kvsearch.lm_eval.package import make_table
 
     for column in ("results", "groups"):
         if results.get(column):

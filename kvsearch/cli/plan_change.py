@@ -94,8 +94,8 @@ def merge(
 def _plan_at(path: Path, ratio: float | None) -> Plan:
     """The plan in a file, or that of a profile at `ratio`."""
     from kvsearch.errors import UsageError
-    from kvsearch.export.build import Target, plan_from_profile
     from kvsearch.plan import load_profile
+    from kvsearch.strategies.from_profile import Target, plan_from_profile
 
     file = path / PROFILE if path.is_dir() else path
     if file.suffix == Path(PROFILE).suffix:

@@ -49,7 +49,7 @@ def diff(
 
 
 def _as_data(found: PlanDiff, plans: tuple[Plan, Plan]) -> dict[str, Any]:
-    from kvsearch.plan.comparison import PHASES
+    from kvsearch.plan.differences import PHASES
 
     totals = {phase: [_total(plan, phase) for plan in plans] for phase in PHASES}
     return {
@@ -61,7 +61,7 @@ def _as_data(found: PlanDiff, plans: tuple[Plan, Plan]) -> dict[str, Any]:
 
 
 def _show(found: PlanDiff, plans: tuple[Plan, Plan], names: tuple[str, str], common: Common) -> None:
-    from kvsearch.plan.comparison import PHASES
+    from kvsearch.plan.differences import PHASES
 
     show_facts(dict(zip("AB", names, strict=True)), common)
     settings = [change for change in found.settings if change.name != "total"]  # those are with the budgets

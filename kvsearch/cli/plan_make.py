@@ -93,13 +93,13 @@ def _make(
     common: Common,
 ) -> None:
     from kvsearch.budgets.uniform import Uniform
-    from kvsearch.calibrate.recipe import parse_setting
+    from kvsearch.calibration.recipe import parse_setting
     from kvsearch.errors import UsageError
-    from kvsearch.export.build import Target
-    from kvsearch.export.direct import PHASES, check_request, direct_plan, parse_allocation
-    from kvsearch.export.direct import pyramid as pyramid_above
     from kvsearch.naming import suggest
     from kvsearch.policies.registry import create_policy
+    from kvsearch.strategies.direct import PHASES, check_request, direct_plan, parse_allocation
+    from kvsearch.strategies.direct import pyramid as pyramid_above
+    from kvsearch.strategies.from_profile import Target
 
     made = create_policy(policy, dict(parse_setting(item) for item in settings or []))
     shared = parse_allocation(allocation)

@@ -29,7 +29,7 @@ def check_output(output: Path, force: bool) -> None:
 def deliver(plan: Plan, output: Path, force: bool, common: Common) -> None:
     """Write `plan`, or with --dry-run only say so; UsageError if its parts do not fit together."""
     from kvsearch.plan import save_plan
-    from kvsearch.policies.checks import check_plan
+    from kvsearch.runtime.plan_checks import check_plan
 
     check_plan(plan, f"the plan for {output}")
     if not common.dry_run:

@@ -30,7 +30,7 @@ def yaml(
     """
     from kvsearch.plan import load_plan
     from kvsearch.plan.files import atomic_write
-    from kvsearch.plan.layout import plan_to_yaml
+    from kvsearch.plan.yaml import plan_to_yaml
 
     check_output(output, force)
     text = plan_to_yaml(load_plan(plan))
@@ -55,8 +55,8 @@ def build(
     Example: kvsearch plan build strategy.yaml -o plan.json
     """
     from kvsearch.errors import UsageError
-    from kvsearch.export.strategy_yaml import plan_from_yaml
     from kvsearch.plan.files import read_bytes
+    from kvsearch.strategies.from_yaml import plan_from_yaml
 
     check_output(output, force)
     data = read_bytes(strategy)

@@ -18,12 +18,12 @@ from kvsearch.cli.strategies import Directory, ModelName, comma_separated, kept_
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.evaluate.ledger import Ledger
-    from kvsearch.evaluate.selection import PreparedSelection
-    from kvsearch.evaluate.selection_report import Selection
-    from kvsearch.evaluate.study import Evaluation
-    from kvsearch.export.build import Target
+    from kvsearch.choose.select import PreparedSelection
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.plan import Profile
+    from kvsearch.report.selection import Selection
+    from kvsearch.strategies.from_profile import Target
 
 ALL = "all"
 SPLITS = "select", "report"
@@ -136,14 +136,14 @@ def select(
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    from kvsearch.evaluate.candidates import explore as find_explored
-    from kvsearch.evaluate.kept import check_place
-    from kvsearch.evaluate.protocol import find_protocol
-    from kvsearch.evaluate.selection import Questions, prepare_selection
-    from kvsearch.evaluate.selection_rule import Rule
-    from kvsearch.evaluate.study import Settings
+    from kvsearch.choose.acceptance import Rule
+    from kvsearch.choose.candidates import explore as find_explored
+    from kvsearch.choose.select import Questions, prepare_selection
+    from kvsearch.evaluation.compare import Settings
+    from kvsearch.evaluation.kept import check_place
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.protocol import find_protocol
 
     profile = load_signals(directory)
     rule, target, when = Rule(top, margin=margin), _target(profile, budget, ratio), _phase_settings(phases)
@@ -170,8 +170,8 @@ def select(
 
 def _target(profile: Profile, budget: int | None, ratio: float | None) -> Target:
     """The size that was typed, or the one that was measured."""
-    from kvsearch.export.build import Target
     from kvsearch.signals.table import SignalTable
+    from kvsearch.strategies.from_profile import Target
 
     measured = SignalTable(profile).axes.budgets
     if budget is not None or ratio is not None:
@@ -183,8 +183,8 @@ def _target(profile: Profile, budget: int | None, ratio: float | None) -> Target
 
 
 def _phase_settings(phases: str) -> tuple[str, ...]:
-    from kvsearch.export.direct import PHASES
     from kvsearch.naming import suggest
+    from kvsearch.strategies.direct import PHASES
 
     if phases not in (*PHASES, ALL):
         raise UsageError(f"unknown phases {phases!r}{suggest(phases, [*PHASES, ALL])}")
@@ -196,7 +196,7 @@ def _kept(
     place: Path, prepared: PreparedSelection, evaluation: Evaluation, force: bool, common: Common
 ) -> Iterator[tuple[Ledger, Progress]]:
     """The ledger of one stage, and how far it is."""
-    from kvsearch.evaluate.kept import begins_anew
+    from kvsearch.evaluation.kept import begins_anew
 
     config = prepared.config(evaluation)
     anew = begins_anew(place, config, force)
@@ -209,7 +209,7 @@ def _kept(
 
 
 def _foretell(prepared: PreparedSelection, place: Path, common: Common) -> None:
-    from kvsearch.evaluate.candidates import Field
+    from kvsearch.choose.candidates import Field
 
     def counted(field: Field) -> dict[str, Any]:
         return {"candidates": len(field.candidates), "baselines": list(field.baselines), "notes": list(field.notes)}
@@ -220,11 +220,11 @@ def _foretell(prepared: PreparedSelection, place: Path, common: Common) -> None:
 
 def _deliver(result: Selection, output: Path, place: Path, force: bool, common: Common) -> None:
     """Write the plan and selection.json, and print tables or JSON."""
-    from kvsearch.evaluate.selection_report import FILE, tables
-    from kvsearch.evaluate.table_files import on_screen
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
-    from kvsearch.policies.checks import check_plan
+    from kvsearch.report.selection import FILE, tables
+    from kvsearch.report.table_files import on_screen
+    from kvsearch.runtime.plan_checks import check_plan
 
     told = result.as_json()
     check_plan(result.plan, f"the plan for {output}")

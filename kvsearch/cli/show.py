@@ -109,7 +109,7 @@ def _show_profile(profile: Profile, ratio: float, plan: Plan | None, common: Com
         return
     import numpy as np
 
-    from kvsearch.calibrate.analysis import lost_mass, ranking_gap, stability
+    from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
     from kvsearch.cli.heatmap import heatmap
     from kvsearch.plan.schema import STATIC
 

@@ -10,7 +10,7 @@ from kvsearch.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvsearch.calibrate.analysis import FitGain, Misplaced
+    from kvsearch.calibration.analysis import FitGain, Misplaced
     from kvsearch.plan import Profile
 
 SHOWN = (0.5, 0.8, 0.9)
@@ -26,7 +26,7 @@ def remarks(profile: Profile) -> list[str]:
     """What there is to say about a profile of a dynamic method, one line each; nothing about another."""
     if not is_dynamic(profile):
         return []
-    from kvsearch.calibrate.analysis import fit_gain, misplaced
+    from kvsearch.calibration.analysis import fit_gain, misplaced
 
     lines = [_exponents(profile)] if profile.metadata.method == "cake" else []
     gain = fit_gain(profile)
@@ -80,7 +80,7 @@ def show_dynamic(profile: Profile, ratio: float, common: Common, with_plan: bool
     Raises:
         UsageError: a plan was to be judged, which takes the importance of entries.
     """
-    from kvsearch.calibrate.analysis import misplaced, stability
+    from kvsearch.calibration.analysis import misplaced, stability
 
     metadata = profile.metadata
     if with_plan:

@@ -15,10 +15,10 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common
-    from kvsearch.evaluate.ledger import Ledger
-    from kvsearch.export.build import Target
+    from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
+    from kvsearch.strategies.from_profile import Target
 
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
@@ -109,8 +109,8 @@ def targets_of(profile: Profile, budget: int | None = None, ratio: float | None 
     Raises:
         UsageError: both a budget and a ratio, or one out of range.
     """
-    from kvsearch.export.build import Target
     from kvsearch.signals.table import SignalTable
+    from kvsearch.strategies.from_profile import Target
 
     if budget is None and ratio is None:
         return [Target(budget=measured) for measured in SignalTable(profile).axes.budgets]
@@ -143,7 +143,7 @@ def kept_replies(
     Raises:
         UsageError: replies of another trial are there and `force` is off; see `open_run` for more.
     """
-    from kvsearch.evaluate.run_directory import open_run
+    from kvsearch.evaluation.run_directory import open_run
 
     if not force:
         _require_same(place, config)
@@ -158,8 +158,8 @@ def kept_replies(
 
 
 def _require_same(place: Path, config: Mapping[str, Any]) -> None:
-    from kvsearch.evaluate.run_directory import CONFIG as KEPT
-    from kvsearch.evaluate.run_directory import difference
+    from kvsearch.evaluation.run_directory import CONFIG as KEPT
+    from kvsearch.evaluation.run_directory import difference
     from kvsearch.plan.canonical import canonical_json
     from kvsearch.plan.files import read_bytes
     from kvsearch.plan.parsing import parse_json

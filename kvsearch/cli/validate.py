@@ -15,8 +15,8 @@ from kvsearch.cli.common import Common, command
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.evaluate.validation import PreparedValidation
-    from kvsearch.evaluate.validation_report import Validation
+    from kvsearch.choose.validate import PreparedValidation
+    from kvsearch.report.validation import Validation
 
 PANEL, REPLIES = "What is judged", "validation"
 
@@ -87,12 +87,12 @@ def validate(
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    from kvsearch.evaluate.protocol import find_protocol
-    from kvsearch.evaluate.study import Settings
-    from kvsearch.evaluate.validation import check_permutations, find_subjects, prepare_validation, refuse_reported
-    from kvsearch.evaluate.validation_report import FILE
+    from kvsearch.choose.validate import check_permutations, find_subjects, prepare_validation, refuse_reported
+    from kvsearch.evaluation.compare import Settings
+    from kvsearch.report.validation import FILE
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.protocol import find_protocol
 
     check_permutations(permutations)
     options = details.options(length, split)
@@ -144,8 +144,8 @@ def _found(
     one: PreparedValidation, before: Validation | None, directory: Path, force: bool, common: Common
 ) -> Validation:
     """Run one size; what was found so far is in the file when this returns."""
-    from kvsearch.evaluate.kept import begins_anew
-    from kvsearch.evaluate.validation_report import FILE, save_validation
+    from kvsearch.evaluation.kept import begins_anew
+    from kvsearch.report.validation import FILE, save_validation
 
     place = directory / REPLIES / f"{_slug(one)}-{one.evaluation.settings.protocol}"
     config, needed = one.config(), one.evaluation.replies
@@ -164,7 +164,7 @@ def _found(
 
 def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation | None:
     """What the file has already; with `force`, only if it can be read and was found under the same conditions."""
-    from kvsearch.evaluate.validation_report import load_validation
+    from kvsearch.report.validation import load_validation
 
     try:
         found = load_validation(path)
@@ -179,7 +179,7 @@ def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation
 
 
 def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path, common: Common) -> None:
-    from kvsearch.evaluate.validation_report import as_json, validation_tables, verdict_lines
+    from kvsearch.report.validation import as_json, validation_tables, verdict_lines
 
     sizes = [(one.budget, one.target.ratio) for one in prepared]
     now = [at for at in found.budgets if (at.budget, at.ratio) in sizes]

@@ -20,7 +20,7 @@ from kvsearch.plan.schema import (
 
 if TYPE_CHECKING:
     from kvsearch.plan.arithmetic import budgets_at, convert, merge, scale
-    from kvsearch.plan.comparison import BudgetChange, PlanDiff, SettingChange, diff
+    from kvsearch.plan.differences import BudgetChange, PlanDiff, SettingChange, diff
     from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
     from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
 
@@ -59,7 +59,7 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("budgets_at", "convert", "merge", "scale"), "arithmetic"),
-    **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "comparison"),
+    **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "differences"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
     **dict.fromkeys(("largest_remainder", "round_half_up", "water_fill"), "rounding"),
 }

@@ -90,7 +90,7 @@ class Program:
             UsageError: an unknown policy or parameter, or a policy without a decode rule in the decode phase.
         """
         from kvsearch.models.fingerprint import fingerprint
-        from kvsearch.policies.checks import check_plan, warn_unfit
+        from kvsearch.runtime.plan_checks import check_plan, warn_unfit
 
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
         check_plan(plan, "this plan")

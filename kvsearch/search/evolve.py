@@ -18,20 +18,16 @@ import numpy as np
 
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
-from kvsearch.evaluate.encoding import TaskPrompts, encode_tasks
-from kvsearch.evaluate.ledger import Ledger as Replies
-from kvsearch.evaluate.runner import Progress
-from kvsearch.evaluate.study import Evaluation, Settings
-from kvsearch.evaluate.trial import Trial, prepare_trial
-from kvsearch.export.build import Target
-from kvsearch.export.direct import direct_plan
+from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.reply_store import Ledger as Replies
+from kvsearch.evaluation.runner import Progress
+from kvsearch.evaluation.trial import Trial, prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
-from kvsearch.search.bank import CandidateBank
-from kvsearch.search.bank_samples import BankSample, bank_samples
-from kvsearch.search.contest import STREAMING, Base, start_tables
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.executors.base import Executor, Ints
 from kvsearch.search.ledger import Ledger
 from kvsearch.search.loop import STARTS, Search
@@ -39,7 +35,11 @@ from kvsearch.search.outcome import Found, Outcome, Watcher
 from kvsearch.search.scoring import Minibatch, Scoring
 from kvsearch.search.settings import EvolveSettings, Limits
 from kvsearch.search.stages import Frame, stages_of
+from kvsearch.search.start_plans import STREAMING, Base, start_tables
+from kvsearch.strategies.direct import direct_plan
+from kvsearch.strategies.from_profile import Target
 from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 
 EVOLVED = "evolved"
 Kept = AbstractContextManager[tuple[Replies | None, Progress | None]]

@@ -27,9 +27,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from kvsearch.errors import EnvironmentFault, InternalError
-from kvsearch.ledger_files import Unfit, lock, parsed_lines
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
+from kvsearch.runs.ledger_files import Unfit, lock, parsed_lines
 from kvsearch.search.executors.base import Job, Outcome, Result, keys_of
 from kvsearch.search.records import LINES, Asked, Best, Computed, Line, Note, Stage, Told
 

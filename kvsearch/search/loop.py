@@ -20,12 +20,12 @@ from kvsearch.search.executors.base import Ints
 from kvsearch.search.executors.population import worst_of
 from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget
 from kvsearch.search.flatness import Flatness
-from kvsearch.search.journal import Journal
 from kvsearch.search.optimisers import Optimiser, create_optimiser
 from kvsearch.search.outcome import Found, Outcome, Watcher
 from kvsearch.search.records import Line
 from kvsearch.search.scoring import LimitReachedError, Minibatch, Scoring
 from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
+from kvsearch.search.stage_lines import Journal
 from kvsearch.search.stages import Frame, Stage, stages_of
 
 STARTS = "start"

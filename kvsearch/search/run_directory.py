@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluate.run_directory import TEMPORARY, difference
+from kvsearch.evaluation.run_directory import TEMPORARY, difference
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.files import atomic_write, read_bytes, save_plan
 from kvsearch.plan.parsing import parse_json

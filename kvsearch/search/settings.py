@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.evaluate.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.search.optimisers import optimiser_names
 from kvsearch.search.optimisers.cma import FEWEST
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol
 
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]

@@ -8,21 +8,21 @@ from pathlib import Path
 import torch
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.evaluate.encoding import encode_tasks
-from kvsearch.evaluate.runner import Progress
-from kvsearch.evaluate.study import Settings
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint
 from kvsearch.policies import Policy
-from kvsearch.search.bank import CandidateBank
-from kvsearch.search.bank_samples import bank_samples
-from kvsearch.search.contest import Base
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.evolve import PreparedSearch, questions_hash
 from kvsearch.search.executors import Executor, Job, SerialExecutor
 from kvsearch.search.executors.base import Floats
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.executors.ray import RayExecutor
+from kvsearch.search.start_plans import Base
 from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import encode_tasks
 
 
 class BankEvaluator:

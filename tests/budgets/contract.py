@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.budgets.base import Allocator, Ints, Signals
+from kvsearch.budgets.allocator import Allocator, Ints, Signals
 from kvsearch.errors import UsageError
 
 LAYERS, HEADS, LENGTH = 3, 4, 40
@@ -99,7 +99,7 @@ class AllocatorContract:
         return 0
 
     def test_it_has_the_name_it_is_registered_under(self) -> None:
-        from kvsearch.budgets.base import create_allocator
+        from kvsearch.budgets.allocator import create_allocator
 
         allocator = self.allocator()
         assert type(create_allocator(allocator.name)) is type(allocator)

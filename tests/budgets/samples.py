@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from kvsearch.budgets.base import Floats
+from kvsearch.budgets.allocator import Floats
 
 
 @st.composite

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvsearch.budgets.base import Allocator, Floats, Ints
+from kvsearch.budgets.allocator import Allocator, Floats, Ints
 from kvsearch.errors import UsageError
 
 CANDIDATES = 12

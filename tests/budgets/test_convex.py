@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvsearch.budgets.base import Floats
+from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.convex import marginal_gains, sorted_blocks
 from kvsearch.errors import UsageError
-
-from .samples import tables
+from tests.budgets.samples import tables
 
 
 def concave_majorant(x: Floats) -> Floats:

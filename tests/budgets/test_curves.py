@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvsearch.budgets.base import Floats
+from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import (
     eviction_loss,
     optimality_gap,
@@ -14,8 +14,7 @@ from kvsearch.budgets.curves import (
     without_gap,
 )
 from kvsearch.errors import UsageError
-
-from .samples import tables
+from tests.budgets.samples import tables
 
 A = [1.0, 5, 3, 1]
 

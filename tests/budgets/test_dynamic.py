@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adaptive import AdaKV, head_budgets, head_order, normalized
-from kvsearch.budgets.base import Ints
+from kvsearch.budgets.adakv import AdaKV, head_budgets, head_order, normalized
+from kvsearch.budgets.allocator import Ints
+from kvsearch.budgets.cake import CAKE
 from kvsearch.budgets.dynamic import Allocation, Shares, Wish, allocation_names, create_allocation
-from kvsearch.budgets.entropy import LAVa
-from kvsearch.budgets.preference import CAKE
+from kvsearch.budgets.lava import LAVa
 from kvsearch.errors import InternalError, UsageError
 
 ALLOCATIONS: list[Allocation] = [LAVa(), LAVa(0.0), LAVa(heads="equal"), CAKE(), AdaKV(), LAVa(layers="planned")]

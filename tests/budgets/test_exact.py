@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvsearch.budgets.base import Floats
+from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import eviction_loss
 from kvsearch.budgets.exact import exact_budgets
 from kvsearch.errors import UsageError
-
-from .samples import tables
+from tests.budgets.samples import tables
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.base import Allocator, Floats, Ints, Signals
+from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
 from kvsearch.budgets.loss_curves import LossCurves, convex
 from kvsearch.errors import UsageError
-
-from .contract import LAYERS, LENGTH, AllocatorContract
-from .sweep import awkward, check
+from tests.budgets.contract import LAYERS, LENGTH, AllocatorContract
+from tests.budgets.sweep import awkward, check
 
 BUDGETS = (2, 5, 9)
 

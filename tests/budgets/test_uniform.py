@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsearch.budgets.base import Allocator, Signals
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.uniform import Uniform
-
-from .contract import HEADS, LAYERS, AllocatorContract
+from tests.budgets.contract import HEADS, LAYERS, AllocatorContract
 
 
 class TestUniform(AllocatorContract):

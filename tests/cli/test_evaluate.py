@@ -382,7 +382,7 @@ def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.Monke
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvsearch.evaluate.study.Evaluation.run", interrupted)
+    monkeypatch.setattr("kvsearch.evaluation.compare.Evaluation.run", interrupted)
     code, out, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
     assert (code, out) == (INTERRUPTED, "")
     assert "nothing is kept without --output DIR" in talk

@@ -17,7 +17,7 @@ import pytest
 
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
-from kvsearch.policies.checks import check_plan
+from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.search.executors import cluster
 from kvsearch.search.workers import BankEvaluator
 from tests import tiny

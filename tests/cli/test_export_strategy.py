@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.evaluate import validation
-from kvsearch.export.build import Target
-from kvsearch.export.strategy import Strategy, strategy_plan
+from kvsearch.choose import validate as validation
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint, Profile, load_plan, load_profile, save_profile
+from kvsearch.strategies.from_profile import Target
+from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE
 from tests.signals.profiles import make_signals, signal_metadata

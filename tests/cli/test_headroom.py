@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.evaluate import statistics
+from kvsearch.evaluation import statistics
 from tests import tiny
 from tests.cli.conftest import Run
 

@@ -16,8 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvsearch.cli.lm_eval import lm_eval
-
-from ..evaluate.lm_eval_folder import DOCUMENTS, write_folder
+from tests.lm_eval.folder import DOCUMENTS, write_folder
 
 USAGE, ENVIRONMENT = 2, 3
 installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm-eval")
@@ -55,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def request_of(folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> partial[tuple[Any, ...]]:
     """Arguments that run given tasks, with only the folder's to choose from: indexing the others takes seconds."""
-    from kvsearch.evaluate import lm_eval_tasks
+    from kvsearch.lm_eval import tasks as lm_eval_tasks
 
     own = lm_eval_tasks.TaskManager
     monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **given: own(**{**given, "include_defaults": False}))
@@ -75,7 +74,7 @@ def test_help_and_common_options() -> None:
 
 
 def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in [name for name in sys.modules if name.startswith("kvsearch.evaluate.lm_eval")]:
+    for module in [name for name in sys.modules if name.startswith("kvsearch.lm_eval.model")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     line = refused(ENVIRONMENT, "bundled", "--plan", tmp_path / "plan.json", "--tasks", "arc_easy")

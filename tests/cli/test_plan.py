@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.budgets.dynamic import allocation_names
-from kvsearch.budgets.pyramid import Pyramid
+from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan
 from kvsearch.policies.registry import BUILT_IN
 from tests.cli.conftest import Run

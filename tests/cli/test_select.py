@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvsearch.cli.select import select
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_profile
-from kvsearch.policies.checks import check_plan
+from kvsearch.runtime.plan_checks import check_plan
 from tests import tiny
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.plan.builders import make_profile

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvsearch.evaluate import run_directory
-from kvsearch.evaluate.validation import harmful
-from kvsearch.export.strategy import Strategy
+from kvsearch.choose.validate import harmful
+from kvsearch.evaluation import run_directory
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
+from kvsearch.strategies.from_signals import Strategy
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, INTERRUPTED, USAGE, refused
 from tests.plan.builders import make_profile

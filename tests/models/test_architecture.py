@@ -17,8 +17,7 @@ from kvsearch.models.architecture import (
     text_config,
     unrotate,
 )
-
-from ..families import FAMILIES, build
+from tests.families import FAMILIES, build
 
 families = pytest.mark.parametrize("family", FAMILIES)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}

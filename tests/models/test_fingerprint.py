@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvsearch.models.architecture import text_config
 from kvsearch.models.fingerprint import SAMPLES, config_hash, fingerprint, weights_hash
-
-from ..families import FAMILIES, build
+from tests.families import FAMILIES, build
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

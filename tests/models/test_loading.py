@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.models import loading
 from kvsearch.models.loading import LoadOptions, load
-
-from .. import tiny
-from ..families import FAMILIES
+from tests import tiny
+from tests.families import FAMILIES
 
 OFFLINE = LoadOptions(offline=True)
 WEIGHTS = "model.safetensors"

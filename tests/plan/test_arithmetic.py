@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan import Phase, Plan, budgets_at, convert, diff, load_plan, merge, save_plan, scale
 from kvsearch.plan.rounding import largest_remainder
-
-from .builders import PROVENANCE, make_plan, model_dict, phase_dict
+from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 LAVA = {"name": "lava", "params": {"layers": "planned"}}

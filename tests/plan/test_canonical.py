@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.plan import Plan, canonical_json, sha256_of
-
-from .builders import make_plan, plan_dict
+from tests.plan.builders import make_plan, plan_dict
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)

@@ -14,8 +14,7 @@ import pytest
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan import Plan, atomic_write, canonical_json, load_plan, save_plan
-
-from .builders import make_plan, phase_dict, plan_dict
+from tests.plan.builders import make_plan, phase_dict, plan_dict
 
 
 @pytest.fixture

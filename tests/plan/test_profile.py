@@ -15,8 +15,7 @@ from safetensors.numpy import save
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan import GRID, Profile, ProfileMetadata, load_profile, save_profile
-
-from .builders import make_profile, metadata_dict, ratio_table
+from tests.plan.builders import make_profile, metadata_dict, ratio_table
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan import Plan, PolicySpec, Provenance, describe_validation_error
-
-from .builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
+from tests.plan.builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
 
 
 def problems(data: dict[str, Any]) -> list[str]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots, protection_at
 from kvsearch.policies.ranking import keep_under
-
-from .examples import NAN
+from tests.policies.examples import NAN
 
 Row = dict[int, float]  # attention by position
 

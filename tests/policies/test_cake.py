@@ -11,9 +11,8 @@ from kvsearch.policies import scoring
 from kvsearch.policies.cake import CAKE, row_moments
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import window_rows
-
-from .contract import Case, PolicyContract, observe
-from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 # three candidates, then the window's own two columns
 ROWS = [[0.4, 0.1, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0, 0.0]]
@@ -125,7 +124,7 @@ def test_rows_of_padding_do_not_count(monkeypatch: pytest.MonkeyPatch, scratch: 
 
 
 def test_scratch_memory_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from .test_scoring import Largest
+    from tests.policies.test_scoring import Largest
 
     policy = CAKE(window=16)
     observation = observe(policy, Case(heads=8, group=4, length=512, pads=(0,), seed=1))

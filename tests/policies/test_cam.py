@@ -16,10 +16,9 @@ from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O, MASS
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.streaming import StreamingLLM
-
-from .contract import Case, PolicyContract, cases, observe, properties
-from .course import cloned, decode, slots
-from .examples import NAN, check_order_of_slots, leaves, plain, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.course import cloned, decode, slots
+from tests.policies.examples import NAN, check_order_of_slots, leaves, plain, scattered, step_at
 
 
 class TestContract(PolicyContract):

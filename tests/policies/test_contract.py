@@ -7,8 +7,7 @@ from kvsearch.policies.full import FullKV
 from kvsearch.policies.keydiff import KeyDiff
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
-
-from .contract import PolicyContract
+from tests.policies.contract import PolicyContract
 
 
 class TestFullKV(PolicyContract):

@@ -16,9 +16,8 @@ from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.projection import projected_norms
 from kvsearch.policies.ranking import rank_under
 from kvsearch.policies.snapkv import SnapKV
-
-from .contract import Case, PolicyContract, no_rope, observe
-from .examples import attending, kept
+from tests.policies.contract import Case, PolicyContract, no_rope, observe
+from tests.policies.examples import attending, kept
 
 NORMS = [1.0, 1.0, 4.0, 2.0]
 

@@ -14,12 +14,11 @@ from kvsearch.policies import create_policy, merging, scoring
 from kvsearch.policies.d2o import D2O, TAU
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O, MASS
-
-from .contract import Case, PolicyContract, cases, observe, properties
-from .course import cloned, decode, slots
-from .examples import NAN, check_order_of_slots, kept, scattered
-from .test_h2o import SUMS, received
-from .test_scoring import Largest
+from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.course import cloned, decode, slots
+from tests.policies.examples import NAN, check_order_of_slots, kept, scattered
+from tests.policies.test_h2o import SUMS, received
+from tests.policies.test_scoring import Largest
 
 
 class TestContract(PolicyContract):

@@ -8,9 +8,8 @@ from kvsearch.errors import UsageError
 from kvsearch.policies.duo_attention import DuoAttention, head_budgets, streaming_heads
 from kvsearch.policies.ranking import keep_under
 from kvsearch.policies.streaming import StreamingLLM
-
-from .contract import Case, PolicyContract, observe
-from .examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 GATES = np.array([[0.9, 0.1], [0.4, 0.6]])
 

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, QueryStatistics
 from kvsearch.policies.expected_attention import ExpectedAttention
-
-from .contract import Case, observe, rope
-from .examples import kept
+from tests.policies.contract import Case, observe, rope
+from tests.policies.examples import kept
 
 
 def still(positions: Tensor) -> tuple[Tensor, Tensor]:

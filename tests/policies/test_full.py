@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from kvsearch.policies.full import FullKV
-
-from .examples import kept, plain
+from tests.policies.examples import kept, plain
 
 
 def test_keeps_everything() -> None:

@@ -13,10 +13,9 @@ from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS
 from kvsearch.policies.scoring import column_sums
 from kvsearch.policies.streaming import StreamingLLM
-
-from .contract import Case, PolicyContract, cases, observe, properties
-from .course import decode
-from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.course import decode
+from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 ROWS = [
     [1.0, 0.0, 0.0, 0.0, 0.0],

@@ -7,9 +7,8 @@ import torch
 
 from kvsearch.policies import Observation
 from kvsearch.policies.keydiff import KeyDiff
-
-from .contract import Case, observe
-from .examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
+from tests.policies.contract import Case, observe
+from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 
 def test_the_least_similar_keys_stay() -> None:

@@ -9,9 +9,8 @@ from kvsearch.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.knorm import NORM, Knorm
-
-from .contract import Case, PolicyContract, observe
-from .examples import NAN, check_order_of_slots, kept, leaves, plain, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import NAN, check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 
 class TestContract(PolicyContract):

@@ -8,9 +8,8 @@ from torch import Tensor
 from kvsearch.policies import Observation
 from kvsearch.policies.lava import LAVa
 from kvsearch.policies.snapkv import SnapKV
-
-from .contract import Case, PolicyContract, observe
-from .examples import attending, kept
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import attending, kept
 
 # two heads with four candidates and a window of one; the largest value norms are 1 and 3, in the window 100
 ATTENTION = ([[0.40, 0.20, 0.10, 0.05, 0.25]], [[0.10, 0.10, 0.30, 0.20, 0.30]])

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies.noise import uniform
-
-from .contract import properties
+from tests.policies.contract import properties
 
 MASK = 2**64 - 1
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from kvsearch.policies import projection
 from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
-
-from .test_scoring import Largest
+from tests.policies.test_scoring import Largest
 
 BATCH, HEADS, GROUP, LENGTH, DIM, WIDTH = 2, 3, 4, 17, 8, 24
 both = pytest.mark.parametrize("order", ["l1", "l2"])

@@ -5,9 +5,8 @@ import torch
 
 from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.snapkv import SnapKV
-
-from .contract import Case, PolicyContract, observe
-from .examples import WINDOW_ROWS, attending, kept
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import WINDOW_ROWS, attending, kept
 
 
 class TestContract(PolicyContract):

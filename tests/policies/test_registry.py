@@ -12,8 +12,7 @@ from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy, create_policy, policy_class, policy_names, registry
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV
-
-from .contract import Case, observe
+from tests.policies.contract import Case, observe
 
 
 @dataclass(frozen=True)

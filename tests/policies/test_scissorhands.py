@@ -13,10 +13,9 @@ from kvsearch.errors import UsageError
 from kvsearch.policies import Observation, create_policy, scoring
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
-
-from .contract import Case, PolicyContract, cases, observe, properties
-from .course import Row, decode
-from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.course import Row, decode
+from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 ROWS = [
     [1.0, 0.0, 0.0, 0.0, 0.0],

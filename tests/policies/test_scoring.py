@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsearch.policies import scoring
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
-
-from .contract import Case, observe
+from tests.policies.contract import Case, observe
 
 CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
 ROW = 8 * 2 * 2 * 40  # bytes of one row's logits and attention: two sequences, two query heads, 40 keys

@@ -8,8 +8,7 @@ import torch
 from kvsearch.policies import rank_entries
 from kvsearch.policies.scoring import aggregate, pool_positions
 from kvsearch.policies.snapkv import SnapKV
-
-from .examples import WINDOW_ROWS, attending, kept
+from tests.policies.examples import WINDOW_ROWS, attending, kept
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvsearch.policies.streaming import StreamingLLM
-
-from .examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
+from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 
 def test_sinks_and_recent() -> None:

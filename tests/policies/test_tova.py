@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvsearch.policies.tova import TOVA
-
-from .contract import Case, PolicyContract, observe
-from .examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 HEADS = ([[0.5, 0.1, 0.05, 0.05, 0.3]], [[0.1, 0.1, 0.35, 0.05, 0.4]])
 

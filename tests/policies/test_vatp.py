@@ -16,10 +16,9 @@ from kvsearch.policies.h2o import H2O, MASS
 from kvsearch.policies.scoring import mean_window_attention
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.vatp import NORM, VATP
-
-from .contract import Case, PolicyContract, cases, observe, properties
-from .course import decode
-from .examples import NAN, attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.course import decode
+from tests.policies.examples import NAN, attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 SUMS = [2.8, 0.7, 0.8, 0.4, 0.3]
 VALUES = [[0.1, 0.0], [1.0, -1.0], [-0.5, 0.5], [-4.0, 0.0], [0.0, 1.0]]  # L1 norms .1, 2, 1, 4, 1

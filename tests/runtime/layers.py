@@ -15,8 +15,7 @@ from kvsearch.runtime.collector import Collector, OutputProjection
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.rule import decode_needs
-
-from ..policies.contract import DIM, rope
+from tests.policies.contract import DIM, rope
 
 WIDTH = 6  # of the model, behind the output projection
 

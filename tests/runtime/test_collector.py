@@ -12,9 +12,8 @@ from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME, Logits
 from kvsearch.runtime.collector import Collector
-
-from ..families import DEVICES, build, prompts
-from .helpers import feed, running
+from tests.families import DEVICES, build, prompts
+from tests.runtime.helpers import feed, running
 
 FROM = 4
 

@@ -15,10 +15,9 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import assert_close, feed, hide, one_by_one, plan_for, reference, running
-from .policies import SMALL
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, hide, one_by_one, plan_for, reference, running
+from tests.runtime.policies import SMALL
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 REVERSIBLE = [name for name, policy in SMALL.items() if not policy.merges]

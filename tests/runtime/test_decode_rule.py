@@ -15,10 +15,9 @@ from kvsearch.policies.decoding import protection_at
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
-
-from ..policies.contract import DIM, properties, rope
-from .layers import Layer, Scene, held, scenes
-from .policies import SMALL
+from tests.policies.contract import DIM, properties, rope
+from tests.runtime.layers import Layer, Scene, held, scenes
+from tests.runtime.policies import SMALL
 
 every_policy = pytest.mark.parametrize("name", SMALL)
 EXEMPT = ("full", "duo_attention")

@@ -14,9 +14,8 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import (
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import (
     Eviction,
     assert_close,
     feed,

@@ -10,9 +10,8 @@ from transformers import DynamicCache
 
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 families = pytest.mark.parametrize("family", FAMILIES)

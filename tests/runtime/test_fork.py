@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.adaptive import AdaKV
-from kvsearch.budgets.entropy import LAVa
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.lava import LAVa
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
@@ -18,11 +18,10 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.fork import can_join, joined, prefill_all
 from kvsearch.runtime.program import PhaseProgram
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import assert_close, keep_everything, running
-from .policies import SMALL
-from .test_sharing import go_on, read
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, keep_everything, running
+from tests.runtime.policies import SMALL
+from tests.runtime.test_sharing import go_on, read
 
 
 def programs(model: Any) -> list[Program]:

@@ -13,9 +13,8 @@ from kvsearch.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import assert_close, feed, keep_everything, random_eviction, reference, running
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, keep_everything, random_eviction, reference, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 families = pytest.mark.parametrize("family", FAMILIES)

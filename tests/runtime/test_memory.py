@@ -14,9 +14,8 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, layer
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.storage import RaggedStore
-
-from ..families import build, prompts
-from .helpers import feed, random_eviction, running
+from tests.families import build, prompts
+from tests.runtime.helpers import feed, random_eviction, running
 
 LENGTH, DIM = 1100, 64
 

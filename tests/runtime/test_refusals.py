@@ -27,9 +27,8 @@ from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-
-from ..families import build, prompts
-from .helpers import keep_everything, plan_for, running
+from tests.families import build, prompts
+from tests.runtime.helpers import keep_everything, plan_for, running
 
 
 @pytest.fixture(scope="module")

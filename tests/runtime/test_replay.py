@@ -9,9 +9,8 @@ from hypothesis import given
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.replay import replay
-
-from ..policies.contract import properties, rope
-from .layers import Layer, Scene, held, scenes
+from tests.policies.contract import properties, rope
+from tests.runtime.layers import Layer, Scene, held, scenes
 
 
 @pytest.mark.parametrize("phases", ["decode", "both"])

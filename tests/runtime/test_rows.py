@@ -12,9 +12,8 @@ from kvsearch.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-
-from ..families import DEVICES, build, prompts
-from .helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
+from tests.families import DEVICES, build, prompts
+from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.budgets.adaptive import AdaKV
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.cake import CAKE, preference
 from kvsearch.budgets.dynamic import Allocation, create_allocation
-from kvsearch.budgets.entropy import LAVa
-from kvsearch.budgets.preference import CAKE, preference
+from kvsearch.budgets.lava import LAVa
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
@@ -25,11 +25,10 @@ from kvsearch.runtime.pool import Pool
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.dispersion import dispersion
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import assert_close, feed, one_by_one, plan_for, reference, running
-from .policies import SMALL
-from .test_decode_phase import columns
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
+from tests.runtime.policies import SMALL
+from tests.runtime.test_decode_phase import columns
 
 SINGLE = ["lava{'window': 3, 'kernel': 3}", "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"]
 ALLOCATIONS = {

@@ -11,8 +11,7 @@ from torch import Tensor
 from kvsearch.runtime import storage
 from kvsearch.runtime.attention import Logits, ragged_attention
 from kvsearch.runtime.storage import RaggedStore, bucket
-
-from ..families import DEVICES
+from tests.families import DEVICES
 
 quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

@@ -13,10 +13,9 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-
-from ..families import DEVICES, FAMILIES, build, prompts
-from .helpers import feed, random_eviction, running
-from .policies import SMALL
+from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.runtime.helpers import feed, random_eviction, running
+from tests.runtime.policies import SMALL
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
 

@@ -7,19 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluate.study import Settings
+from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
-from kvsearch.search.contest import Base
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.ledger import Ledger
 from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
-
-from .. import tiny
-from .searching import Silent
+from tests import tiny
+from tests.search.searching import Silent
 
 CONTEXTS, LENGTH, QUESTIONS = 4, 100, 2
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})

@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluate.study import Settings
+from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.report.search import as_json, decision, tables
 from kvsearch.runtime import Program
-from kvsearch.search.bank_samples import bank_samples
-from kvsearch.search.contest import Base
+from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.ledger import Ledger, Spent
-from kvsearch.search.report import as_json, decision, tables
 from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
-
-from .. import tiny
-from .evolving import CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
-from .searching import Silent, told
+from tests import tiny
+from tests.search.evolving import CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
+from tests.search.searching import Silent, told
 
 MODES: list[dict[str, Any]] = [
     {},

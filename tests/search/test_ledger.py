@@ -25,8 +25,7 @@ from kvsearch.errors import EnvironmentFault, InternalError, UsageError
 from kvsearch.search.executors import Job, Outcome, SerialExecutor, evaluate_all, keys_of
 from kvsearch.search.ledger import Ledger
 from kvsearch.search.records import LINES
-
-from .executors.fakes import Fake, table
+from tests.search.executors.fakes import Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
 JOB = Job(0, (np.array([[8, 4]]), np.array([[6, 6]])), (3, 5), "nll")

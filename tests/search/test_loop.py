@@ -21,8 +21,7 @@ from kvsearch.search.records import Told
 from kvsearch.search.settings import Limits
 from kvsearch.search.space import Vector
 from kvsearch.search.stages import Frame
-
-from .searching import (
+from tests.search.searching import (
     BUDGET,
     HEADS,
     LAYERS,

@@ -23,8 +23,7 @@ from kvsearch.search.run_directory import (
     check_directory,
     open_search,
 )
-
-from .. import tiny
+from tests import tiny
 
 CONFIGURATION: dict[str, Any] = {
     "model": {"name": "tiny", "sha256": "a" * 64},

@@ -12,8 +12,7 @@ from kvsearch.search.executors import SerialExecutor
 from kvsearch.search.ledger import Ledger
 from kvsearch.search.scoring import LimitReachedError, Scoring
 from kvsearch.search.settings import Limits
-
-from .searching import SAMPLES, TOKENS, Measure
+from tests.search.searching import SAMPLES, TOKENS, Measure
 
 TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
 

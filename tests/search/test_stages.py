@@ -11,8 +11,7 @@ from kvsearch.errors import UsageError
 from kvsearch.search.executors.base import Ints
 from kvsearch.search.space import Basis, Group, Heads, Layers, Parity
 from kvsearch.search.stages import Stage, groups_of, stages_of
-
-from .searching import BUDGET, frame_of, settings_of, starts_of
+from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
 FRAME = frame_of()
 UNIFORM = starts_of(FRAME)["uniform"]

@@ -14,9 +14,8 @@ from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.search.executors import Job, SerialExecutor
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.workers import WorkerBank, make_executor
-
-from .evolving import CONTEXTS, QUESTIONS, evolve, prepare
-from .searching import timeless, told
+from tests.search.evolving import CONTEXTS, QUESTIONS, evolve, prepare
+from tests.search.searching import timeless, told
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-from kvsearch.models.bundled import tokenizer
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.forms import EVIDENCE_SHARE
 from kvsearch.tasks.synthetic.language import (
@@ -29,8 +28,8 @@ from kvsearch.tasks.synthetic.language import (
     whole_items,
 )
 from kvsearch.tasks.synthetic.suite import FORMS, SyntheticTask, synthetic_suite
-
-from .solver import Sentence, answer, sentences
+from kvsearch.tasks.synthetic.tokenizer import tokenizer
+from tests.tasks.solver import Sentence, answer, sentences
 
 LENGTHS = (512, 1024, 2048)
 FACTS = ("code", "item", "set", "vote", "bell")

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.models.bundled import tokenizer
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut, stop_at
+from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID
-
-from ..tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
+from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
 
 BOS_ID = TOKEN_ID[BOS]
 

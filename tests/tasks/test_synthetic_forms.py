@@ -14,8 +14,7 @@ from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.haystacks import Noise, Paragraphs, Prose
 from kvsearch.tasks.synthetic.language import Document, Names, Needles, Sentence, chains, code_facts, whole_items
 from kvsearch.tasks.synthetic.suite import BUILDERS, FORMS, SUITES, SyntheticTask, synthetic_suite
-
-from .solver import sentences
+from tests.tasks.solver import sentences
 
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 2**32)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.models.train_bundled import CONTEXTS, TOKENS_PER_STEP, training_document
 from kvsearch.resources import resource
 from kvsearch.tasks.synthetic.__main__ import calibration_file
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
+from kvsearch.tasks.synthetic.train import CONTEXTS, TOKENS_PER_STEP, training_document
 
 DOCUMENTS = 200
 TRAINING_SEED = 0  # the default of the training script

@@ -10,8 +10,7 @@ import pytest
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
 from kvsearch.search.executors import Executor, Job, Outcome, evaluate_all
-
-from .fakes import BROKEN, INFINITE, MISSHAPEN, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
+from tests.search.executors.fakes import BROKEN, INFINITE, MISSHAPEN, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
 
 
 def job(number: int, *firsts: int, samples: tuple[int, ...] | None = (0, 2)) -> Job:

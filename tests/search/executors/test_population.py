@@ -24,9 +24,8 @@ from kvsearch.search.executors import (
     results_of,
     worst_of,
 )  # fmt: skip
-
-from .contract import expected, job
-from .fakes import BROKEN, NAN, NO_MEMORY, TOKENS, Fake, table
+from tests.search.executors.contract import expected, job
+from tests.search.executors.fakes import BROKEN, NAN, NO_MEMORY, TOKENS, Fake, table
 
 
 class Kept:

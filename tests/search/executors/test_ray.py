@@ -18,10 +18,9 @@ import pytest
 from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
 from kvsearch.search.executors import Executor, SerialExecutor, cluster, evaluate_all
 from kvsearch.search.executors.cluster import RayWorkers, connect, import_ray, room_for
-
-from . import fakes
-from .contract import ExecutorContract, collect, expected, job
-from .fakes import DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
+from tests.search.executors import fakes
+from tests.search.executors.contract import ExecutorContract, collect, expected, job
+from tests.search.executors.fakes import DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
 
 pytest.importorskip("ray")
 

@@ -8,9 +8,8 @@ import pytest
 
 from kvsearch.search.executors import Executor, Job, SerialExecutor
 from kvsearch.search.executors.base import Floats
-
-from .contract import ExecutorContract, expected, job
-from .fakes import Fake
+from tests.search.executors.contract import ExecutorContract, expected, job
+from tests.search.executors.fakes import Fake
 
 
 class TestSerial(ExecutorContract):

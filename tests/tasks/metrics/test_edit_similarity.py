@@ -12,7 +12,7 @@ from fuzzywuzzy.StringMatcher import StringMatcher
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 BOTH = [
     ("return x", "return x", 1),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 ENGLISH = [
     ("Paris", "Paris", 1),

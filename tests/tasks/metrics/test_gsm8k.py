@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
 CASES = [  # reply, answers, correct, official

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
 from kvsearch.tasks.metrics import first_line
-
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 KINDS = ("animal", "food", "sport", "food animal")
 NESTED = ("food", "food animal")

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 # twelve words, eleven of them distinct: "a" occurs twice
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge import Rouge
 
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 CLOSE = 1e-7
 ENGLISH = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .scoring import score
+from tests.tasks.metrics.scoring import score
 
 EXACT = [
     ("red fox .", "red fox .", 1),

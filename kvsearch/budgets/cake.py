@@ -1,0 +1,140 @@
+"""CAKE: layer budgets by how dispersed a layer's attention is and how much it shifts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_bounds, check_signals, layer_signals, share_above
+from kvsearch.budgets.dynamic import Allocation
+from kvsearch.errors import UsageError
+from kvsearch.signals.dispersion import dispersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvsearch.policies.base import Needs, Observation, Policy
+
+# (tau1, tau2) by model, as its name is matched, and by budget in entries per head: CAKE's model2tau.json.
+EXPONENTS: dict[str, dict[int, tuple[float, float]]] = {
+    r"llama-?3\.1-8b": {1024: (1.6, 0.4), 128: (1.6, 0.6)},
+    r"llama-?2-7b": {1024: (1.9, 1.8), 128: (0.9, 2.3)},
+    r"llama-?2-13b": {1024: (0.5, 0.4), 128: (1.8, 2.0)},
+    r"mistral\b.*\bv?0\.3": {1024: (0.8, 0.5), 128: (1.0, 0.8)},
+    r"qwen-?2\.5-7b": {1024: (1.5, 0.6), 128: (0.4, 0.6)},
+}
+
+
+def exponents(model_type: str, budget: int) -> tuple[float, float]:
+    """Look up (tau1, tau2) as tuned in the official code; (1, 1) for every other model or budget.
+
+    Args:
+        model_type: a model's name with its version and size, e.g. "llama3.1-8b" or "mistralai/Mistral-7B-v0.3".
+        budget: entries per kv head, window included; only 128 and 1024 were tuned.
+    """
+    name = model_type.lower().replace("_", "-")
+    tuned = next((by_budget for pattern, by_budget in EXPONENTS.items() if re.search(pattern, name)), {})
+    return tuned.get(budget, (1.0, 1.0))
+
+
+DEFAULT_WINDOW = 32
+
+
+def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2: float = 1.0) -> Floats:
+    """How much cache a layer wants: entropy ** (1 / tau1) * variance ** (1 / tau2) (CAKE).
+
+    Args:
+        entropy: -sum a * log(a) of the window rows' attention to the candidates, over heads, rows and keys, [L].
+        variance: sum over heads and keys of the unbiased variance of that attention over the rows, [L].
+        tau1: temperature of the dispersion, > 0.
+        tau2: temperature of the shift, > 0.
+
+    Returns:
+        float64 [L]; a factor that is common to all layers cancels in their budgets.
+
+    Raises:
+        UsageError: entropy or variance is negative, not finite or of another shape; tau is not above 0; a preference is
+            too large for a float.
+    """
+    spread = check_signals(np.asarray(entropy), "entropy", 0.0)
+    shift = check_signals(np.asarray(variance), "variance", 0.0)
+    if spread.shape != shift.shape:
+        raise UsageError(f"entropy and variance differ in shape: {list(spread.shape)} and {list(shift.shape)}")
+    _check_temperatures(tau1, tau2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted: Floats = np.asarray(spread ** (1 / tau1) * shift ** (1 / tau2), dtype=np.float64)
+    return check_signals(wanted, "preferences", 0.0)
+
+
+@dataclass(frozen=True)
+class CAKE(Allocation):
+    """CAKE (Qin et al. 2025, arXiv 2503.12491): a pool of all free entries, shared in proportion to the preferences.
+
+    The pool is what lies above the floors, which stand for the window, and the heads of a layer get equal budgets. All
+    zero preferences mean equal layers. Where a cap binds, the other layers get the rest in proportion; the official
+    code spreads it equally and then cuts what overflows.
+
+    As an allocator its signals are preferences [L] >= 0.
+
+    Args:
+        tau1: temperature of the dispersion, > 0; see `exponents` for what the authors tuned.
+        tau2: temperature of the shift, > 0.
+        window: query rows that are looked at; 0 means the window of the layer's policy, or 32 where it has none.
+    """
+
+    name: ClassVar[str] = "cake"
+    weighs_in_logarithms: ClassVar[bool] = True
+    tau1: float = 1.0
+    tau2: float = 1.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        _check_temperatures(self.tau1, self.tau2)
+        if self.window < 0:
+            raise UsageError(f"window must be 0 or more, got {self.window}")
+
+    @property
+    def shares_layers(self) -> bool:
+        return True
+
+    @property
+    def shares_heads(self) -> bool:
+        return False
+
+    def needs(self, policy: Policy) -> Needs:
+        """The window's query rows."""
+        from kvsearch.policies.base import Needs
+
+        return Needs(query_rows=self._rows(policy))
+
+    def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
+        """Logarithm of every sequence's preference, NaN where attention is."""
+        entropy, variance = (part.double().log() for part in dispersion(observation, self._rows(policy)))
+        wanted: list[float] = (entropy / self.tau1 + variance / self.tau2).tolist()
+        return wanted
+
+    def _rows(self, policy: Policy) -> int:
+        return self.window or policy.window_count or DEFAULT_WINDOW
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        """Allocate `total` entries by preferences [L]: int64 [L, Hkv].
+
+        Raises:
+            UsageError: preferences are negative, not finite or not [L]; `total` is outside [sum of floors, sum of
+                caps].
+        """
+        low, high = check_bounds(total, floors, caps)
+        return share_above(layer_signals(signals, "preferences", len(low), 0.0)[:, None], total, low, high)
+
+
+def _check_temperatures(tau1: float, tau2: float) -> None:
+    for option, tau in (("tau1", tau1), ("tau2", tau2)):
+        if not 0 < tau < math.inf:
+            raise UsageError(f"{option} must be finite and above 0, got {tau}")

@@ -1,0 +1,141 @@
+"""LAVa: layer budgets by how spread out a layer's scores are, head budgets by where the highest are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from kvsearch.budgets.adakv import check_options, head_order, split_heads
+from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_signals, head_scores
+from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, Wish, check_modes, even_layers, shared_budgets
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import water_fill
+
+if TYPE_CHECKING:
+    from kvsearch.policies.base import Observation, Policy
+
+
+def layer_entropy(scores: Tensor) -> Tensor:
+    """Entropy of one layer's scores as a share of its maximum: -sum p * log(p) / log(Hkv * M), p = s / sum s.
+
+    In [0, 1]: 0 when one entry holds everything, 1 when all are equal; also 1 without any score and 0 for less than two
+    candidates. The paper divides by Hkv * N; a divisor that is equal in all layers cancels in their shares. NaN if a
+    score is not finite.
+
+    Args:
+        scores: [Hkv, M] of the layer's candidates, >= 0, in any unit.
+
+    Returns:
+        A scalar of the scores' dtype.
+    """
+    if scores.numel() < 2:
+        return scores.new_zeros(())
+    shares = scores.flatten() / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)  # first: no sum overflows
+    total = shares.sum()
+    entropy = torch.special.entr(shares / total.clamp(min=torch.finfo(scores.dtype).tiny)).sum()
+    return torch.where(total == 0, torch.ones_like(total), (entropy / np.log(scores.numel())).clamp(0.0, 1.0))
+
+
+def layer_pools(entropies: ArrayLike, pool: int, caps: ArrayLike | None = None) -> Ints:
+    """Share `pool` entries over layers in proportion to their entropies, within caps, to the exact total.
+
+    Args:
+        entropies: [L], >= 0, in any unit; all zero means equal pools.
+        pool: entries of all layers together, beyond what is protected.
+        caps: most entries per layer, a number or [L]; None means no bound.
+
+    Returns:
+        int64 [L] that sums to `pool`.
+
+    Raises:
+        UsageError: an entropy is negative or not finite; `pool` is outside [0, sum of caps].
+    """
+    return water_fill(check_signals(np.asarray(entropies), "entropies", 0.0), pool, 0, caps)
+
+
+@dataclass(frozen=True)
+class LAVa(Allocation):
+    """LAVa (Shen et al. 2025, arXiv 2509.09754, Algorithm 2): the free entries of all layers are one pool.
+
+    Layer l gets the share e_l / sum_j e_j of the pool, e its `layer_entropy`, and splits it over its heads as AdaKV
+    does. A layer with a single spike has next to no entropy and gets little more than its floors. The official code's
+    truncated pools and stale head floors, 4.5 % over a budget of 128, are not reproduced.
+
+    As an allocator its signals are scores [L, Hkv, M] of the candidates, without the window: the floors stand for that,
+    and caps above floor + M count as floor + M. Planned layers are even layers then.
+
+    Args:
+        floor_share: share of a layer's even budget that every head is sure of, in [0, 1]; the paper has 0, its code
+            0.2.
+        heads: "equal" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
+        layers: "planned" leaves every layer what the plan has for it, the paper's ablation of dynamic layer budgets.
+    """
+
+    name: ClassVar[str] = "lava"
+    floor_share: float = 0.2
+    heads: Heads = "dynamic"
+    layers: Layers = "dynamic"
+
+    def __post_init__(self) -> None:
+        check_options(self.floor_share)
+        check_modes(self.name, self.layers, self.heads)
+
+    @property
+    def shares_layers(self) -> bool:
+        return self.layers == "dynamic"
+
+    @property
+    def shares_heads(self) -> bool:
+        return self.heads == "dynamic"
+
+    def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:
+        """Entropy of every sequence's scores; UsageError if some are negative."""
+        found = torch.stack([layer_entropy(sequence) for sequence in scores])
+        least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
+        weights, lowest = torch.stack([found, least]).tolist()
+        if min(lowest) < 0:
+            raise UsageError(self._signed(policy, f"layer {observation.layer}"))
+        return list(weights)
+
+    def check(self, policy: Policy, name: str) -> None:
+        """See `Allocation.check`; where layers are shared scores must be >= 0."""
+        super().check(policy, name)
+        if self.shares_layers and policy.signed_scores:
+            raise UsageError(self._signed(policy, name))
+
+    def _signed(self, policy: Policy, name: str) -> str:
+        return (
+            f"{name}: {policy.name} scores entries below 0, and allocation lava takes the entropy of scores: use a "
+            "policy that scores attention (lava, snapkv), or allocation adakv or cake"
+        )
+
+    def order(self, ranked: Tensor, free: int) -> Order:
+        """See `Allocation.order`."""
+        return head_order(ranked, free)
+
+    def split(self, order: Order, free: int, rooms: Ints) -> Floats:
+        """See `Allocation.split`."""
+        return split_heads(order, free, rooms, self.floor_share)
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        """Allocate `total` entries by scores [L, Hkv, M]: int64 [L, Hkv].
+
+        Raises:
+            UsageError: scores are negative, not finite or of another shape; `total` is outside [sum of floors, sum of
+                caps].
+        """
+        scores, low, high = head_scores(signals, total, floors, caps, 0.0)
+        planned = even_layers(total, low, high)
+        ranked = torch.from_numpy(-np.sort(-scores, axis=2))
+
+        def wish(layer: int, free: int) -> Wish:
+            return Wish(float(layer_entropy(ranked[layer])), self.order(ranked[layer], free))
+
+        return shared_budgets(self, planned, low, high, wish)

@@ -1,0 +1,146 @@
+"""LU-KV: budgets by marginal gain of oracle importance, one solver for every total."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvsearch.budgets.allocator import Ints, Signals
+from kvsearch.budgets.convex import check_importance, sorted_blocks
+from kvsearch.budgets.split import spend_leftover
+from kvsearch.errors import UsageError
+from kvsearch.plan import GRID
+
+Split = Literal["best", "partial_block"]
+
+
+class MarginalSolver:
+    """Allocates any total over the heads of one importance table (LU-KV, Algorithm 1).
+
+    Floors are granted first and the rest is pooled and sorted once; a solution is then the longest run of whole blocks
+    that fits, with the leftover placed by the split rule: `best` compares candidates by true importance,
+    `partial_block` cuts the next block short as the paper does, with ties between heads in their order. As the total
+    rises, `best` may move a leftover from one head to another, by less than the block that is split.
+
+    Args:
+        importance: [L, Hkv, T] oracle importance >= 0 in the ranking's order, protected entries first.
+        floors: least entries per head, broadcasts to [L, Hkv].
+        caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
+        split: the split rule.
+
+    Raises:
+        UsageError: importance is negative, not finite or not [L, Hkv, T]; floors are outside [0, caps]; unknown split.
+    """
+
+    def __init__(
+        self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None, split: Split = "best"
+    ) -> None:
+        checked = check_importance(importance)
+        if checked.ndim != 3:
+            raise UsageError(f"importance must be [layers, kv heads, entries], got shape {list(checked.shape)}")
+        _check_split(split)
+        self.shape, self.length, self.split = checked.shape[:2], checked.shape[2], split
+        rows = checked.reshape(-1, self.length)
+        self._floors, self._caps = _head_bounds(floors, caps, self.shape, self.length)
+        self._prefix = np.zeros((len(rows), self.length + 1))
+        np.cumsum(rows, axis=1, out=self._prefix[:, 1:])
+        self._blocks = sorted_blocks(rows, self._floors, self._caps, small_first=split == "best")
+        self._ends = self.least + np.concatenate([[0], np.cumsum(self._blocks.size)])
+
+    @property
+    def least(self) -> int:
+        """The smallest total that can be met: the sum of the floors."""
+        return int(self._floors.sum())
+
+    @property
+    def most(self) -> int:
+        """The largest total that can be met: the sum of the caps."""
+        return int(self._caps.sum())
+
+    @property
+    def whole_totals(self) -> Ints:
+        """Totals at which no block is split, ascending: there the solution is optimal, not only for pooled gains."""
+        return self._ends.copy()
+
+    def solve(self, total: int) -> Ints:
+        """Allocate one total: int64 [L, Hkv] that sums to it exactly; UsageError outside [least, most]."""
+        budgets: Ints = self.solve_many([total])[0]
+        return budgets
+
+    def solve_many(self, totals: Sequence[int] | Ints) -> Ints:
+        """Allocate each total on its own: int64 [len(totals), L, Hkv]; UsageError outside [least, most]."""
+        wanted = np.asarray(totals, dtype=np.int64)
+        for total in wanted[(wanted < self.least) | (wanted > self.most)][:1]:
+            raise UsageError(f"total {total} is outside the budgets' reach: at least {self.least}, at most {self.most}")
+        solved = np.empty((len(wanted), len(self._floors)), dtype=np.int64)
+        taken = np.searchsorted(self._ends, wanted, side="right") - 1
+        whole, reached = self._floors.copy(), 0
+        for row in np.argsort(wanted, kind="stable"):
+            np.add.at(whole, self._blocks.head[reached : taken[row]], self._blocks.size[reached : taken[row]])
+            reached = int(taken[row])
+            solved[row] = self._place(whole, reached, int(wanted[row] - self._ends[reached]))
+        return solved.reshape(-1, *self.shape)
+
+    def _place(self, whole: Ints, taken: int, left: int) -> Ints:
+        if not left:
+            return whole
+        if self.split == "best":
+            return spend_leftover(self._prefix, self._caps, self._blocks, taken, whole, left)
+        cut = whole.copy()
+        cut[self._blocks.head[taken]] += left
+        return cut
+
+
+def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
+    """Solve the 99 global eviction ratios 0.01 ... 0.99: the local eviction ratio of every head, float32 [99, L, Hkv].
+
+    Row k - 1 keeps round_half_up((1 - k / 100) * T * L * Hkv) entries, or the nearest total within the bounds; its
+    entries are 1 - budget / T (LU-KV, section 5; kvpress' curve array).
+    """
+    entries = solver.length * solver.shape[0] * solver.shape[1]
+    totals = (2 * (100 - np.arange(1, GRID + 1)) * entries + 100) // 200
+    budgets = solver.solve_many(np.clip(totals, solver.least, solver.most))
+    ratios: NDArray[np.float32] = (1.0 - budgets / solver.length).astype(np.float32)
+    return ratios
+
+
+@dataclass(frozen=True)
+class MarginalAllocator:
+    """Budgets by marginal gain; the signals are oracle importance [L, Hkv, T] in the ranking's order."""
+
+    name: ClassVar[str] = "marginal"
+    split: Split = "best"
+
+    def __post_init__(self) -> None:
+        _check_split(self.split)
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        """Allocate `total` entries: int64 [L, Hkv]; caps above T count as T.
+
+        Raises:
+            UsageError: as `MarginalSolver`, or `total` is outside [sum of floors, sum of caps].
+        """
+        return MarginalSolver(signals, floors, caps, self.split).solve(total)
+
+
+def _check_split(split: str) -> None:
+    if split not in get_args(Split):
+        raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
+
+
+def _head_bounds(floors: ArrayLike, caps: ArrayLike | None, shape: tuple[int, ...], length: int) -> tuple[Ints, Ints]:
+    try:
+        low = np.broadcast_to(np.asarray(floors, dtype=np.int64), shape).ravel()
+        high = np.broadcast_to(np.asarray(length if caps is None else caps, dtype=np.int64), shape).ravel()
+    except ValueError:
+        raise UsageError(f"floors or caps do not fit {shape[0]} layers of {shape[1]} kv heads") from None
+    high = np.minimum(high, length)
+    wrong = np.flatnonzero((low < 0) | (low > high))
+    if wrong.size:
+        at = wrong[0]
+        raise UsageError(f"a floor must be in [0, cap]: head {at} has floor {low[at]} and cap {high[at]}")
+    return low, high

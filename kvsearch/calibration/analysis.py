@@ -1,0 +1,198 @@
+"""What a profile says: is a static table justified, how good is the ranking, what does an allocation lose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.calibration.options import STABILITY_RATIOS
+from kvsearch.errors import UsageError
+from kvsearch.plan import Profile
+
+Floats = NDArray[np.float64]
+STABLE, DOUBTFUL = 0.8, 0.5
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Spearman rank correlation of the local ratios (Figure 2b), all heads of all layers together.
+
+    `questions`: mean over pairs of questions of one context; `texts`: mean over pairs of contexts, each averaged over
+    its questions; `halves`: between the means of the odd and the even questions. NaN where there are no pairs.
+    """
+
+    ratio: float
+    questions: float
+    texts: float
+    halves: float
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers say about a static table."""
+        if np.isnan(self.halves):
+            return "unknown: one question cannot tell"
+        if self.halves >= STABLE:
+            return "stable: a static table is justified"
+        return "doubtful: use more questions" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
+
+
+def stability(profile: Profile, ratio: float) -> Stability:
+    """Stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
+    nearest = _nearest(ratio)
+    rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
+    context = _array(profile, "question_context")
+    means = [rows[context == number].mean(0) for number in np.unique(context)]
+    pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
+    return Stability(
+        STABILITY_RATIOS[nearest],
+        _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
+        _mean([spearman(a, b) for a, b in combinations(means, 2)]),
+        spearman(rows[::2].mean(0), rows[1::2].mean(0)) if len(rows) > 1 else float("nan"),
+    )
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """Share of a prompt's entries that budgets place in other heads than the dynamic rule does, mean over prompts.
+
+    `static` is the profile's own table, `unseen` the table of all other prompts (NaN if there is one prompt), `even`
+    the same for every head; `worst` is the largest `static` of a prompt.
+    """
+
+    ratio: float
+    static: float
+    unseen: float
+    even: float
+    worst: float
+
+
+def misplaced(profile: Profile, ratio: float) -> Misplaced:
+    """Compare the static table of a dynamic method with its decisions at the stored ratio nearest to `ratio`.
+
+    For one prompt it is sum |dynamic - static| / 2 / total. Prompts too short to be cut that far do not count.
+    """
+    at = _nearest(ratio)
+    evicted = _array(profile, "question_ratio")[:, at].astype(np.float64).reshape(profile.metadata.questions, -1)
+    half = 0.5 / (evicted.shape[1] * _array(profile, "question_length"))  # a total is a whole number of entries
+    share = evicted.mean(1)
+    able = share >= min(STABILITY_RATIOS[at], float(share.max())) - half - 1e-6
+    kept = _shares(1 - evicted[able])
+    table = profile.arrays["evicted_ratio"][round(100 * STABILITY_RATIOS[at]) - 1].astype(np.float64)
+    moved = _apart(kept, _shares(1 - table.reshape(1, -1)))
+    others = (kept.sum(0) - kept) / max(len(kept) - 1, 1)
+    return Misplaced(
+        STABILITY_RATIOS[at],
+        static=float(moved.mean()),
+        unseen=float(_apart(kept, others).mean()) if len(kept) > 1 else float("nan"),
+        even=float(_apart(kept, np.full(kept.shape, 1 / kept.shape[1])).mean()),
+        worst=float(moved.max()),
+    )
+
+
+def _shares(entries: Floats) -> Floats:
+    """Entries [..., heads] as shares of their sum."""
+    shares: Floats = entries / entries.sum(-1, keepdims=True)
+    return shares
+
+
+def _apart(a: Floats, b: Floats) -> Floats:
+    """How much has to move to make shares [M, heads] equal, [M]."""
+    distance: Floats = np.abs(a - b).sum(-1) / 2
+    return distance
+
+
+@dataclass(frozen=True)
+class FitGain:
+    """What fitted exponents gain over (1, 1): nats of divergence of an answer, mean over questions.
+
+    `seen` is measured where they were chosen, so it cannot be negative. `held_out` is chosen on the odd questions and
+    measured on the even ones, and the other way round; NaN for one question.
+    """
+
+    tau1: float
+    tau2: float
+    plain: float  # nats that (1, 1) loses
+    seen: float
+    held_out: float
+
+
+def fit_gain(profile: Profile) -> FitGain | None:
+    """What the fit of CAKE's exponents was worth; None for a profile without one."""
+    if "fit_loss" not in profile.arrays:
+        return None
+    loss = profile.arrays["fit_loss"].astype(np.float64)
+    tau1, tau2 = _array(profile, "fit_exponents")[least_loss(loss)].tolist()
+    gains = loss[0] - loss  # [pairs, questions] over the first pair, (1, 1)
+    return FitGain(
+        tau1,
+        tau2,
+        plain=float(loss[0].mean()),
+        seen=float(gains[least_loss(loss)].mean()),
+        held_out=_held_out(loss, gains) if loss.shape[1] > 1 else float("nan"),
+    )
+
+
+def _held_out(loss: Floats, gains: Floats) -> float:
+    """Mean gain on each half of the questions of what the other half chooses."""
+    odd, even = slice(0, None, 2), slice(1, None, 2)
+    halves = [gains[least_loss(loss[:, one]), other] for one, other in ((odd, even), (even, odd))]
+    return float(np.concatenate(halves).mean())
+
+
+def least_loss(loss: NDArray[np.floating[Any]]) -> int:
+    """The row of `loss` [candidates, questions] with the least mean; the first of equals."""
+    return int(loss.astype(np.float64).mean(1).argmin())
+
+
+def spearman(a: Floats, b: Floats) -> float:
+    """Rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
+    from scipy.stats import rankdata
+
+    x, y = rankdata(a) - (len(a) + 1) / 2, rankdata(b) - (len(b) + 1) / 2
+    spread = float(np.sqrt((x**2).sum() * (y**2).sum()))
+    if spread == 0:
+        return float(not x.any() and not y.any())
+    return float((x * y).sum() / spread)
+
+
+def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
+    """Importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv] of the context, [L, Hkv].
+
+    In the profile's comparable units, as a share of the importance of the whole model.
+    """
+    mass = _array(profile, "mass").astype(np.float64)
+    if kept_share.shape != mass.shape[:2]:
+        raise UsageError(f"the allocation has shape {list(kept_share.shape)}, the profile {list(mass.shape[:2])}")
+    position = np.clip(kept_share, 0, 1) * (mass.shape[-1] - 1)
+    below = np.floor(position).astype(int)
+    above = np.minimum(below + 1, mass.shape[-1] - 1)
+    low = np.take_along_axis(mass, below[..., None], -1)[..., 0]
+    high = np.take_along_axis(mass, above[..., None], -1)[..., 0]
+    kept = low + (position - below) * (high - low)
+    lost: Floats = mass[..., -1] - kept
+    return lost / max(float(mass[..., -1].sum()), np.finfo(np.float64).tiny)
+
+
+def ranking_gap(profile: Profile) -> Floats:
+    """Mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
+    gap: Floats = (_array(profile, "oracle_recall").astype(np.float64) - _array(profile, "recall")).mean(-1)
+    return gap
+
+
+def _nearest(ratio: float) -> int:
+    """Which of the stored ratios is nearest."""
+    return int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
+
+
+def _array(profile: Profile, name: str) -> NDArray[Any]:
+    if name not in profile.arrays:
+        raise UsageError(f"this {profile.metadata.method!r} profile has no {name!r}: it was not measured")
+    return profile.arrays[name]
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

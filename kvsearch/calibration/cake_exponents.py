@@ -1,0 +1,203 @@
+"""CAKE's exponents: looked up, given, or chosen by what the answers of the calibration lose.
+
+To choose them, every pair on a small grid decides the layer budgets of every prompt at one eviction ratio; then the
+answers are teacher-forced while all layers see only what the policy keeps. The pair that costs least is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsearch.budgets.cake import CAKE, exponents, preference
+from kvsearch.calibration.analysis import least_loss
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.dynamic import calibrate_dynamic
+from kvsearch.calibration.observing import DensePass, ObservingLayer
+from kvsearch.calibration.options import CakeOptions, DynamicOptions
+from kvsearch.calibration.prompts import Following, Prompt, check_lengths, prompts_of
+from kvsearch.calibration.provenance import extended
+from kvsearch.calibration.tables import Floats, Ints, floor_entries
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile
+from kvsearch.plan.rounding import GUARD, round_half_up
+from kvsearch.policies import Observation, Policy, rank_under
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.collector import Rotary
+from kvsearch.signals.dispersion import dispersion
+from kvsearch.signals.effect import divergence
+
+Progress = Callable[[int, int], None]
+Pair = tuple[float, float]
+
+TEMPERATURES = tuple(1 / inverse for inverse in (0.2, 0.3, 0.5, 1.0, 2.0))
+PLAIN: Pair = (1.0, 1.0)
+# the plain pair comes first, and so wins ties
+PAIRS = (PLAIN, *(pair for pair in product(TEMPERATURES, TEMPERATURES) if pair != PLAIN))
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """What the pairs (tau1, tau2) cost: `loss` [pairs, questions] fp32, nats that an answer diverges, over its tokens.
+
+    Answers of which the eviction touches no token are left out.
+    """
+
+    pairs: tuple[Pair, ...]
+    loss: NDArray[np.float32]
+
+    @property
+    def chosen(self) -> Pair:
+        """The pair with the least mean loss; the first of equals."""
+        return self.pairs[least_loss(self.loss)]
+
+
+class DispersionLayer(ObservingLayer):
+    """Measures what CAKE's preferences are made of, and ranks the prompt."""
+
+    def __init__(self, index: int, rotary_tables: Rotary, policy: Policy, window: int) -> None:
+        super().__init__(index, [policy.needs(), Needs(query_rows=window)], rotary_tables)
+        self.policy, self.window = policy, window
+        self.measured = (0.0, 0.0)  # entropy and variance
+        self.ranks: Tensor | None = None  # [Hkv, T]
+
+    def observe(self, observation: Observation) -> None:
+        entropy, variance = dispersion(observation, self.window)
+        self.measured = float(entropy[0]), float(variance[0])
+        self.ranks = rank_under(self.policy, observation)[0]
+
+
+def calibrate_cake(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    cake: CakeOptions | None = None,
+    options: DynamicOptions | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Calibrate CAKE with exponents as `cake` says.
+
+    Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row, and
+    "fit_loss", float32 [25, questions], see `Fit`.
+
+    Raises:
+        UsageError, IncompatibleError: see `fit_exponents` and `calibrate_dynamic`.
+    """
+    cake, options = cake or CakeOptions(), options or DynamicOptions()
+    settings: dict[str, Any] = {"exponents": cake.exponents}
+    arrays: dict[str, NDArray[Any]] = {}
+    pair, second = (cake.tau1, cake.tau2), progress
+    if cake.exponents == "auto":
+        pair, settings["tuned_for"] = exponents(loaded.name, cake.tuned_for), cake.tuned_for
+    elif cake.exponents == "fit":
+        first, second = _halves(progress)
+        fit = fit_exponents(loaded, data, policy, cake, options, first)
+        pair, arrays = fit.chosen, {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
+        settings |= {"fit_ratio": cake.fit_ratio, "answer_tokens": cake.answer_tokens}
+    profile = calibrate_dynamic(loaded, data, policy, CAKE(*pair, cake.window), options, second)
+    return extended(profile, settings, arrays)
+
+
+def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
+    """Two passes over the same prompts told as one."""
+    if progress is None:
+        return None, None
+    return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
+
+
+def fit_exponents(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    cake: CakeOptions | None = None,
+    options: DynamicOptions | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    """What the answers lose under every pair of `PAIRS` at the global eviction ratio `cake.fit_ratio`.
+
+    Raises:
+        UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long enough.
+        IncompatibleError: the model computes NaN, or a prompt and its answer do not fit its positions.
+    """
+    cake, options = cake or CakeOptions(), options or DynamicOptions()
+    prompts = prompts_of(loaded, data, options.protocol, cake.answer_tokens)
+
+    def floor(length: int) -> int:
+        return floor_entries(length, policy, options.minimum)
+
+    check_lengths(loaded, prompts, policy, floor)
+    for prompt in prompts:
+        _check_fit(prompt, cake.fit_ratio, floor(prompt.length))
+    losses: list[Floats] = []
+    with running(loaded.model):
+        for done, prompt in enumerate(prompts):
+            losses += _losses(loaded, prompt, policy, cake, floor(prompt.length))
+            if progress is not None:
+                progress(done + 1, len(prompts))
+    if not losses:
+        raise UsageError(
+            "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the second "
+            "token of an answer first; use protocol question-agnostic, or exponents auto or fixed"
+        )
+    return Fit(PAIRS, np.stack(losses, 1).astype(np.float32))
+
+
+def _check_fit(prompt: Prompt, ratio: float, floor: int) -> None:
+    kept = (1 - ratio) * prompt.length
+    if kept < floor - GUARD:
+        raise UsageError(
+            f"fit_ratio {ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of {prompt.length} "
+            f"tokens, below the {floor} that are always kept: lower it"
+        )
+
+
+def _losses(loaded: LoadedModel, prompt: Prompt, policy: Policy, cake: CakeOptions, floor: int) -> list[Floats]:
+    """Loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
+    rows = CAKE(window=cake.window).needs(policy).query_rows
+    passed = DensePass(
+        loaded.model,
+        prompt.ids.to(loaded.device),
+        [policy],
+        lambda index, tables: DispersionLayer(index, tables, policy, rows),
+    )
+    passed.require_numbers(loaded.name, prompt.context)
+    budgets = [_budgets(passed, pair, prompt.length, cake.fit_ratio, floor) for pair in PAIRS]
+    losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.following if after.predicted]
+    if not np.isfinite(losses).all():
+        raise IncompatibleError(f"{loaded.name}: the model computes NaN after calibration context {prompt.context}")
+    return losses
+
+
+def _budgets(passed: DensePass[DispersionLayer], pair: Pair, length: int, ratio: float, floor: int) -> Ints:
+    """What CAKE decides with a pair of exponents, int64 [L, Hkv]."""
+    entropy, variance = np.array([layer.measured for layer in passed.observed]).T
+    shape = (len(passed.observed), passed.shape.kv_heads)
+    floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
+    total = round_half_up((1 - ratio) * length * floors.size)
+    return CAKE(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps)
+
+
+def _of_answer(passed: DensePass[DispersionLayer], after: Following, budgets: list[Ints], device: Any) -> Floats:
+    """Divergence of the answer from that under the full cache, for each of `budgets`; equal ones are run once."""
+    tokens = after.tokens.to(device)
+    full: Tensor = passed.follow(tokens).logits[0, after.predicting]
+    known: dict[bytes, float] = {}
+    for given in budgets:
+        if given.tobytes() not in known:
+            logits = passed.follow_seeing(tokens, dict(enumerate(_kept(passed, given))))
+            known[given.tobytes()] = divergence(full, logits[after.predicting])
+    return np.array([known[given.tobytes()] for given in budgets])
+
+
+def _kept(passed: DensePass[DispersionLayer], budgets: Ints) -> list[Tensor]:
+    """The entries that the policy keeps in every layer, [Hkv, T] bool each."""
+    ranks = [layer.ranks for layer in passed.observed if layer.ranks is not None]
+    return [layer < layer.new_tensor(row)[:, None] for layer, row in zip(ranks, budgets.tolist(), strict=True)]

@@ -1,0 +1,178 @@
+"""LU-KV: a table of local eviction ratios for every global ratio, from the true importance of calibration contexts.
+
+For each question: oracle importance of every entry, put in the order in which the policy would keep entries,
+made comparable across layers, and all 99 budgets solved at once by marginal gain. The profile is their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
+from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.importance import Capture, Captured
+from kvsearch.calibration.options import LukvOptions, Normalization
+from kvsearch.calibration.prompts import Prompt, check_lengths, prompts_of
+from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.calibration.tables import RatioTables, floor_entries
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile
+from kvsearch.policies import Policy
+from kvsearch.runtime.attention import running
+
+CURVE_POINTS = 101
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One question's importance in the order of the policy's ranking, and what may make its layers comparable."""
+
+    importance: NDArray[np.float32]  # [L, Hkv, T]
+    scale: NDArray[np.float64]  # [L] divisor of each layer ("effect": the importance beyond the protected entries)
+    effect: NDArray[np.float64]  # [L] nats the answer loses without the layer's context; ones where not measured
+    context: int
+
+
+def measure_importance(
+    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
+) -> Iterator[Measured]:
+    """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
+    for prompt in _checked_prompts(loaded, data, policy, options):
+        capture = Capture(loaded.model, [policy], prompt.ids.to(loaded.device), options.group)
+        ranks = capture.ranks()
+        order = torch.argsort(ranks, dim=-1)
+        protected = ranks < policy.protected(prompt.length)
+        for after in prompt.following:
+            tokens = after.tokens.to(loaded.device)
+            captured = capture.ask(tokens)
+            values = captured.importance.gather(-1, order)
+            if not bool(values.isfinite().all()) or bool(captured.logits.isnan().any()):
+                raise IncompatibleError(
+                    f"{loaded.name}: the model computes NaN on calibration context {prompt.context}"
+                )
+            effect = torch.ones(len(values))
+            if options.normalization == "effect":
+                effect = capture.effects(tokens, after.answer, captured.logits, protected)
+            scale = _scale(captured, protected, options.normalization)
+            yield Measured(values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context)
+
+
+def calibrate_lukv(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    options: LukvOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Calibrate LU-KV for one model and one policy.
+
+    Raises:
+        UsageError: a context is too short for the policy's protected entries, or importance cannot be averaged.
+        IncompatibleError: the model computes NaN, or a context and its questions do not fit its positions.
+    """
+    options = options or LukvOptions()
+    kept, summary = [], _Summary(policy, options)
+    with running(loaded.model):
+        for done, measured in enumerate(measure_importance(loaded, data, policy, options)):
+            if options.normalization == "effect":
+                kept.append(measured)  # the weights come from all questions together
+            else:
+                summary.add(measured, 1 / measured.scale)
+            if progress is not None:
+                progress(done + 1, data.questions)
+    weights = _effect_weights(kept) if kept else np.ones(0)
+    for measured in kept:
+        summary.add(measured, weights)
+    settings = {"data": data.name, **{key: value for key, value in asdict(options).items() if key != "seed"}}
+    tables = summary.tables
+    origin = profile_metadata(
+        loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
+    )
+    return Profile(origin, summary.arrays())
+
+
+def _effect_weights(measured: Sequence[Measured]) -> NDArray[np.float64]:
+    """Nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
+    mass = np.sum([item.scale for item in measured], axis=0)
+    effect = np.sum([item.effect for item in measured], axis=0)
+    weights: NDArray[np.float64] = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
+    return weights
+
+
+class _Summary:
+    """Running means over the questions, so that one question's importance is in memory at a time."""
+
+    def __init__(self, policy: Policy, options: LukvOptions) -> None:
+        self.options, self.tables = options, RatioTables(policy, options.minimum)
+        self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
+        self._mean: NDArray[np.float64] | None = None
+
+    def add(self, measured: Measured, weights: NDArray[np.float64]) -> None:
+        """Take in one question; `weights` [L] make its layers comparable."""
+        values = measured.importance.astype(np.float64) * weights[:, None, None]
+        length = values.shape[-1]
+        recall = _sampled(recall_curve(measured.importance))
+        oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
+        self._curves.append(np.stack([recall, oracle, recall * mass]))
+        if not self.options.gap:
+            values = without_gap(values)
+        table = profile_grid(MarginalSolver(values, self.tables.floor(length)))
+        self.tables.add(table, length, measured.context)
+        if self.options.aggregate == "importance":
+            self._mean = values if self._mean is None else self._mean + values
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        arrays, tables = self.tables.arrays(), self.tables
+        if self._mean is not None:
+            solver = MarginalSolver(self._mean / len(tables.lengths), tables.floor(tables.length))
+            arrays["evicted_ratio"] = profile_grid(solver)
+        curves = np.mean(self._curves, axis=0).astype(np.float32)
+        return {
+            **arrays,
+            "recall": curves[0],  # [L, Hkv, 101] share of importance kept by the policy at budget i% of the context
+            "oracle_recall": curves[1],
+            "mass": curves[2],  # [L, Hkv, 101] importance kept, in comparable units
+        }
+
+
+def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A curve over budgets 0 ... T read at 0%, 1%, ... 100% of T, linear between entries."""
+    position = np.linspace(0, curve.shape[-1] - 1, CURVE_POINTS)
+    below = np.floor(position).astype(int)
+    above = np.minimum(below + 1, curve.shape[-1] - 1)
+    share = position - below
+    sampled: NDArray[np.float64] = (1 - share) * curve[..., below] + share * curve[..., above]
+    return sampled
+
+
+def _checked_prompts(loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions) -> list[Prompt]:
+    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
+    check_lengths(loaded, prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
+    if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
+        raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
+    return prompts
+
+
+def _scale(captured: Captured, protected: Tensor, normalization: Normalization) -> Tensor:
+    """What the importance of each layer is measured against, [L]."""
+    importance = captured.importance
+    if normalization == "effect":
+        return importance.masked_fill(protected, 0.0).sum((1, 2))
+    scales = {
+        "layer": importance.sum((1, 2)),
+        "layer_max": importance.amax((1, 2)),
+        "output": captured.output_norm,
+        "residual": captured.residual_norm,
+        "none": torch.ones(importance.shape[0]),
+    }
+    scale = scales[normalization]
+    return torch.where(scale > 0, scale, 1.0)

@@ -1,0 +1,178 @@
+"""What is finished of a calibration by signals: a file per batch and continuation, so that it can go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from kvsearch.calibration.options import SAMPLES
+from kvsearch.calibration.polykv.measurement import Measurement
+from kvsearch.errors import UsageError
+from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS
+
+PROMPT, QUESTION = "prompt", "question"  # the place of a sample: number of the prompt and of its continuation
+ROW_SUM = "attention_sum"  # [P, L, N] over the samples of the batch, not an array by sample
+PLACES = (PROMPT, QUESTION, CONTEXT, LENGTH, TOKENS)  # [M] whole numbers
+_OURS = re.compile(r"\d{6,}-\d{4,}\.safetensors")
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class SampleFiles:
+    """Finished batches of a measurement, in memory and (if `folder` is given) on disk.
+
+    Raises:
+        UsageError: a file in the folder is damaged, holds a sample that another one has, or is of something else than
+            `measurement`.
+    """
+
+    def __init__(self, folder: Path | None, measurement: Measurement) -> None:
+        self.folder, self.measurement, self.parts = folder, measurement, list[Arrays]()
+        for path in _files(folder) if folder is not None else ():
+            part = _read(path, measurement)
+            if again := sorted(self.finished & _pairs(part)):
+                raise _damaged(path, f"prompt {again[0][0]} with question {again[0][1]} is in another file, too")
+            self.parts.append(part)
+
+    @property
+    def finished(self) -> set[tuple[int, int]]:
+        """What is done: numbers of prompts, each with that of a continuation."""
+        return {pair for part in self.parts for pair in _pairs(part)}
+
+    def add(self, part: Arrays) -> None:
+        """Take in a continuation of some prompts, none of them finished; it is on the disk when this returns."""
+        self.parts.append(part)
+        if self.folder is not None:
+            name = f"{int(part[PROMPT].min()):06d}-{int(part[QUESTION][0]):04d}.safetensors"
+            whole = {key: np.ascontiguousarray(array) for key, array in part.items()}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.folder / name, save(whole, dict(self.measurement.identity)))
+
+    def gathered(self) -> dict[str, NDArray[Any]]:
+        """All arrays, in the order of prompts and their continuations."""
+        whole = joined(self.parts)
+        order = np.lexsort((whole[QUESTION], whole[PROMPT]))
+        return {name: array if name == ROW_SUM else array[order] for name, array in whole.items()}
+
+
+def has_samples(directory: Path) -> bool:
+    """Whether samples of a calibration that is not finished are in `directory`."""
+    return bool(_files(directory / SAMPLES))
+
+
+def kept_samples(directory: Path) -> int:
+    """How many samples of a calibration that is not finished are in `directory`; UsageError if a file is damaged."""
+    return sum(len(_loaded(path)[0][PROMPT]) for path in _files(directory / SAMPLES))
+
+
+def forget_samples(directory: Path) -> None:
+    """Remove the samples of a calibration in `directory`, and nothing else."""
+    folder = directory / SAMPLES
+    for path in _files(folder):
+        path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def unfinished(part: Arrays, finished: Collection[tuple[int, int]]) -> dict[str, NDArray[Any]]:
+    """The samples of a part that are not `finished`; with literal entropy a part is finished as a whole or not at all.
+
+    Only a calibration that goes on with other batches has both kinds in one part.
+    """
+    pairs = zip(part[PROMPT].tolist(), part[QUESTION].tolist(), strict=True)
+    rows = np.array([pair not in finished for pair in pairs])
+    if rows.all():
+        return dict(part)
+    if ROW_SUM in part:
+        raise UsageError("attention was added up over other batches: go on with the --batch that it began with")
+    return {name: array[rows] for name, array in part.items()}
+
+
+def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
+    """The samples of all parts, and the sum of what is summed over samples."""
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != ROW_SUM}
+    if ROW_SUM in parts[0]:
+        sums = [part[ROW_SUM] for part in parts]
+        whole[ROW_SUM] = np.zeros((*sums[0].shape[:2], max(array.shape[2] for array in sums)))
+        for array in sums:
+            whole[ROW_SUM][..., : array.shape[2]] += array
+    return whole
+
+
+def places(prompts: Iterable[int], question: int, contexts: Iterable[int], lengths: Iterable[int]) -> dict[str, Any]:
+    """The arrays that say which samples these are."""
+    numbers = list(prompts)
+    return {
+        PROMPT: np.array(numbers, dtype=np.int32),
+        QUESTION: np.full(len(numbers), question, dtype=np.int32),
+        CONTEXT: np.array(list(contexts), dtype=np.int32),
+        LENGTH: np.array(list(lengths), dtype=np.int32),
+    }
+
+
+def _files(folder: Path) -> list[Path]:
+    """What was written here; whatever else is in the folder is not ours."""
+    return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))
+
+
+def _pairs(part: Arrays) -> set[tuple[int, int]]:
+    return set(zip(part[PROMPT].tolist(), part[QUESTION].tolist(), strict=True))
+
+
+def _read(path: Path, measurement: Measurement) -> Arrays:
+    """The samples of a file; UsageError if it is damaged or of another measurement."""
+    arrays, identity = _loaded(path)
+    if other := measurement.other(identity):
+        raise UsageError(
+            f"{path} was measured with other {other}: give another directory, or start anew (--force) without the "
+            "samples that are there"
+        )
+    if problem := _problem(arrays, measurement):
+        raise _damaged(path, problem)
+    return arrays
+
+
+def _loaded(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """The arrays of a file, those of `PLACES` among them, and what it was measured of."""
+    data = read_bytes(path)
+    try:
+        arrays: dict[str, NDArray[Any]] = load(data)
+    except (SafetensorError, KeyError) as error:  # KeyError: a type that numpy does not have
+        raise _damaged(path, " ".join(str(error).split())) from error
+    for name in PLACES:
+        if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind != "i":
+            raise _damaged(path, f"it has no {name}" if name not in arrays else f"{name} is no list of whole numbers")
+    size = int.from_bytes(data[:8], "little")  # `load` has checked it
+    return arrays, json.loads(data[8 : 8 + size]).get("__metadata__") or {}
+
+
+def _problem(arrays: Arrays, measurement: Measurement) -> str | None:
+    """The first thing that is wrong with the arrays of a file, if anything."""
+    count, rest = len(arrays[PROMPT]), dict(arrays)
+    for name, shape in {**dict.fromkeys(PLACES, ()), **measurement.shapes}.items():
+        found = rest.pop(name, None)
+        if found is None:
+            return f"it has no {name}"
+        if found.shape != (count, *shape):
+            return f"{name} has shape {list(found.shape)}, not {[count, *shape]}"
+        if name not in PLACES and (found.dtype.kind != "f" or not np.isfinite(found).all()):
+            return f"{name} holds something else than finite numbers"
+    summed = rest.pop(ROW_SUM, None)
+    if (None if summed is None else summed.shape[:-1]) != measurement.summed:
+        return f"it has no {ROW_SUM} of the right shape" if measurement.summed else f"{ROW_SUM} was not asked for"
+    if rest:
+        return f"{min(rest)} is unknown"
+    return "a sample is in it twice" if len(_pairs(arrays)) < count else None
+
+
+def _damaged(path: Path, problem: str) -> UsageError:
+    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")

@@ -1,0 +1,409 @@
+"""What `kvsearch select` chooses from: strategies made of a calibration's signals, and the baselines they have to beat.
+
+A candidate is a route (which pattern a layer takes) with an allocator (how much it gets). Beyond the strategies of
+PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, powers of sensitivities, and budgets by loss curves. Baselines
+have one policy in all layers: every pattern with equal budgets, and the methods of papers with their own allocators.
+
+With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.strategies.from_signals`:
+candidates then hold no more than baselines at any time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Final, NamedTuple, NoReturn
+
+import numpy as np
+
+from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.budgets.loss_curves import LossCurves
+from kvsearch.budgets.polykv import Proportional
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.naming import suggest
+from kvsearch.plan import Phase, Plan, PolicySpec, Profile
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.rounding import round_half_up
+from kvsearch.plan.schema import STATIC
+from kvsearch.policies import Policy
+from kvsearch.policies.registry import create_policy, policy_class
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.strategies.direct import PHASES, direct_plan
+from kvsearch.strategies.direct import pyramid as pyramid_above
+from kvsearch.strategies.from_profile import Target, total_entries
+from kvsearch.strategies.from_signals import (
+    FULL,
+    UNIFORM,
+    Chosen,
+    Strategy,
+    choose,
+    floor_of,
+    floors_of,
+    has_window,
+    plan_of,
+    warn_constant,
+)
+from kvsearch.strategies.methods import METHODS, Recipe
+
+NONE: Final = "none"  # the route that stands for every pattern alone
+PYRAMID, CURVES, JOINT = "pyramid", "curves", "curves-joint"
+LOW: Final = "-low"  # ends the name of curves that go on below the smallest measured budget
+ALONE, TOGETHER = (CURVES, f"{CURVES}{LOW}"), (JOINT, f"{JOINT}{LOW}")
+POWERS: Final = {"^0.5": 0.5, "^2": 2.0}  # of sensitivities, by how their names end
+SHARPENED: Final = tuple(f"{signal}{power}" for signal in SENSITIVITIES for power in POWERS)
+ALLOCATORS: Final = (UNIFORM, PYRAMID, *SENSITIVITIES, *SHARPENED, *ALONE, *TOGETHER)
+
+
+class Explored(NamedTuple):
+    """Which candidates there are: every route (or pattern) with every allocator."""
+
+    routes: tuple[str, ...]
+    allocators: tuple[str, ...]
+
+
+_PAPER: Final = (UNIFORM, "entropy", "ppl")
+_STANDARD: Final = (
+    *_PAPER, PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", "nll-chosen^0.5", "nll-chosen^2",
+    *ALONE, *TOGETHER,
+)  # fmt: skip
+LEVELS: Final = {
+    "paper": Explored((NONE, "cosine", "ppl"), _PAPER),
+    "standard": Explored((NONE, *ROUTES), _STANDARD),
+    "full": Explored((NONE, *ROUTES), ALLOCATORS),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Entrant:
+    """A plan with the name of its strategy or method; `origin` says what it is made of, for its provenance."""
+
+    name: str
+    plan: Plan
+    origin: Mapping[str, str]
+
+    @property
+    def content(self) -> str:
+        """Equal for plans that keep the same of every prompt."""
+        plan = self.plan
+        scales, shares = plan.scaling == "proportional", plan.allocation.name != STATIC
+        kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
+        return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """All that is compared in one phase setting, every plan once, by name.
+
+    There are no candidates if every strategy is a baseline, too. `even` is the baseline that stands for uniform: the
+    policy of the profile, if it can be used, with equal budgets. `notes` say what was left out, and which signals could
+    not tell patterns or layers apart.
+    """
+
+    phases: str
+    candidates: Mapping[str, Entrant]
+    baselines: Mapping[str, Entrant]
+    even: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def entrants(self) -> dict[str, Entrant]:
+        """Candidates, then baselines."""
+        return {**self.candidates, **self.baselines}
+
+
+def explore(
+    profile: Profile,
+    target: Target,
+    level: str = "standard",
+    routes: Sequence[str] | None = None,
+    allocators: Sequence[str] | None = None,
+) -> Explored:
+    """The routes and allocators of a level of `LEVELS`, as far as they were measured, or those that are named.
+
+    A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
+    `ALLOCATORS`: "nll-chosen^2" shares by the square of a sensitivity; "curves" by loss curves of the routed patterns,
+    no layer below the smallest measured budget; "curves-joint" by those of the best pattern at each budget, which is
+    then the one that is used; with "-low" curves go on below what was measured, down to a tenth of the mean.
+
+    Raises:
+        UsageError: an unknown name, or one that is named but was not measured.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"unknown level to explore {level!r}{suggest(level, list(LEVELS))}")
+    table = SignalTable(profile)
+    missing, patterns = _missing_curves(table, _Size.of(table, target).mean), _patterns(table)
+    has_routes = (NONE, *table.routes, *patterns)
+    shares = {UNIFORM, PYRAMID, *table.sensitivities, *(name for name, why in missing.items() if why is None)}
+    for name in routes or ():
+        if name not in has_routes:
+            _refuse("route", name, (NONE, *ROUTES, *patterns), has_routes)
+    for name in allocators or ():
+        if (why := missing.get(name)) is not None:
+            raise UsageError(f"allocator {name!r} cannot be used: {why}")
+        if name not in ALLOCATORS or _split(name)[0] not in shares:
+            _refuse("allocator", name, ALLOCATORS, (UNIFORM, PYRAMID, *table.sensitivities))
+    return Explored(
+        tuple(dict.fromkeys(routes or (name for name in LEVELS[level].routes if name in has_routes))),
+        tuple(dict.fromkeys(allocators or (name for name in LEVELS[level].allocators if _split(name)[0] in shares))),
+    )
+
+
+def find_field(
+    loaded: LoadedModel, profile: Profile, target: Target, phases: str = "prefill", explored: Explored | None = None
+) -> Field:
+    """Candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
+
+    Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
+
+    Raises:
+        UsageError: a phase was not measured, or no pattern can be used at `target`.
+    """
+    table = SignalTable(profile)
+    _check_phases(table, phases)
+    size = _Size.of(table, target)
+    barred = _barred(table, size.mean)
+    made = _Maker(table, target, size, phases, tuple(barred))
+    notes = [f"{name} is left out: {why}" for name, why in barred.items()]
+    found = dict[str, Entrant]()
+    baselines = _distinct(found, [*made.single(), *made.methods(loaded, notes)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", KvsearchWarning)
+        candidates = _distinct(found, made.strategies(explored or explore(profile, target)))
+    _pass_on(told, notes)
+    own = profile.metadata.policy.name
+    return Field(phases, candidates, baselines, own if own in baselines else next(iter(baselines)), tuple(notes))
+
+
+def _pass_on(told: Sequence[warnings.WarningMessage], notes: list[str]) -> None:
+    """Make notes of warnings about signals, each once: they mean candidates that are there already. Warn of others."""
+    for one in told:
+        if not issubclass(one.category, KvsearchWarning):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        elif str(one.message) not in notes:
+            notes.append(str(one.message))
+
+
+def tuned_policy(name: str, profile: Profile) -> Policy:
+    """A policy with the settings that the patterns of a profile have, so that a comparison with them is fair.
+
+    One that is no pattern takes over their window, that of the profile's own policy first.
+    """
+    patterns = SignalTable(profile).axes.patterns
+    for pattern in patterns:
+        if pattern.name == name:
+            return create_policy(name, pattern.params)
+    if any(field.name == "window" for field in fields(policy_class(name))):
+        for pattern in (profile.metadata.policy, *patterns):
+            if "window" in pattern.params:
+                return create_policy(name, {"window": pattern.params["window"]})
+    return create_policy(name)
+
+
+class _Size(NamedTuple):
+    """What there is to share: the total over (profile layers, kv heads), and the most that one head may have."""
+
+    shape: tuple[int, int]
+    total: int
+    most: int
+
+    @classmethod
+    def of(cls, table: SignalTable, target: Target) -> _Size:
+        shape, length = table.profile.metadata.shape, target.length or table.profile.metadata.length
+        return cls(shape, total_entries(target, length, shape[0] * shape[1]), length)
+
+    @property
+    def mean(self) -> float:
+        return self.total / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the entrants of one phase setting; no layer takes a `barred` pattern."""
+
+    table: SignalTable
+    target: Target
+    size: _Size
+    phases: str
+    barred: tuple[str, ...]
+
+    def single(self) -> Iterator[Entrant]:
+        """Every pattern with equal budgets."""
+        for name in self._usable:
+            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.target)
+            yield self._entrant(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
+
+    def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[Entrant]:
+        """Methods of papers with their own allocators, in prefill; notes say which cannot be used."""
+        for method, recipe in METHODS.items() if self.phases == "prefill" else ():
+            name = f"{method}, own budgets" if method in self.table.patterns else method
+            try:
+                yield Entrant(name, self._method_plan(loaded, recipe), {"baseline": name, "policy": recipe.policy})
+            except UsageError as error:
+                notes.append(f"baseline {name} is left out: {error}")
+
+    def strategies(self, explored: Explored) -> Iterator[Entrant]:
+        """Every route with every allocator; the joint allocator brings its own patterns."""
+        for strategy in self._routed(explored.routes):
+            routed = choose(self.table, strategy, self.target)
+            route = strategy.route or NONE
+            for allocator in (name for name in explored.allocators if name not in TOGETHER):
+                name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
+                budgets = self._budgets(allocator, routed)
+                chosen = {phase: part._replace(budgets=budgets) for phase, part in routed.items()}
+                yield self._entrant(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
+        for name in (name for name in explored.allocators if name in TOGETHER):
+            yield self._entrant(name, self._joint(name), {"strategy": name, "route": name, "budget_signal": name})
+
+    def _routed(self, routes: Sequence[str]) -> Iterator[Strategy]:
+        for name in routes:
+            if name in self.table.routes:
+                yield Strategy(name, phases=self.phases, exclude=self.barred)
+            else:
+                for pattern in self._usable:
+                    if name in (NONE, pattern):
+                        yield Strategy(None, policy=pattern, phases=self.phases)
+
+    def _entrant(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> Entrant:
+        return Entrant(name, plan_of(self.table.profile, chosen, self.target, {}), origin)
+
+    def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
+        policy = tuned_policy(recipe.policy, self.table.profile)
+        spec = PolicySpec(name=policy.name, params=policy.parameters())
+        if self.size.mean < floor_of(spec):
+            smaller = ", or calibrate with a smaller --set window" if has_window(spec) else ""
+            raise UsageError(
+                f"{self.size.mean:g} entries per kv head is below the {floor_of(spec)} that {policy.name} always "
+                f"keeps: keep more{smaller}"
+            )
+        target = replace(self.target, length=self.size.most)  # as for candidates, no head gets more
+        allocator = pyramid_above(policy) if recipe.allocator == PYRAMID else Uniform()
+        allocation = create_allocation(recipe.allocation, recipe.options)
+        return direct_plan(loaded, policy, target, PHASES[self.phases], allocator, allocation)
+
+    def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
+        """Of the patterns of all phases together, [L, Hkv], by the signals of the first."""
+        phase, part = next(iter(routed.items()))
+        if allocator == UNIFORM:
+            return part.budgets
+        floors = self._floors(floors_of({when: other.patterns for when, other in routed.items()}))
+        bounds, used = (self.size.total, floors, self._caps), [pattern.name for pattern in part.patterns]
+        indices = [self.table.patterns.index(name) for name in used]
+        if allocator == PYRAMID:
+            return Pyramid(window=0).allocate(np.zeros(0), *bounds)
+        if allocator in ALONE:
+            losses = self._losses(phase)[np.arange(len(indices)), indices]
+            return self._curves(allocator).allocate(losses, *bounds)
+        signal, power = _split(allocator)
+        weights = self.table.sensitivity(signal, phase, self.size.mean, indices)
+        if len(weights) > 1 and is_constant(weights):
+            warn_constant(signal, phase)
+            return part.budgets
+        return Proportional().allocate(_powered(weights, power), *bounds)
+
+    def _joint(self, allocator: str) -> dict[Phase, Chosen]:
+        """Budgets by the best patterns of the first phase, and in every phase those that are best at these budgets."""
+        usable = [self.table.patterns.index(name) for name in self._usable]
+        specs = [self.table.axes.patterns[index] for index in usable]
+        low, high = self._floors([max(map(floor_of, specs))] * self.size.shape[0]), self._caps
+        curves, found = self._curves(allocator), dict[Phase, Chosen]()
+        for phase in PHASES[self.phases]:
+            budgets, best = curves.allocate_jointly(self._losses(phase)[:, usable], self.size.total, low, high)
+            found[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+            low = high = budgets  # which leaves other phases no choice but of patterns
+        return found
+
+    def _curves(self, allocator: str) -> LossCurves:
+        least = max(1, round_half_up(self.size.mean / 10)) if allocator.endswith(LOW) else None
+        return LossCurves((*self._measured, self.table.profile.metadata.length), least)
+
+    def _losses(self, phase: Phase) -> Floats:
+        """Nats per token that the model loses at the measured budgets below the length, [L, R, N]."""
+        return np.stack([self.table.measured("nll", phase, budget) for budget in self._measured], axis=-1)
+
+    def _floors(self, by_layer: Sequence[int]) -> Ints:
+        return np.array(by_layer, dtype=np.int64)[:, None].repeat(self.size.shape[1], axis=1)
+
+    @cached_property
+    def _caps(self) -> Ints:
+        return np.full(self.size.shape, self.size.most, dtype=np.int64)
+
+    @property
+    def _measured(self) -> tuple[int, ...]:
+        """Budgets at which something can be lost."""
+        return tuple(budget for budget in self.table.axes.budgets if budget < self.table.profile.metadata.length)
+
+    @cached_property
+    def _usable(self) -> tuple[str, ...]:
+        return tuple(name for name in _patterns(self.table) if name not in self.barred)
+
+
+def _distinct(found: dict[str, Entrant], entrants: Iterable[Entrant]) -> dict[str, Entrant]:
+    """Entrants by name whose content is not in `found`, to which they are added."""
+    return {one.name: one for one in entrants if found.setdefault(one.content, one) is one}
+
+
+def _patterns(table: SignalTable) -> tuple[str, ...]:
+    """All patterns but the full cache, which evicts nothing."""
+    return tuple(name for name in table.patterns if name != FULL.name)
+
+
+def _barred(table: SignalTable, mean: float) -> dict[str, str]:
+    """Patterns that cannot be used, and why; UsageError if none is left."""
+    found = {
+        pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
+        for pattern in table.axes.patterns
+        if pattern.name != FULL.name and floor_of(pattern) > mean
+    }
+    if len(found) == len(_patterns(table)):
+        listed = "; ".join(f"{name}: {why}" for name, why in found.items())
+        raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
+    return found
+
+
+def _check_phases(table: SignalTable, phases: str) -> None:
+    if phases not in PHASES:
+        raise UsageError(f"unknown phases {phases!r}{suggest(phases, list(PHASES))}")
+    for phase in PHASES[phases]:
+        if phase not in table.axes.phases:
+            known = ", ".join(table.axes.phases)
+            raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
+
+
+def _missing_curves(table: SignalTable, mean: float) -> dict[str, str | None]:
+    """Why loss curves cannot share out a mean budget, by allocator; None if they can."""
+    budgets, listed = table.axes.budgets, ", ".join(map(str, table.axes.budgets))
+    why = None
+    if "nll" not in table.routes:
+        why = "the profile has no nll losses: calibrate with them"
+    elif len(budgets) < 2:
+        why = f"loss curves need losses at several budgets, the profile has {listed}: calibrate with smaller ones, too"
+    none = f"losses were measured at {listed} entries, none below the mean of {mean:g}: calibrate with smaller ones"
+    bounded = none if why is None and budgets[0] >= mean else why
+    return {name: why if name.endswith(LOW) else bounded for name in (*ALONE, *TOGETHER)}
+
+
+def _split(allocator: str) -> tuple[str, float]:
+    """The signal of an allocator, and the power it is raised to."""
+    signal, _, power = allocator.partition("^")
+    return signal, POWERS[f"^{power}"] if power else 1.0
+
+
+def _powered(weights: Floats, power: float) -> Floats:
+    """Sensitivities to a power, on a scale where rounding does not matter; below zero they count as zero."""
+    if power == 1.0 or weights.max() <= 0:
+        return weights
+    powered: Floats = (np.maximum(weights, 0.0) / weights.max()) ** power
+    return powered
+
+
+def _refuse(what: str, name: str, known: Sequence[str], measured: Sequence[str]) -> NoReturn:
+    if name not in known:
+        raise UsageError(f"unknown {what} {name!r}{suggest(name, known)}")
+    there = ", ".join(measured)
+    raise UsageError(f"this profile has no signal for {what} {name!r} (it has {there}): calibrate with it")

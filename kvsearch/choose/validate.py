@@ -1,0 +1,366 @@
+"""Whether the signals of a PolyKV calibration are worth following (arXiv 2606.15157, Table 3), with controls.
+
+The paper scores the strategy that a signal makes against its inverse. A large gap may only mean that the inverse is
+bad, so the same questions are also asked under controls of the same size: the uniform strategy, and random ones.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.evaluation.check_evicts import check_eviction
+from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.kept import without_rounding
+from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.runner import Progress
+from kvsearch.evaluation.trial import Prepared, prepare_trial
+from kvsearch.models.loading import LoadedModel
+from kvsearch.naming import suggest
+from kvsearch.plan import Phase, Plan, PolicySpec, Profile
+from kvsearch.policies.registry import create_policy
+from kvsearch.report.validation import (
+    FILE,
+    Asked,
+    AtBudget,
+    Compared,
+    Conditions,
+    Judged,
+    Kind,
+    Phases,
+    Subject,
+    Validation,
+    judged,
+    load_validation,
+)
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
+from kvsearch.strategies.direct import PHASES
+from kvsearch.strategies.from_profile import Target, total_entries
+from kvsearch.strategies.from_signals import Chosen, Strategy, choose, has_window, plan_of
+from kvsearch.strategies.method_list import PROFILE
+from kvsearch.strategies.methods import FULL, protected
+from kvsearch.tasks.base import Task
+
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+SETTINGS: Final[tuple[Phases, ...]] = get_args(Phases)
+SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
+DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
+PERMUTATIONS = 5  # the fewest random controls that say something
+REPORTED = ("report", "all")  # splits with examples that results are reported on
+
+
+def find_subjects(
+    table: SignalTable, signals: Sequence[str] | None = None, phases: Sequence[str] | None = None
+) -> list[Subject]:
+    """Every signal in every phase setting; by default the paper's signals and all settings that were measured.
+
+    A signal is named as `cosine`, `route:cosine` or `budgets:cosine`. Without its kind it is what the paper uses it
+    for; one that the paper does not use is all that it can be.
+
+    Raises:
+        UsageError: a name is unknown, or was not measured.
+    """
+    settings = _phase_settings(table, phases)
+    measured: dict[Kind, tuple[str, ...]] = {"route": table.routes, "budgets": table.sensitivities}
+    if signals is None:
+        found = [(kind, name) for kind in KINDS for name in DEFAULTS[kind] if name in measured[kind]]
+    else:
+        found = list(dict.fromkeys(each for typed in signals for each in _named(typed)))
+    for kind, name in found:
+        if name not in measured[kind]:
+            there = ", ".join(measured[kind]) or "none"
+            raise UsageError(f"this profile has no {name!r} signal for {kind} (it has {there}): calibrate with it")
+    if not found:
+        raise UsageError("this profile has none of cosine, ppl and entropy: name the signals to validate")
+    return [Subject(name, kind, setting) for kind, name in found for setting in settings]
+
+
+def check_permutations(count: int) -> None:
+    """UsageError if so many random controls are too few."""
+    if count < PERMUTATIONS:
+        raise UsageError(f"{count} permutations cannot tell a signal from chance: at least {PERMUTATIONS} are needed")
+
+
+def refuse_reported(tasks: Sequence[Task]) -> None:
+    """UsageError if a task asks what results are reported on: what a validation picks would be picked by them."""
+    for task in tasks:
+        split = getattr(task, "split", None)
+        if split in REPORTED:
+            raise UsageError(
+                f"task {task.name}: split {split!r} has the examples that results are reported on, which a validation "
+                "must not touch: choose the split select"
+            )
+
+
+def prepare_validation(
+    loaded: LoadedModel,
+    profile: Profile,
+    target: Target,
+    tasks: Sequence[Task],
+    settings: Settings,
+    subjects: Sequence[Subject] | None = None,
+    permutations: int = PERMUTATIONS,
+) -> PreparedValidation:
+    """Make all strategies and controls at `target`, and check that they, the model and the questions fit together.
+
+    Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
+    layers in another order. There are `permutations` of them. Default subjects: see `find_subjects`.
+
+    Raises:
+        UsageError: no subjects, too few random controls, a task that results are reported on or that has one context
+            only, a target that the patterns do not allow or that evicts nothing; see `prepare_trial` for more.
+        IncompatibleError: model and profile, or model and questions, do not fit together.
+    """
+    check_permutations(permutations)
+    refuse_reported(tasks)
+    if subjects is not None and not subjects:
+        raise UsageError("no signals to judge: name at least one, or give None for those of the paper")
+    table = SignalTable(profile)
+    plans, compared = dict[str, Plan](), dict[Subject, Compared]()
+    for subject in find_subjects(table) if subjects is None else subjects:
+        compared[subject] = names = _names(subject, permutations)
+        made = _strategies(table, subject, names, target, settings.seed)
+        plans |= {name: plan_of(profile, chosen, target, {}) for name, chosen in made.items() if name not in plans}
+    prepared = prepare_trial(loaded, plans, tasks, settings)
+    for task in prepared.evaluation.encoded:
+        if task.distinct < 2:
+            raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
+    note = check_eviction(prepared.evaluation, target)
+    return PreparedValidation(prepared, profile, target, compared, () if note is None else (note,))
+
+
+def validate(
+    loaded: LoadedModel,
+    profile: Profile,
+    target: Target,
+    tasks: Sequence[Task],
+    settings: Settings,
+    subjects: Sequence[Subject] | None = None,
+    permutations: int = PERMUTATIONS,
+    progress: Progress | None = None,
+    ledger: Ledger | None = None,
+) -> Validation:
+    """Judge signals of a profile at one size; arguments and errors are those of `prepare_validation` and its `run`."""
+    return prepare_validation(loaded, profile, target, tasks, settings, subjects, permutations).run(progress, ledger)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedValidation:
+    """A validation at one size that is ready to run; `compared` says what each subject is judged by.
+
+    `notes` are what to know before the verdicts are trusted.
+    """
+
+    prepared: Prepared
+    profile: Profile
+    target: Target
+    compared: Mapping[Subject, Compared]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What is asked."""
+        return self.prepared.evaluation
+
+    @property
+    def budget(self) -> float:
+        """Entries per kv head, on average; for a ratio, of a prompt as long as calibrated."""
+        return _mean(self.profile, self.target)
+
+    @property
+    def strategies(self) -> int:
+        """How many different strategies and controls there are, besides the full cache."""
+        return len(self.evaluation.contenders) - 1
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """What has to be equal for two validations to be merged."""
+        splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
+        tasks = self.evaluation.config()["tasks"].items()
+        return Conditions(
+            model=self.profile.metadata.model,
+            profile_sha256=_hash(self.profile.to_bytes()),
+            tasks={name: Asked(**{key: facts[key] for key in Asked.model_fields}) for name, facts in tasks},
+            split=", ".join(sorted(splits)) or None,
+            protocol=self.evaluation.settings.protocol,
+            seed=self.evaluation.settings.seed,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """All that the replies depend on, as JSON.
+
+        The strategies are not listed: with profile and size, the name of each says what it is. So a run with other
+        signals, phases or more permutations goes on with the same replies, and so does one with another batch, which
+        changes them by rounding alone.
+        """
+        size = {"budget": self.budget, "ratio": self.target.ratio}
+        whole = without_rounding(self.evaluation.config())
+        del whole["methods"]
+        return {**whole, "profile_sha256": _hash(self.profile.to_bytes()), **size}
+
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Validation:
+        """Ask everything that is not in the ledger, and judge; see `Evaluation.run` for the errors."""
+        trial = self.prepared.run(progress, ledger)
+        signals = tuple(judged(trial, subject, names) for subject, names in self.compared.items())
+        at = AtBudget(budget=self.budget, ratio=self.target.ratio, full=trial.score(FULL), signals=signals)
+        conditions = self.conditions
+        return Validation(**{name: getattr(conditions, name) for name in Conditions.model_fields}, budgets=(at,))
+
+
+def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
+    """A line about the signals of a strategy that were judged harmful in its phases.
+
+    `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
+    the budget nearest to this one, of those at which it was judged. None if no signal was harmful, if they were not
+    validated, or if the validation was of another profile than the one in the directory. Only forward directions are
+    judged.
+
+    Raises:
+        UsageError: the file of the validation is damaged.
+    """
+    found = load_validation(directory / FILE)
+    if found is None or not _is_of(found, directory / PROFILE):
+        return None
+    route = None if strategy.inverse_route else strategy.route
+    budgets = None if strategy.inverse_budgets else strategy.budgets
+    nearest = (_nearest(found, use, strategy.phases, budget) for use in (("route", route), ("budgets", budgets)))
+    bad = [(one, at) for one, at in filter(None, nearest) if one.verdict == "harmful"]
+    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one, at in bad) or None
+
+
+def _nearest(
+    found: Validation, use: tuple[str, str | None], phases: str, budget: float
+) -> tuple[Judged, AtBudget] | None:
+    """What was judged of a signal in its use nearest to a budget, by ratio, and where."""
+    there = [
+        (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
+    ]
+    return min(there, key=lambda judged: abs(math.log(judged[1].budget / budget)), default=None)
+
+
+def _named(typed: str) -> list[tuple[Kind, str]]:
+    """The kinds of a signal as it was typed."""
+    kind, colon, name = typed.rpartition(":")
+    if colon and kind not in KINDS:
+        raise UsageError(f"unknown kind of signal {kind!r} in {typed!r}{suggest(kind, KINDS)}")
+    known = [one for one in KINDS if name in SIGNALS[one] and kind in ("", one)]
+    if not known:
+        names = SIGNALS["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
+        raise UsageError(f"unknown signal {name!r}{suggest(name, names)}")
+    usual = [one for one in known if name in DEFAULTS[one]]
+    return [(one, name) for one in usual or known] if not kind else [(one, name) for one in known]
+
+
+def _phase_settings(table: SignalTable, typed: Sequence[str] | None) -> list[Phases]:
+    measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
+    for setting in typed or ():
+        if setting not in SETTINGS:
+            raise UsageError(f"unknown phases {setting!r}{suggest(setting, SETTINGS)}")
+        missing = [phase for phase in PHASES[setting] if phase not in table.axes.phases]
+        if missing:
+            known = ", ".join(table.axes.phases)
+            raise UsageError(f"signals of the {missing[0]} phase were not measured (only {known}): calibrate with it")
+    return [setting for setting in measured if typed is None or setting in typed]
+
+
+def _names(subject: Subject, permutations: int) -> Compared:
+    """Controls that do not depend on the signal have the same names for all signals, so they run once."""
+    signal, kind, phases = subject
+    own = f"{signal} {kind}"
+    chance = "random patterns" if kind == "route" else f"{own} permuted"
+    return Compared(
+        f"{own} ({phases})",
+        f"{own} inverse ({phases})",
+        f"uniform ({phases})",
+        tuple(f"{chance} {number} ({phases})" for number in range(1, permutations + 1)),
+    )
+
+
+def _strategies(
+    table: SignalTable, subject: Subject, names: Compared, target: Target, seed: int
+) -> dict[str, dict[Phase, Chosen]]:
+    """What a subject is judged by, by name."""
+    forward, inverse = _directions(subject)
+    uniform = Strategy(route=None, phases=subject.phases)
+    if subject.kind == "route":
+        _check_floors(table, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
+        made = {
+            name: choose(table, strategy, target)
+            for name, strategy in ((names.forward, forward), (names.inverse, inverse), (names.uniform, uniform))
+        }
+    for number, name in enumerate(names.random):
+        drawn = (seed, KINDS.index(subject.kind), SETTINGS.index(subject.phases), number)
+        made[name] = _random(table, subject.kind, made[names.forward], np.random.default_rng(drawn))
+    return made
+
+
+def _directions(subject: Subject) -> tuple[Strategy, Strategy]:
+    """The strategy of a signal and its inverse; whatever the signal does not choose is as in the uniform control."""
+    signal, kind, phases = subject
+    if kind == "route":
+        return Strategy(signal, phases=phases), Strategy(signal, phases=phases, inverse_route=True)
+    return Strategy(None, signal, phases), Strategy(None, signal, phases, inverse_budgets=True)
+
+
+def _random(
+    table: SignalTable, kind: Kind, forward: Mapping[Phase, Chosen], rng: np.random.Generator
+) -> dict[Phase, Chosen]:
+    """Random patterns of every phase under the forward budgets, or these budgets in a random order of the layers.
+
+    The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
+    order keep them.
+    """
+    candidates, layers = _candidates(table), table.profile.metadata.shape[0]
+    if kind == "budgets":
+        order = rng.permutation(layers)
+        return {phase: chosen._replace(budgets=chosen.budgets[order]) for phase, chosen in forward.items()}
+    drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
+    return {
+        phase: chosen._replace(patterns=tuple(candidates[index] for index in drawn[phase]))
+        for phase, chosen in forward.items()
+    }
+
+
+def _candidates(table: SignalTable) -> list[PolicySpec]:
+    """The patterns that a route may choose."""
+    return [pattern for pattern in table.axes.patterns if pattern.name != FULL]
+
+
+def _check_floors(table: SignalTable, target: Target) -> None:
+    """UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
+    given = int(_mean(table.profile, target))
+    for pattern in _candidates(table):
+        least = protected(create_policy(pattern.name, pattern.params))
+        if given < least:
+            instead = "with a smaller window" if has_window(pattern) else f"without {pattern.name}"
+            raise UsageError(
+                f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
+                f"at a larger budget, or calibrate {instead}"
+            )
+
+
+def _mean(profile: Profile, target: Target) -> float:
+    """Entries per kv head."""
+    metadata = profile.metadata
+    heads = metadata.shape[0] * metadata.shape[1]
+    return total_entries(target, target.length or metadata.length, heads) / heads
+
+
+def _is_of(found: Validation, profile: Path) -> bool:
+    """Whether a validation is of this profile, as far as it is there."""
+    return not profile.exists() or _hash(profile.read_bytes()) == found.profile_sha256
+
+
+def _hash(content: bytes) -> str:
+    return sha256(content).hexdigest()

@@ -1,0 +1,66 @@
+"""Whether anything is evicted at all: strategies that keep every prompt whole score the same, which says nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.compare import FULL, Evaluation
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.from_profile import Target
+from kvsearch.strategies.methods import Size
+from kvsearch.tasks.protocol import Reading, readings
+
+
+def check_eviction(evaluation: Evaluation, target: Target) -> str | None:
+    """A note if some strategies evict nothing from some prompts, which are too short; None if all evict from all.
+
+    `target` is the size of all strategies, for the words.
+
+    Raises:
+        UsageError: no strategy evicts anything from any prompt.
+    """
+    programs = [one.program for one in evaluation.contenders if one.label != FULL]
+    asked = [reading for task in evaluation.encoded for reading in readings(task.prompts, evaluation.settings.protocol)]
+    ends = [(len(reading.ids), _end(reading)) for reading in asked]
+    lengths, last = zip(*ends, strict=True)
+    if all(_evicts(program, min(lengths), min(last)) for program in programs):
+        return None  # then they evict from longer ones, too
+    idle = {end: [number for number, one in enumerate(programs) if not _evicts(one, *end)] for end in set(ends)}
+    size, whole = Size(target.budget, target.ratio).words, {number for found in idle.values() for number in found}
+    if all(len(found) == len(programs) for found in idle.values()):
+        raise UsageError(
+            f"{size}: nothing would be evicted from any prompt, the longest has {max(lengths)} tokens; give a smaller "
+            "--budget, or longer contexts (--length of synthetic ones)"
+        )
+    short = [length for length, end in ends if idle[length, end]]
+    return (
+        f"{size}: {len(short)} of {len(asked)} prompts are so short, up to {max(short)} tokens, that {len(whole)} of "
+        f"{len(programs)} strategies evict nothing from them"
+    )
+
+
+def _end(reading: Reading) -> int:
+    """Tokens of a prompt with its longest question and reply."""
+    return max(
+        len(reading.prompt.context) + len(question.ids) + question.query.max_new_tokens
+        for question in reading.questions
+    )
+
+
+def _evicts(program: Program, length: int, end: int) -> bool:
+    """Whether a program drops anything from a prompt of `length` tokens until there are `end` of them."""
+    prefill, decode = program.prefill, program.decode
+    if prefill is not None and prefill.entries(length) < prefill.table(length).size * length:
+        return True
+    return decode is not None and _evicts_later(decode, length, end)
+
+
+def _evicts_later(decode: PhaseProgram, length: int, end: int) -> bool:
+    for row, (_, policy) in zip(np.array(decode.table(length)), sorted(decode.policies.items()), strict=True):
+        budgets = torch.from_numpy(row)
+        if bool(((budgets < end) & ~policy.exempt(budgets, torch.full_like(budgets, end))).any()):
+            return True
+    return False

@@ -1,0 +1,234 @@
+"""One evaluation: methods and plans, the full cache and baselines on the same samples, at the same entries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from kvsearch.evaluation.averages import Block, blocks_of, named_averages
+from kvsearch.evaluation.identity import ReplyKeys, environment, metric_of, run_config
+from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.resume import LedgerJournal
+from kvsearch.evaluation.runner import Progress, run_encoded
+from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.evaluation.totals import check_totals, decode_entries
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.methods import FULL as FULL
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, readings
+
+LEAST_USEFUL = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
+
+    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`.
+    """
+
+    samples: int = 20
+    protocol: Protocol = QUESTION_AGNOSTIC
+    seed: int = 0
+    batch: int = 8
+    max_memory: int | None = None
+    max_length: int | None = None
+
+
+class Held(NamedTuple):
+    """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
+
+    entries: float
+    bytes: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
+
+    `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
+    `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
+    allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
+    `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key).
+    """
+
+    model: str
+    subject: str
+    settings: Settings
+    contenders: tuple[Contender, ...]
+    coverage: list[Coverage]
+    samples: list[Sample]
+    averages: dict[str, tuple[str, ...]]
+    blocks: list[Block]
+    most_tokens: int | None
+    environment: Mapping[str, Any]
+    metrics: Mapping[str, str]
+    decode_entries: Mapping[str, float]
+    told: tuple[str, ...] = ()
+    contexts: Contexts | None = None
+
+    @property
+    def protocol(self) -> Protocol:
+        """When contexts were compressed."""
+        return self.settings.protocol
+
+    @property
+    def phases(self) -> str:
+        """When all but the full cache evict: prefill, decode or both; several joined by commas."""
+        return ", ".join(sorted({one.phases for one in self.contenders if one.name != FULL}))
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the comparison may say little, if it does."""
+        full = self.blocks[0].overall.scores[FULL].mean
+        if full >= LEAST_USEFUL:
+            return None
+        return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
+        return [
+            *([] if self.doubt is None else [self.doubt]),
+            *self.told,
+            *(note for covered in self.coverage for note in self._coverage_notes(covered)),
+            *(note for block in self.blocks for note in self._size_notes(block)),
+        ]
+
+    @cached_property
+    def distinct(self) -> dict[str, int]:
+        """How many different contexts each task has; intervals are over these."""
+        return dict(Counter(task for task, _ in {(one.task, context_of(one, self.contexts)) for one in self.samples}))
+
+    @property
+    def labels(self) -> list[str]:
+        """All that was compared, the full cache first."""
+        return [contender.label for contender in self.contenders]
+
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """What each method (by label) held in the cache, means over the questions."""
+        mine: dict[str, list[Sample]] = {label: [] for label in self.labels}
+        for sample in self.samples:
+            mine[sample.method].append(sample)
+        return {
+            label: Held(*(fmean(getattr(sample, name) for sample in samples) for name in Held._fields))
+            for label, samples in mine.items()
+        }
+
+    def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
+        distinct = self.distinct[covered.task]
+        if covered.found < covered.wanted:
+            yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
+        if covered.truncated:
+            yield (
+                f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "
+                f"that prompt and reply fit {self.most_tokens} tokens"
+            )
+        if distinct == 1:
+            yield f"{covered.task}: one context: its interval says nothing"
+        elif distinct < covered.contexts:
+            yield f"{covered.task}: only {distinct} of {covered.contexts} contexts differ: intervals are over these"
+        if covered.excluded:
+            yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
+
+    def _size_notes(self, block: Block) -> Iterator[str]:
+        held = {name: self.held[label] for name, label in block.methods.items()}
+        even = _spread(one.entries for one in held.values()) <= 0.5
+        if not even:
+            yield f"not all hold the same, mean entries: {_listed({n: one.entries for n, one in held.items()})}"
+        allowed = {name: self.decode_entries.get(label) for name, label in block.methods.items()}
+        known = [entries for entries in allowed.values() if entries is not None]
+        if known and (len(known) < len(allowed) or _spread(known) > 0.5):
+            yield f"not all may hold the same while they reply, mean entries: {_listed(allowed)}"
+        most = {name: one.most for name, one in held.items()}
+        if _spread(most.values()) > 0.01 * min(most.values()):
+            why = ", as their replies differ in length" if even and not known else ""
+            yield f"not all held the same at most until a reply was complete{why}, mean entries: {_listed(most)}"
+
+
+def _spread(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(found) - min(found)
+
+
+def _listed(entries: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What is to be compared on which questions, checked and in token ids."""
+
+    loaded: LoadedModel
+    contenders: tuple[Contender, ...]
+    subject: str
+    encoded: list[TaskPrompts]
+    settings: Settings
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replies(self) -> int:
+        """How many replies there are to be."""
+        return len(self.contenders) * sum(task.coverage.questions for task in self.encoded)
+
+    def config(self) -> dict[str, Any]:
+        """All that the samples depend on, as JSON."""
+        settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
+        return run_config(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
+
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Study:
+        """Ask everything that is not in the ledger, and summarise it; see `run_encoded` for the errors."""
+        asked, journal = self.settings, None
+        if ledger is not None:
+            journal = LedgerJournal(ledger, ReplyKeys(self.loaded, self.contenders, asked.protocol))
+        programs = {contender.label: contender.program for contender in self.contenders}
+        results = run_encoded(
+            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, journal
+        )
+        averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
+        blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed, contexts)
+        coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
+        metrics = {task.task.name: metric_of(task.task) for task in self.encoded}
+        return Study(
+            self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
+            environment(self.loaded), metrics, self._decode_entries(), self.notes, contexts,
+        )  # fmt: skip
+
+    def _decode_entries(self) -> dict[str, float]:
+        """See `Study`; layers that a plan leaves alone hold the prompt."""
+        shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
+        phases = {one.label: one.program.decode for one in self.contenders if one.program.decode is not None}
+        return {
+            label: fmean(
+                decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
+                for n in lengths
+            )
+            for label, phase in phases.items()
+        }
+
+
+def prepare(
+    loaded: LoadedModel, contenders: Sequence[Contender], subject: str, tasks: Sequence[Task], settings: Settings
+) -> Evaluation:
+    """Draw the examples, and check that they and the contenders fit together; `subject` is a name.
+
+    Raises:
+        UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
+    """
+    encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length)
+    notes = check_totals(loaded, contenders, _lengths(encoded, settings.protocol))
+    return Evaluation(loaded, tuple(contenders), subject, encoded, settings, tuple(notes))
+
+
+def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
+    """Tokens of everything that is compressed as one."""
+    return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]

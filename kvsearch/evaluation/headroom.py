@@ -1,0 +1,127 @@
+"""Headroom: what a perfect plan could keep, per task. Oracle importance of all questions asked of a context decides.
+
+If even the oracle loses the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot
+tell methods apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsearch.budgets.lukv import MarginalSolver
+from kvsearch.calibration.importance import Capture
+from kvsearch.errors import IncompatibleError, InternalError
+from kvsearch.evaluation.runner import answer_all
+from kvsearch.evaluation.samples import Sample
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.rounding import round_half_up
+from kvsearch.policies import Observation, Policy, create_policy, rank_entries
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.baselines import baselines, equal_uniform, full_cache
+from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.encode import TaskPrompts, counter, encode, listed
+from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, readings
+from kvsearch.tasks.texts import is_blank
+
+ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"
+
+
+@dataclass(frozen=True, eq=False)
+class GivenScores(Policy):
+    """Ranks entries by given scores, [1, Hkv, T]: the oracle's eye. It protects what LU-KV over SnapKV protects."""
+
+    name: ClassVar[str] = "given"
+    source: ClassVar[str] = "control"
+
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+    sinks: int = 4
+    window: int = 32
+
+    def score(self, observation: Observation) -> Tensor:
+        return self.scores.to(observation.keys.device)
+
+
+def headroom(
+    loaded: LoadedModel,
+    tasks: Sequence[Task],
+    ratio: float,
+    samples: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Sample]:
+    """Full cache, oracle importance with oracle and with uniform budgets, and simple policies at the same entries."""
+    count = counter(loaded.tokenizer)
+    examples = [(task, example) for task in tasks for example in task.examples(samples, seed, count)]
+    results: list[Sample] = []
+    with running(loaded.model):
+        for done, (task, example) in enumerate(examples):
+            prompts = _usable(loaded, task, example)
+            batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
+            results += answer_all(loaded, prompts, batch, dict(_programs(loaded, task, example, ratio)))
+            if progress is not None:
+                progress(done + 1, len(examples))
+    return results
+
+
+def _usable(loaded: LoadedModel, task: Task, example: Example) -> TaskPrompts:
+    prompts = encode(loaded.tokenizer, task, [example])
+    if prompts.coverage.excluded:
+        raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
+    return prompts
+
+
+def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:
+    importance = context_importance(loaded, PromptFormat.of(loaded.tokenizer, task), example)
+    layers, heads, length = importance.shape
+    total = int(round_half_up((1 - ratio) * layers * heads * length))
+    snapkv = create_policy("snapkv", {"sinks": 4})
+    full = describe(loaded.model).full_layers
+    policies: dict[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
+    oracle_policy = policies[full[0]]
+    ranks = rank_entries(
+        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sink_count, oracle_policy.window_count
+    )
+    ordered = importance.gather(-1, ranks.argsort(-1)).double().numpy()
+    floor = min(oracle_policy.protected(length), total // (layers * heads))
+    budgets = MarginalSolver(ordered, floor).solve(total)
+    oracle = Program(PhaseProgram(policies, lambda _: budgets))
+    uniform = equal_uniform(loaded.model, snapkv, lambda _: total)
+    yield "full", full_cache(loaded.model)
+    yield ORACLE, oracle
+    if uniform.prefill is not None:
+        yield ORACLE_UNIFORM, Program(PhaseProgram(policies, uniform.prefill.table))
+    yield "snapkv", uniform
+    yield "keydiff", equal_uniform(loaded.model, create_policy("keydiff", {"sinks": 4, "window": 1}), lambda _: total)
+    yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
+
+
+def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
+    """Largest importance over all questions of a context, layers weighted by their effect, [L, Hkv, T] fp32."""
+    capture = Capture(loaded.model, [], prompt.context(example.context).to(loaded.device))
+    best: Tensor | None = None
+    mass = effect = torch.zeros(0)
+    for query in example.queries:
+        question = prompt.question(query.question, query.prefix)
+        usable = next(answer for answer in query.answers if not is_blank(answer))
+        answer = prompt.answer(usable, query.prefix)
+        tokens = torch.cat([question, answer], 1).to(loaded.device)
+        captured = capture.ask(tokens)
+        nothing = torch.zeros_like(captured.importance, dtype=torch.bool)
+        lost = capture.effects(tokens, question.shape[1], captured.logits, nothing)
+        taken = captured.importance.sum((1, 2))
+        if best is None:
+            best, mass, effect = captured.importance, taken, lost
+        else:
+            best, mass, effect = torch.maximum(best, captured.importance), mass + taken, effect + lost
+    if best is None:
+        raise InternalError("an example without questions has no importance")
+    return best * (effect / mass.clamp(min=1e-30))[:, None, None]

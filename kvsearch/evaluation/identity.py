@@ -1,0 +1,121 @@
+"""What an evaluation is made of, by content: the configuration of a run, and a key for every reply in it.
+
+Two runs with equal configurations give equal reports. Two replies with equal keys are the same reply, but for rounding:
+which prompts share a batch, and which methods reply side by side, is not part of the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.samples import token_hash
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.strategies.contenders import Contender
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import Prompt, Question, TaskPrompts
+from kvsearch.tasks.facts import describe_tasks
+from kvsearch.tasks.longbench.task import LongBenchTask
+from kvsearch.tasks.protocol import Protocol
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+
+CONFIG_SCHEMA = "kvsearch.evaluation.config/1"
+PACKAGES = ("kvsearch", "torch", "transformers")
+
+
+def run_config(
+    loaded: LoadedModel,
+    contenders: Sequence[Contender],
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    **settings: int | str | None,
+) -> dict[str, Any]:
+    """Everything that the samples of a run depend on, as JSON; `settings` are further numbers such as the seed."""
+    return {
+        "schema": CONFIG_SCHEMA,
+        **environment(loaded),
+        "protocol": protocol,
+        "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in contenders},
+        "tasks": {task.task.name: _task_config(task) for task in tasks},
+        **settings,
+    }
+
+
+def environment(loaded: LoadedModel) -> dict[str, Any]:
+    """Model, tokenizer, arithmetic and code."""
+    return {
+        "model": loaded.fingerprint.model_dump(mode="json"),
+        "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device.type),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def metric_of(task: Task) -> str:
+    """The name of what scores a task's replies; of a task of one's own that names none, the name of its class."""
+    if isinstance(task, LongBenchTask):
+        return task.spec.metric
+    if isinstance(task, RulerTask | SyntheticTask):
+        kind = "ruler" if isinstance(task, RulerTask) else "synthetic"
+        (facts,) = describe_tasks(f"{kind}:{task.name}")
+        return facts.metric
+    return str(getattr(task, "metric", type(task).__name__))
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str())
+    known = {
+        "class": type(tokenizer).__name__, "rules": rules, "special": str(sorted(tokenizer.special_tokens_map.items())),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def rows_hash(task: TaskPrompts) -> str:
+    """SHA-256 of the questions of a task: prompts in token ids, and what counts as an answer."""
+    rows = [
+        [
+            prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
+            question.query.max_new_tokens, question.query.answers, question.query.options,
+        ]
+        for prompt in task.prompts
+        for question in prompt.questions
+    ]  # fmt: skip
+    return sha256_of([rows, task.task.stops])
+
+
+class ReplyKeys:
+    """The key of every reply of a run: SHA-256 of all that decides its text."""
+
+    def __init__(self, loaded: LoadedModel, contenders: Sequence[Contender], protocol: Protocol) -> None:
+        shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
+        for label in ("name", "revision"):  # of the model: they are for the reader
+            shared["model"].pop(label)
+        self._methods = {one.label: sha256_of({**shared, "method": one.definition}) for one in contenders}
+
+    def of(self, task: TaskPrompts, prompt: Prompt, question: Question) -> dict[str, str]:
+        """The keys of the replies to one question, by the method's label."""
+        asked = {
+            "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
+            "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
+        }  # fmt: skip
+        told = sha256_of(asked)
+        return {label: sha256_of([method, told]) for label, method in self._methods.items()}
+
+
+def _task_config(task: TaskPrompts) -> dict[str, Any]:
+    covered = task.coverage
+    return {
+        "category": covered.category, "contexts": covered.contexts, "questions": covered.questions,
+        "wanted": covered.wanted, "rows_sha256": rows_hash(task),
+        "metric": metric_of(task.task),
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""Log-likelihoods of texts that follow compressed contexts, teacher-forced on what the cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.evaluation.replies import NonFiniteError, left_padded, next_tokens
+from kvsearch.evaluation.shared_prefill import held_entries
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.fork import prefill_all
+
+
+class Likelihood(NamedTuple):
+    """The log-probability of a continuation, in nats, and whether greedy decoding would give just this one."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The continuations of one context, in their order, and the entries held before they were read."""
+
+    likelihoods: list[Likelihood]
+    entries: int
+
+
+def compressible(context: Sequence[int]) -> int:
+    """How many tokens of a context are compressed: all but the last.
+
+    That one follows the compressed cache, so that all of a continuation, its first token included, is predicted from
+    what the cache holds. A single token is read as it is: there is nothing to compress.
+    """
+    return max(len(context) - 1, 1)
+
+
+def score(
+    model: Any,
+    program: Program,
+    contexts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[Sequence[int]]],
+    pad: int,
+) -> list[Scored]:
+    """Continuations (token ids, at least one) of every context (token ids, at least one), one batch.
+
+    Contexts are padded on the left and read once. The model must run the attention implementation "kvsearch".
+
+    Raises:
+        NonFiniteError: the model emits NaN; `row` is the context.
+    """
+    leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
+    ids, mask = left_padded(leads, pad, model.device)
+    cache = PlanCache(model, program)
+    first = prefill_all(model, [cache], ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    next_tokens(first)  # refuses NaN
+    held = held_entries(model, cache, [len(lead) for lead in leads])
+    followers = [
+        _Followers(context[len(lead) :], texts)
+        for context, lead, texts in zip(contexts, leads, continuations, strict=True)
+    ]
+    cache.activate_past_recording()  # sliding-window layers must be able to forget a text, too
+    mark = cache.mark()
+    for number in range(max(len(found.fed) for found in followers)):
+        cache.rewind(mark)
+        # a context without a text of that number repeats its last one, unheard
+        fed = [found.fed[min(number, len(found.fed) - 1)] for found in followers]
+        logits = torch.cat([first, _forced(model, cache, mask, fed, pad)], 1) if any(fed) else first
+        for row, found in enumerate(followers):
+            if number < len(found.fed):
+                found.hear(number, logits[row], row)
+    return [Scored(found.answers(), entries) for found, entries in zip(followers, held, strict=True)]
+
+
+class _Followers:
+    """What is fed after one compressed context: its `rest` and a continuation without its last token.
+
+    Continuations that differ in their last token only are fed once.
+    """
+
+    def __init__(self, rest: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        self.texts = texts
+        self._sharing: dict[tuple[int, ...], list[int]] = {}
+        for index, text in enumerate(texts):
+            self._sharing.setdefault((*rest, *text[:-1]), []).append(index)
+        self.fed = list(self._sharing)
+        self._found: dict[int, Likelihood] = {}
+
+    def hear(self, number: int, logits: Tensor, row: int) -> None:
+        """Take the predictions [1 + K, V] of the context's end and of the K tokens of `fed[number]` that follow it."""
+        fed = self.fed[number]
+        for index in self._sharing[fed]:
+            text = torch.tensor(self.texts[index], device=logits.device)
+            predicted = logits[: 1 + len(fed)][-len(text) :].float()
+            if not bool(predicted.isfinite().all()):
+                raise NonFiniteError(row)
+            chosen = predicted.log_softmax(-1).gather(1, text[:, None])
+            self._found[index] = Likelihood(float(chosen.sum()), bool((predicted.argmax(-1) == text).all()))
+
+    def answers(self) -> list[Likelihood]:
+        return [self._found[index] for index in range(len(self.texts))]
+
+
+@torch.no_grad()
+def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Logits [B, K, V] of texts fed after the contexts of `mask` [B, T]; padded on the right, where nothing sees it."""
+    width = max(len(text) for text in fed)
+    ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in fed], device=mask.device)
+    positions = mask.sum(-1, keepdim=True) + torch.arange(width, device=mask.device)
+    seen = torch.cat([mask, torch.ones_like(ids)], 1)
+    logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).logits
+    return logits

@@ -1,0 +1,232 @@
+"""Layer attention output loss of any plan, with LAVa's bound: where in a model a plan hurts, and how much.
+
+Measured under teacher forcing in the residual stream of the full cache: one dense pass over each context, one pass over
+each question and its answer, and from their queries what every layer would put out under every plan. Each layer is
+measured as if it were the only one that evicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.policies.base import Needs
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.stream import Followed, Stream
+from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """What the output of a layer loses under a method, means over the `queries` of a task.
+
+    The bounds are None where entries are merged: they hold for keys and values that stay as they are.
+    """
+
+    task: str
+    method: str
+    layer: int
+    queries: int
+    loss: float  # |y - yhat|_1
+    evicted_mass: float  # attention on entries that are gone, mean over the query heads
+    bound: float | None  # 2 C sum_h Vmax_h m_h
+    bound_by_head: float | None  # 2 sum_h C_h Vmax_h m_h
+
+    @property
+    def ratio(self) -> float | None:
+        """The loss in parts of its bound; None without a bound, or where it is 0."""
+        return self.loss / self.bound if self.bound else None
+
+
+class LayerRules(NamedTuple):
+    """What a program does in one layer, with budgets for the context at hand."""
+
+    prefill: PhaseRule | None
+    decode: PhaseRule | None
+
+    @property
+    def needs(self) -> list[Needs]:
+        """What the policies must be given of the context."""
+        prefill = [] if self.prefill is None else [self.prefill.policy.needs()]
+        return prefill if self.decode is None else [*prefill, decode_needs(self.decode.policy)]
+
+    @property
+    def merges(self) -> bool:
+        """Whether what is evicted changes the keys or values that stay."""
+        in_prompt = self.prefill is not None and self.prefill.policy.merges_prompt
+        return in_prompt or (self.decode is not None and self.decode.policy.merges)
+
+
+class QueryLosses(NamedTuple):
+    """What the output of a layer loses for each of K queries; see `LayerLoss`."""
+
+    loss: Tensor  # [K]
+    evicted_mass: Tensor  # [K]
+    bounds: LossBounds | None  # of [K] each
+
+
+class Asked(NamedTuple):
+    """Token ids [K] to teacher-force after what is compressed, and the question that they belong to, for messages."""
+
+    ids: Tensor
+    place: str
+
+
+Measured = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
+
+
+def measure_losses(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+    *,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    max_length: int | None = None,
+) -> list[LayerLoss]:
+    """Losses of the layers that each program governs, by task, layer and method, on the samples that `run` would take.
+
+    The queries are those of the tokens that follow what is compressed: question, reply's prefix and answer
+    (question-agnostic), or the answer (question-aware). The answer is the first of those that count as right, as far as
+    a reply may go. Layers with a sliding window are left out: no plan governs them.
+
+    Takes memory for the full cache of one context, and in one layer at a time for the attention of the K tokens that
+    follow its T, a few times Hq * K * (T + K) fp32. A dynamic allocation takes one more pass over every context.
+
+    Raises:
+        UsageError: a question without an answer; see also `encode_tasks`.
+        IncompatibleError: the model computes NaN or infinity; see also `encode_tasks` and `PlanCache`.
+    """
+    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
+    work = [(task, reading, _asked(task, reading)) for task in encoded for reading in readings(task.prompts, protocol)]
+    found: dict[str, Measured] = {}
+    with running(loaded.model), torch.no_grad():
+        for done, (task, reading, asked) in enumerate(work):
+            measured = found.setdefault(task.task.name, {})
+            for layer, method, losses in _measure(loaded, programs, reading, asked):
+                measured.setdefault((layer, method), []).append(losses)
+            if progress is not None:
+                progress(done + 1, len(work))
+    return [
+        _mean(task, method, layer, measured[layer, method])
+        for task, measured in found.items()
+        for layer in sorted({layer for layer, _ in measured})
+        for method in programs
+        if (layer, method) in measured
+    ]
+
+
+def _asked(task: TaskPrompts, reading: Reading) -> list[Asked]:
+    """What follows a context for each of its questions; the question itself only where it is not compressed."""
+    found = []
+    for question in reading.questions:
+        place = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
+        query = question.query
+        if not query.answers:
+            raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
+        answer = task.format.answer(query.answers[0], query.prefix)[0, : query.max_new_tokens]
+        apart = reading.protocol == QUESTION_AGNOSTIC
+        found.append(Asked(torch.cat([question.ids, answer]) if apart else answer, place))
+    return found
+
+
+def _measure(
+    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, following: Sequence[Asked]
+) -> Iterator[tuple[int, str, QueryLosses]]:
+    """What every layer loses under every program for the tokens that follow one context."""
+    context = reading.ids[None].to(loaded.device)
+    rules = {method: layer_rules(loaded.model, program, context) for method, program in programs.items()}
+    needs: dict[int, list[Needs]] = {}
+    for by_layer in rules.values():
+        for index, here in by_layer.items():
+            needs.setdefault(index, []).extend(here.needs)
+    stream = Stream(loaded.model, needs, context)
+    for asked in following:
+        for layer in stream.follow(asked.ids[None].to(loaded.device)):
+            for method in programs:
+                if layer.index not in rules[method]:
+                    continue
+                losses = query_losses(layer, rules[method][layer.index])
+                if not bool(losses.loss.isfinite().all()):
+                    raise IncompatibleError(
+                        f"{asked.place}, method {method}: the output of layer {layer.index} is NaN or infinite: "
+                        "check the model's dtype and weights"
+                    )
+                yield layer.index, method, losses
+
+
+def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
+    """The rules of a program by layer; budgets that depend on the context [1, T] are read off a cache that saw it."""
+    cache = PlanCache(model, program)
+    planned = {index: LayerRules(layer.prefill, layer.decode) for index, layer in cache.planned.items()}
+    if program.allocation is None:
+        return planned
+    model(input_ids=context, past_key_values=cache, logits_to_keep=1)
+    return {index: _decided(rules, cache.planned[index].holder) for index, rules in planned.items()}
+
+
+def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerRules:
+    """The rules with the budgets that `holder` was given."""
+    if holder is None or isinstance(holder, Decoding) != (rules.decode is not None):
+        raise InternalError("a layer does not hold what its program says")
+    prefill, decode = rules
+    if prefill is not None:
+        prefill = _fixed(prefill, holder.entries())
+    if decode is not None and isinstance(holder, Decoding):
+        decode = _fixed(decode, torch.from_numpy(holder.rule.budgets)[None])
+    return LayerRules(prefill, decode)
+
+
+def _fixed(rule: PhaseRule, budgets: Tensor) -> PhaseRule:
+    return rule._replace(budgets=lambda _: budgets)
+
+
+def query_losses(layer: Followed, rules: LayerRules) -> QueryLosses:
+    """What the output of one layer loses for the tokens that followed a context, on the CPU."""
+    plan = layer.replay(*rules)
+    logits, weight = layer.logits, layer.output_weight
+    change, evicted = attention_change(
+        layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap
+    )
+    mass, bounds = evicted.mean(1)[0].cpu(), None
+    if rules.merges:  # both outputs as decoding computes them, in the model's dtype
+        change = layer.undisturbed.float() - plan.outputs.float()
+    else:
+        bounds = LossBounds(*(bound[0].cpu() for bound in loss_bounds(evicted, layer.values, weight)))
+    return QueryLosses(output_loss(change, weight)[0].cpu(), mass, bounds)
+
+
+def _mean(task: str, method: str, layer: int, parts: Sequence[QueryLosses]) -> LayerLoss:
+    bounds = [part.bounds for part in parts if part.bounds is not None]
+    return LayerLoss(
+        task,
+        method,
+        layer,
+        queries=sum(len(part.loss) for part in parts),
+        loss=_mean_of([part.loss for part in parts]),
+        evicted_mass=_mean_of([part.evicted_mass for part in parts]),
+        bound=_mean_of([bound.by_layer for bound in bounds]) if bounds else None,
+        bound_by_head=_mean_of([bound.by_head for bound in bounds]) if bounds else None,
+    )
+
+
+def _mean_of(parts: Sequence[Tensor]) -> float:
+    return float(torch.cat(list(parts)).double().mean())

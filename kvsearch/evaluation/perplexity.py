@@ -1,0 +1,205 @@
+"""Perplexity under plans: contexts are compressed, and what follows them is predicted from what is left.
+
+Every context is read once for all methods, and its continuation is teacher-forced on each compressed cache. The first
+token of a continuation is predicted by the last position of the context, before anything is evicted: all methods lose
+the same on it, and it counts like the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.shared_prefill import held_entries
+from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.fork import prefill_all
+from kvsearch.signals.perplexity import token_losses
+from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.methods import FULL
+from kvsearch.tasks.perplexity import PerplexityText, Window
+from kvsearch.tasks.splits import draw
+
+Progress = Callable[[int, int], None]
+MOST_LOGITS = 2**25  # of one forward pass: 128 MiB in fp32
+LEAST = 2
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """What one method loses on one window, and what its cache takes.
+
+    `losses` are nats per token of the continuation, `start` is the place of the context in the text, in tokens.
+    `entries` and `bytes` are held once the context is compressed, `most` is the most entries held at a time until the
+    last token of the continuation.
+    """
+
+    method: str
+    start: int
+    losses: tuple[float, ...]
+    entries: int
+    bytes: float
+    most: int
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood of a token, in nats."""
+        return math.fsum(self.losses) / len(self.losses)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Losses of several methods, the full cache first, on the same windows of a text, in its order.
+
+    Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
+    all), `windows` how many there are.
+    """
+
+    model: str
+    text: str
+    context: int
+    continuation: int
+    stride: int
+    wanted: int | None
+    windows: int
+    seed: int
+    samples: list[WindowLoss]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know before the numbers are trusted."""
+        notes = []
+        if self.wanted is not None and self.windows < self.wanted:
+            notes.append(f"{self.wanted} windows were asked for, {self.text} has {self.windows}")
+        if self.windows == 1:
+            notes.append("one window: the intervals have no width because there is nothing to resample")
+        return notes
+
+
+def measure_perplexity(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    text: PerplexityText,
+    context: int,
+    continuation: int,
+    *,
+    stride: int | None = None,
+    windows: int | None = None,
+    batch: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity of a text's continuations under every program and under the full cache ("full").
+
+    The text is cut every `stride` tokens (default: into windows that do not overlap); of its windows up to `windows`
+    are drawn without replacement. Special tokens that the tokenizer puts first come on top of every context. Takes
+    memory for the compressed caches of all programs and of `batch` windows.
+
+    Raises:
+        UsageError: the text is shorter than one window, or a number is too small.
+        IncompatibleError: windows are longer than the model takes, or it emits NaN; the message names the window.
+    """
+    lead, chosen = _windows(loaded, text, context, continuation, stride, windows, seed)
+    methods = {FULL: full_cache(loaded.model), **programs}
+    parts = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
+    samples: list[WindowLoss] = []
+    with running(loaded.model), torch.no_grad():
+        for done, part in enumerate(parts, 1):
+            samples += _measured(loaded, methods, text.name, lead, part)
+            if progress is not None:
+                progress(done, len(parts))
+    order = {method: number for number, method in enumerate(methods)}
+    samples.sort(key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
+    step = context + continuation if stride is None else stride
+    return Perplexity(loaded.name, text.name, context, continuation, step, windows, len(chosen), seed, samples)
+
+
+def _windows(
+    loaded: LoadedModel,
+    text: PerplexityText,
+    context: int,
+    continuation: int,
+    stride: int | None,
+    wanted: int | None,
+    seed: int,
+) -> tuple[list[int], list[Window]]:
+    """The special tokens that come first, and the windows to measure in the order of the text."""
+    if continuation < LEAST or (wanted is not None and wanted < 1):
+        raise UsageError(
+            f"perplexity needs a window or more and continuations of {LEAST} tokens or more, of which the first is "
+            f"predicted before anything is evicted: got {continuation} tokens"
+            + ("" if wanted is None else f", {wanted} windows")
+        )
+    tokenizer, limit = loaded.tokenizer, describe(loaded.model).max_positions
+    lead: list[int] = tokenizer("")["input_ids"]
+    if limit and len(lead) + context + continuation - 1 > limit:
+        raise IncompatibleError(
+            f"windows of {context} + {continuation} tokens are longer than the {limit} tokens that the model takes: "
+            "shorten them"
+        )
+    every = text.windows(partial(_encode, tokenizer), context, continuation, stride)
+    return lead, every if wanted is None else sorted(draw(every, wanted, seed), key=lambda window: window.start)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    # not verbose: it would warn that the text is longer than the model takes
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _measured(
+    loaded: LoadedModel, programs: Mapping[str, Program], text: str, lead: Sequence[int], windows: Sequence[Window]
+) -> Iterator[WindowLoss]:
+    """One batch of windows under every program."""
+    model = loaded.model
+    ids = torch.tensor([[*lead, *window.context] for window in windows], device=loaded.device)
+    following = torch.tensor([window.continuation for window in windows], device=loaded.device)
+    lengths = [ids.shape[1]] * len(windows)
+    caches = {method: PlanCache(model, program) for method, program in programs.items()}
+    logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids), _positions(ids, 0))
+    first = token_losses(logits, following[:, :1])
+    for method in programs:
+        cache = caches.pop(method)  # its memory is free again after this round
+        entries, size = held_entries(model, cache, lengths), cache.nbytes() / len(windows)
+        losses = torch.cat([first, *_forced(model, cache, following)], 1).tolist()
+        most = _most_entries(model, cache)
+        for row, window in enumerate(windows):
+            if not all(map(math.isfinite, losses[row])):
+                raise IncompatibleError(
+                    f"{text}, window at token {window.start}, method {method}: the model emits NaN or infinite logits: "
+                    "check its dtype and weights"
+                )
+            yield WindowLoss(method, window.start, tuple(losses[row]), entries[row], size, most[row])
+
+
+def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:
+    """Losses of all of `tokens` [B, n] but the first, predicted from the cache and the tokens before, [B, k] a pass."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    step = max(1, MOST_LOGITS // (len(tokens) * text_config(model).vocab_size))
+    for given, wanted in zip(torch.split(inputs, step, 1), torch.split(targets, step, 1), strict=True):
+        seen = cache.get_seq_length()
+        mask = torch.ones(len(given), seen + given.shape[1], dtype=torch.long, device=given.device)
+        logits = model(
+            input_ids=given, attention_mask=mask, position_ids=_positions(given, seen), past_key_values=cache
+        ).logits
+        yield token_losses(logits, wanted)
+
+
+def _positions(ids: Tensor, seen: int) -> Tensor:
+    return torch.arange(seen, seen + ids.shape[1], device=ids.device).expand_as(ids)
+
+
+def _most_entries(model: Any, cache: PlanCache) -> list[int]:
+    """The most entries held at a time per sequence; layers outside the plan hold every token."""
+    shape = describe(model)
+    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads * cache.get_seq_length()
+    return [int(most) + unplanned for most in cache.most_entries().sum((0, 2))]

@@ -1,0 +1,147 @@
+"""Greedy replies of a compressed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.peak_entries import MostHeld
+from kvsearch.models.architecture import describe
+from kvsearch.runtime import PlanCache
+from kvsearch.runtime.cache import CacheMark
+
+Finished = Callable[[list[int]], bool]
+
+
+class NonFiniteError(IncompatibleError):
+    """The logits of sequence `row` of a batch are no numbers."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__("the model emits NaN or infinite logits: check its dtype and weights")
+        self.row = row
+
+
+class Replies:
+    """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
+
+    Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
+    the token that makes `finished` true of it (None: nothing does).
+
+    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them.
+
+    Raises:
+        NonFiniteError: from both kinds of reply.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PlanCache,
+        mask: Tensor,
+        first: Tensor,
+        pad: int,
+        stop: set[int],
+        finished: Finished | None = None,
+    ) -> None:
+        self.model, self.cache, self.mask, self._first = model, cache, mask, first
+        self.pad, self.stop, self.finished = pad, stop, finished
+        self.lengths = mask.sum(-1, keepdim=True)
+        self._compressed: CacheMark | None = None
+        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `MostHeld`
+
+    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """One question per sequence, any number of times: no question sees another.
+
+        Raises:
+            UsageError: questions of different lengths, where padding between context and question would take the place
+                of tokens in the model's sliding windows.
+        """
+        if has_windows(self.model) and len({len(question) for question in questions}) > 1:
+            raise UsageError("questions of different lengths cannot share a batch on a model with sliding windows")
+        if self._compressed is None:
+            self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+            self._compressed = self.cache.mark()
+        ids, mask = left_padded(questions, self.pad, self.model.device)
+        positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
+        seen, held = torch.cat([self.mask, mask], 1), self._most_held()
+        first = self._forward(ids, seen, positions)
+        held.step(np.array([len(question) for question in questions]))
+        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
+        self.cache.rewind(self._compressed)
+        return replies
+
+    def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """What follows the prompts themselves, once; their last logits give the first token."""
+        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._most_held())
+
+    def _generate(
+        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: MostHeld
+    ) -> list[list[int]]:
+        """Replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
+        replies: list[list[int]] = [[] for _ in max_new_tokens]
+        running = list(range(len(replies)))
+        while True:
+            tokens = ids[:, 0].tolist()
+            for row in running:
+                replies[row].append(tokens[row])
+            ended = [row for row in running if self._ended(replies[row], max_new_tokens[row])]
+            for row in ended:
+                self.most[row] = int(held.most[row])
+            running = [row for row in running if row not in ended]
+            if not running:
+                return [reply[:-1] if reply[-1] in self.stop else reply for reply in replies]
+            seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
+            ids = self._forward(ids, seen, positions)
+            held.step(np.ones(len(replies), dtype=np.int64))
+
+    def _ended(self, reply: list[int], limit: int) -> bool:
+        if reply[-1] in self.stop or len(reply) >= limit:
+            return True
+        return self.finished is not None and self.finished(reply)
+
+    def _most_held(self) -> MostHeld:
+        return MostHeld(self.model, self.cache, self.lengths[:, 0])
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+            ).logits
+        return next_tokens(logits)
+
+
+def next_tokens(logits: Tensor) -> Tensor:
+    """The likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
+    finite = logits[:, -1].isfinite().all(-1)
+    if not bool(finite.all()):
+        raise NonFiniteError(int((~finite).nonzero()[0]))
+    chosen: Tensor = logits[:, -1:].argmax(-1)
+    return chosen
+
+
+def check_length(model: Any, tokens: int) -> None:
+    """IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
+    limit = describe(model).max_positions
+    if limit and tokens >= limit:
+        raise IncompatibleError(f"a context has {tokens} tokens, the model takes at most {limit}: shorten it")
+
+
+def has_windows(model: Any) -> bool:
+    """Whether some layers of a model see a sliding window only."""
+    shape = describe(model)
+    return len(shape.full_layers) < shape.layers
+
+
+def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
+    return ids.to(device), mask.to(device)

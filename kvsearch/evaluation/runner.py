@@ -1,0 +1,249 @@
+"""Run tasks under several programs: compress a batch once, then reply to every question of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows
+from kvsearch.evaluation.reply_places import Journal, Known, Place
+from kvsearch.evaluation.samples import Cost, Sample, token_hash
+from kvsearch.evaluation.shared_prefill import Joint, compressed
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks
+from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+from kvsearch.tasks.scoring import score
+
+Progress = Callable[[int, int], None]
+T = TypeVar("T")
+UNSCORED = 0.0  # finite, as all that a journal keeps; scores of recalled replies are computed anew
+
+
+def run(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int = 0,
+    batch: int = 8,
+    progress: Progress | None = None,
+    *,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    max_length: int | None = None,
+) -> list[Sample]:
+    """Every program on the same `samples` examples of every task; see `encode_tasks` for what may be wrong with them.
+
+    Raises:
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
+    """
+    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
+    return run_encoded(loaded, programs, encoded, protocol, batch, progress)
+
+
+def run_encoded(
+    loaded: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    batch: int = 8,
+    progress: Progress | None = None,
+    memory: int | None = None,
+    journal: Journal | None = None,
+) -> list[Sample]:
+    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is in the `journal` is not done again.
+
+    What is left of a batch is done as if all of it were, so replies that share their arithmetic still do.
+    """
+    parted = has_windows(loaded.model)
+    batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
+    results: list[Sample] = []
+    with running(loaded.model):
+        for done, (task, part) in enumerate(batches):
+            known = Known() if journal is None else journal.recall(task, part, programs)
+            found = {Place.of(sample): sample for sample in known.samples}
+            for replies in _missing(loaded, task, part, programs, memory, known):
+                samples = _kept(journal, task, part, replies)
+                found.update({Place.of(sample): sample for sample in samples})
+            results += [found[place] for place in places(task, part, programs)]
+            if progress is not None:
+                progress(done + 1, len(batches))
+    return results
+
+
+def places(task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Place]:
+    """Where the samples of a batch belong, in the order in which they are listed."""
+    return [Place(task.task.name, reading.prompt.key, question.number, method) for method in methods
+            for reading, question in questions_of(batch)]  # fmt: skip
+
+
+def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
+    """The questions of a batch with what they follow: the first of all readings, then the second, and so on."""
+    most = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]
+
+
+def _missing(
+    loaded: LoadedModel,
+    task: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None,
+    known: Known,
+) -> Iterator[list[Sample]]:
+    """The samples of a batch that are not known, not scored, by methods that reply together."""
+    wanted = {method: program for method, program in programs.items() if method not in known.left_out}
+    if set(wanted) - known.finished:
+        yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
+
+
+def _kept(
+    journal: Journal | None, task: TaskPrompts, batch: Sequence[Reading], replies: Sequence[Sample]
+) -> list[Sample]:
+    """Replies with their scores, which the journal has; if a score fails, it has the replies."""
+    samples = list(replies)
+    try:
+        samples = _scored(task, batch, replies)
+    finally:
+        if journal is not None:
+            journal.note(task, batch, samples)
+    return samples
+
+
+def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
+    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
+    found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
+    return [replace(reply, score=score_of(task.task, reading.prompt, question, reply.reply))
+            for reply, reading, question in found]  # fmt: skip
+
+
+def answer_all(
+    loaded: LoadedModel,
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None = None,
+) -> Iterator[Sample]:
+    """All questions of one batch under every program; the model must run the attention "kvsearch".
+
+    The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
+    """
+    for replies in answer_joints(loaded, prompts, batch, programs, memory):
+        yield from _scored(prompts, batch, replies)
+
+
+def answer_joints(
+    loaded: LoadedModel,
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None = None,
+    finished: Collection[str] = (),
+) -> Iterator[list[Sample]]:
+    """As `answer_all`, a list for methods that reply together; without those of which all are `finished`.
+
+    The samples are not scored: see `UNSCORED`.
+    """
+    ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}"
+    special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts), memory)
+    joints = compressed(loaded.model, programs, ids, *special)
+    while True:
+        with _naming(where, batch, [reading.questions[0] for reading in batch]):
+            joint = next(joints, None)
+        if joint is None:
+            return
+        if not set(joint.methods) <= set(finished):
+            yield list(_replied(prompts, batch, joint, where))
+
+
+def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: Joint, where: str) -> Iterator[Sample]:
+    """Replies of the methods that reply together to all questions of the batch."""
+    where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
+    for asked in range(max(len(reading.questions) for reading in batch)):
+        # a context without a question of that number repeats its first one, unheard
+        questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
+        everyone = questions * len(joint.methods)
+        with _naming(where, list(batch) * len(joint.methods), everyone):
+            answered, seconds = _timed(partial(_answered, joint.replies, everyone, batch[0].protocol))
+        for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
+            method, sequence = joint.methods[row // len(batch)], row % len(batch)
+            if asked < len(batch[sequence].questions):
+                held = joint.held[method]
+                shared = (joint.seconds / len(batch), seconds / len(answered))
+                cost = Cost(held.entries[sequence], held.bytes / len(batch), most, *shared)
+                yield _sample(prompts, method, batch[sequence], questions[sequence], tokens, cost)
+
+
+def _sample(
+    prompts: TaskPrompts, method: str, reading: Reading, question: Question, tokens: list[int], cost: Cost
+) -> Sample:
+    task, prompt = prompts.task, reading.prompt
+    text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
+    return Sample(
+        task.name, task.category, method, reading.protocol, prompt.key, question.number, text, UNSCORED,
+        token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
+    )  # fmt: skip
+
+
+def score_of(task: Task, prompt: Prompt, question: Question, reply: str) -> float:
+    """The score of a reply; errors as for `kvsearch.tasks.scoring.score`."""
+    return score(task, prompt.key, question.number, question.query, reply)
+
+
+def _answered(replies: Replies, questions: Sequence[Question], protocol: Protocol) -> list[list[int]]:
+    limits = [question.query.max_new_tokens for question in questions]
+    if protocol == QUESTION_AGNOSTIC:
+        return replies.ask([question.ids for question in questions], limits)
+    return replies.reply(limits)
+
+
+def _finished(prompts: TaskPrompts) -> Callable[[list[int]], bool] | None:
+    """Whether a reply has come to a stop text of its task; None where there are none."""
+    stops, decode = prompts.task.stops, prompts.format.decode
+    return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+
+
+def _timed(action: Callable[[], T]) -> tuple[T, float]:
+    """A result and the seconds it took. Replies wait for the device: each looks at its logits."""
+    started = perf_counter()
+    return action(), perf_counter() - started
+
+
+@contextmanager
+def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
+    """Say which sample it was that the model could not handle."""
+    try:
+        yield
+    except NonFiniteError as error:
+        sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
+        raise IncompatibleError(f"{where}, {sample}: {error}") from error
+
+
+def stop_tokens(loaded: LoadedModel) -> set[int]:
+    """End-of-sequence tokens of the model's generation configuration and of the tokenizer."""
+    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
+
+
+def _pad_token(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+def _batches(items: Sequence[Reading], size: int, parted: bool) -> Iterator[Sequence[Reading]]:
+    """Batches of at most `size`; `parted`: of questions that need no padding to follow their contexts."""
+    groups: dict[tuple[int, ...], list[Reading]] = {}
+    for item in items:
+        follows = item.questions if parted and item.protocol == QUESTION_AGNOSTIC else ()
+        groups.setdefault(tuple(len(question.ids) for question in follows), []).append(item)
+    for group in groups.values():
+        for first in range(0, len(group), size):
+            yield group[first : first + size]

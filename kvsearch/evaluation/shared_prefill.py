@@ -1,0 +1,144 @@
+"""A batch of prompts under many methods: read once, compressed as each of them says, answered together.
+
+Evicting a prompt does not change what the model computes for it, so one prefill serves all methods; methods that evict
+nothing while decoding then decode as one batch, their sequences side by side. Every method holds what it would hold
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.evaluation.replies import Finished, Replies, check_length, left_padded, next_tokens
+from kvsearch.models.architecture import describe
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.fork import can_join, joined, prefill_all
+
+DEFAULT_BYTES = 8 * 2**30  # for compressed caches on a CPU
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a method holds of every sequence once the prompts are compressed: entries, and bytes of the whole batch."""
+
+    entries: list[int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
+
+    `seconds` is what reading the prompts and compressing them took, for all methods they were read for.
+    """
+
+    methods: tuple[str, ...]
+    replies: Replies
+    held: dict[str, Held]
+    seconds: float
+
+
+def compressed(
+    model: Any,
+    programs: Mapping[str, Program],
+    prompts: Sequence[Tensor],
+    pad: int,
+    stop: set[int],
+    finished: Finished | None = None,
+    memory: int | None = None,
+) -> Iterator[Joint]:
+    """The batch under every program, in their order as far as they reply together.
+
+    Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take; where
+    that is too little for all programs the prompts are read again. Default: 8 GiB, or half of what a GPU has free.
+
+    Raises:
+        IncompatibleError: a prompt is longer than the model takes.
+        NonFiniteError: the model emits NaN for a prompt.
+    """
+    ids, mask = left_padded(prompts, pad, model.device)
+    check_length(model, ids.shape[1])
+    lengths = [len(prompt) for prompt in prompts]
+    for some in _portions(model, programs, lengths, memory):
+        started = perf_counter()
+        caches = {method: PlanCache(model, program) for method, program in some.items()}
+        logits = prefill_all(model, list(caches.values()), ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+        first = next_tokens(logits)
+        held = {method: Held(held_entries(model, cache, lengths), cache.nbytes()) for method, cache in caches.items()}
+        seconds = perf_counter() - started
+        for methods in _groups(caches):
+            cache = joined([caches[method] for method in methods])
+            times = len(methods)
+            replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
+            yield Joint(methods, replies, {method: held[method] for method in methods}, seconds)
+
+
+def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int]) -> Replies:
+    """One cache alone: read and compress prompts of token ids [T]; errors as `compressed`."""
+    ids, mask = left_padded(prompts, pad, model.device)
+    check_length(model, ids.shape[1])
+    logits = prefill_all(model, [cache], ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    return Replies(model, cache, mask, next_tokens(logits), pad, stop)
+
+
+def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
+    """Entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
+
+    Layers outside the plan hold their full cache.
+    """
+    shape = describe(model)
+    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
+    planned = cache.entries().sum((0, 2)).tolist()
+    return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
+
+
+def _groups(caches: Mapping[str, PlanCache]) -> Iterator[tuple[str, ...]]:
+    """Methods whose caches can be one batch: those that plan the same layers and evict nothing while decoding."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for method, cache in caches.items():
+        if can_join(cache):
+            alike.setdefault(tuple(cache.planned), []).append(method)
+        else:
+            yield (method,)
+    yield from (tuple(methods) for methods in alike.values())
+
+
+def _portions(
+    model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None
+) -> Iterator[dict[str, Program]]:
+    """Programs, in their order, whose compressed caches fit into `memory` together; at least one at a time."""
+    limit = _memory(model) if memory is None else memory
+    some: dict[str, Program] = {}
+    taken = 0
+    for method, program in programs.items():
+        size = _bytes(model, program, lengths)
+        if some and taken + size > limit:
+            yield some
+            some, taken = {}, 0
+        some[method] = program
+        taken += size
+    yield some
+
+
+def _bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
+    """About what the compressed prompts take; twice, for as long as caches are put together."""
+    shape = describe(model)
+    phase, layers = program.prefill, len(shape.full_layers)
+    entries = 0
+    for length in lengths:
+        planned = 0 if phase is None else phase.entries(length)
+        unplanned = layers - (0 if phase is None else len(phase.policies))
+        entries += planned + unplanned * shape.kv_heads * length
+    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4) * 2)
+
+
+def _memory(model: Any) -> int:
+    if model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(model.device)[0] // 2)
+    return DEFAULT_BYTES

@@ -1,0 +1,168 @@
+"""Means, paired differences and their 95% intervals, by a seeded bootstrap over contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.errors import InternalError
+from kvsearch.evaluation.samples import Contexts, Sample, context_of
+
+RESAMPLES = 2000
+LEVEL = 0.95
+AVERAGE = "average"
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Kind = Literal["task", "category", "average"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
+
+    mean: float
+    low: float
+    high: float
+    wins: int
+    ties: int
+    losses: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task, or the plain mean over the tasks of a category or over all tasks.
+
+    Scores are per method, differences those of the subject to each other method. Means give every task the same weight;
+    wins, ties and losses are sums over its questions.
+    """
+
+    task: str
+    kind: Kind
+    questions: int
+    scores: dict[str, Estimate]
+    differences: dict[str, Difference]
+
+
+class _Scores(NamedTuple):
+    """What one task's questions scored: of every method, an array [questions] in the same order."""
+
+    category: str
+    contexts: Ints  # [questions]: which context each belongs to
+    by_method: dict[str, Floats]
+
+    def means(self) -> dict[str, float]:
+        return {method: float(scores.mean()) for method, scores in self.by_method.items()}
+
+    def resampled(self, rng: np.random.Generator) -> dict[str, Floats]:
+        """Mean score of every method in every resample; all methods see the same contexts (paired)."""
+        count = int(self.contexts.max()) + 1
+        draws = rng.integers(0, count, (RESAMPLES, count))
+        sizes = np.bincount(self.contexts, minlength=count)
+        sums = {m: np.bincount(self.contexts, scores, count) for m, scores in self.by_method.items()}
+        return {method: total[draws].sum(1) / sizes[draws].sum(1) for method, total in sums.items()}
+
+
+def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: Contexts | None = None) -> list[Row]:
+    """Rows of all tasks, then of their categories and of all together, where there are several.
+
+    `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
+    are resampled, within their task. `contexts` say which they are, by task and key (None: every key is one).
+
+    Raises:
+        InternalError: the methods did not answer the same questions.
+    """
+    tasks = {task: _scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
+    rng = np.random.default_rng(seed)
+    resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
+
+    def row(label: str, kind: Kind, of: Sequence[str]) -> Row:
+        return _row(label, kind, [tasks[task] for task in of], [resampled[task] for task in of], subject)
+
+    rows = [row(task, "task", [task]) for task in tasks]
+    categories = dict.fromkeys(scores.category for scores in tasks.values())
+    if len(categories) > 1:
+        rows += [row(name, "category", [t for t in tasks if tasks[t].category == name]) for name in categories]
+    if len(tasks) > 1:
+        rows.append(row(AVERAGE, "average", list(tasks)))
+    return rows
+
+
+def contrast(
+    samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0, contexts: Contexts | None = None
+) -> Difference:
+    """The weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
+
+    With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
+
+    Raises:
+        InternalError: the methods did not answer the same questions.
+    """
+    mine = [sample for sample in samples if sample.method in weights]
+    tasks = [_scores(mine, task, contexts) for task in dict.fromkeys(sample.task for sample in mine)]
+    sums = [_Scores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
+    rng = np.random.default_rng(seed)
+    spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
+    mean = float(np.mean([scores.means()[AVERAGE] for scores in sums]))
+    return Difference(mean, *_interval(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
+
+
+def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Floats:
+    total: Floats = np.sum([weight * scores[method] for method, weight in weights.items()], axis=0)
+    return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights
+
+
+def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> _Scores:
+    mine = [sample for sample in samples if sample.task == task]
+    named = {sample.key: context_of(sample, contexts) for sample in mine}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
+    questions = {asked: n for n, asked in enumerate(dict.fromkeys((sample.key, sample.question) for sample in mine))}
+    by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in mine)}
+    for sample in mine:
+        by_method[sample.method][questions[sample.key, sample.question]] = sample.score
+    if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
+        raise InternalError(f"task {task}: the methods did not answer the same questions once each")
+    return _Scores(mine[0].category, np.array([numbers[named[key]] for key, _ in questions]), by_method)
+
+
+def _row(
+    label: str, kind: Kind, tasks: Sequence[_Scores], resampled: Sequence[Mapping[str, Floats]], subject: str
+) -> Row:
+    methods = tasks[0].by_method
+    means = {m: float(np.mean([task.means()[m] for task in tasks])) for m in methods}
+    spread = {m: np.mean([draws[m] for draws in resampled], axis=0) for m in methods}
+    differences = {
+        m: Difference(
+            means[subject] - means[m],
+            *_interval(spread[subject] - spread[m]),
+            *_outcomes([task.by_method[subject] - task.by_method[m] for task in tasks]),
+        )
+        for m in (methods if subject in methods else ())
+        if m != subject
+    }
+    scores = {m: Estimate(means[m], *_interval(spread[m])) for m in methods}
+    return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences)
+
+
+def _outcomes(differences: Sequence[Floats]) -> tuple[int, int, int]:
+    """Questions won, tied and lost."""
+    signs = np.sign(np.concatenate(differences))
+    return int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum())
+
+
+def _interval(resampled: Floats) -> tuple[float, float]:
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

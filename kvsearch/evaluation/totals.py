@@ -1,0 +1,82 @@
+"""Whether methods hold what their sizes say of the prompts at hand, after the prompt and while they reply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.methods import Size, protected
+
+
+def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> list[str]:
+    """Check what methods hold of prompts of these lengths, one for each prompt; plans are not asked.
+
+    Returns notes about prompts that are too short for a ratio.
+
+    Raises:
+        UsageError: a method holds more than its size allows in some phase, or its ratio leaves less of every prompt
+            than its policy always keeps.
+    """
+    shape, counts, notes = describe(loaded.model), Counter(lengths), list[str]()
+    heads = len(shape.full_layers) * shape.kv_heads
+    for contender in contenders:
+        if contender.size is not None and "plan" not in contender.definition:
+            notes += _short_prompts(contender, contender.size, counts, heads)
+            for length in sorted(counts):
+                _check_total(contender, contender.size, length, heads)
+    return notes
+
+
+def decode_entries(phase: PhaseProgram, length: int) -> int:
+    """Entries of all governed layers and heads that a decode phase allows after a prompt of `length` tokens.
+
+    A head that is never evicted counts as one more than the longest of the others and the prompt.
+    """
+    table = np.array(phase.table(length))
+    grown = max(length, int(table.max())) + 1
+    for row, (_, policy) in enumerate(sorted(phase.policies.items())):
+        budgets = torch.from_numpy(table[row])
+        table[row][policy.exempt(budgets, torch.full_like(budgets, grown)).numpy()] = grown
+    return int(table.sum())
+
+
+def _check_total(contender: Contender, size: Size, length: int, heads: int) -> None:
+    total = size.total(length, heads)
+    prefill, decode = contender.program.prefill, contender.program.decode
+    found = [] if prefill is None else [("of", prefill.entries(length), min(total, length * heads))]
+    found += [] if decode is None else [("while it replies to", decode_entries(decode, length), total)]
+    for where, held, wanted in found:
+        if held != wanted:
+            raise UsageError(
+                f"method {contender.name} would hold {held} entries {where} a prompt of {length} tokens, {size.words} "
+                f"are {wanted}: it never evicts some heads, leave it out or change its settings"
+            )
+
+
+def _short_prompts(contender: Contender, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
+    """UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, a note."""
+    policy = max(contender.program.policies, key=protected)
+    least = protected(policy)
+    short = sorted(length for length in counts if size.total(length, heads) < least * heads)
+    if size.budget is not None or not short:
+        return
+    if len(short) == len(counts):
+        given = size.total(short[-1], heads) / heads
+        raise UsageError(
+            f"method {contender.name}: ratio {size} leaves {given:.4g} entries per kv head of a prompt of {short[-1]} "
+            f"tokens, which is below the {least} that {policy.name} always keeps ({policy.sink_count} sinks, "
+            f"{policy.window_count} recent): keep more, or lower them with --set"
+        )
+    few = sum(counts[length] for length in short)
+    yield (
+        f"{contender.name} at ratio {size}: {few} of {counts.total()} prompts ({short[0]} to {short[-1]} tokens) are "
+        f"so short that it holds less than the {least} entries per kv head that {policy.name} always keeps"
+    )

@@ -1,0 +1,99 @@
+"""A trial: strategies of one size side by side on one set of questions, and what some gain on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.averages import MACRO, Block
+from kvsearch.evaluation.compare import Evaluation, Settings, Study, prepare
+from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.runner import Progress
+from kvsearch.evaluation.statistics import Difference, Estimate, contrast
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.runtime import Program
+from kvsearch.runtime.plan_checks import warn_unfit
+from kvsearch.strategies.contenders import Contender, full_contender
+from kvsearch.strategies.methods import FULL
+from kvsearch.tasks.base import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Scores of everything that was tried, by name; names of equal plans share their replies.
+
+    `labels` maps every name to the contender that replied for it; the full cache is always there.
+    """
+
+    study: Study
+    labels: Mapping[str, str]
+
+    def score(self, name: str) -> Estimate:
+        """The mean over all tasks with its 95% interval."""
+        return self._block(name).overall.scores[self.labels[name]]
+
+    def by_task(self, name: str) -> dict[str, float]:
+        """The mean of every task."""
+        return {row.task: row.scores[self.labels[name]].mean for row in self._block(name).rows if row.kind == "task"}
+
+    def gain(self, name: str, others: Sequence[str]) -> Difference:
+        """What `name` scores above the mean of `others`, paired by question, with its 95% interval."""
+        weights: dict[str, float] = {self.labels[name]: 1.0}
+        for other in others:
+            label = self.labels[other]
+            weights[label] = weights.get(label, 0.0) - 1 / len(others)
+        return contrast(self.study.samples, weights, self.study.settings.seed, self.study.contexts)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What was asked."""
+        return self.study.averages[MACRO]
+
+    def _block(self, name: str) -> Block:
+        """Where its scores are: contenders of another size are in another block."""
+        return next(block for block in self.study.blocks if self.labels[name] in block.overall.scores)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A trial that is ready to run."""
+
+    evaluation: Evaluation
+    labels: Mapping[str, str]
+
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Trial:
+        """Ask everything that is not in the ledger; see `Evaluation.run` for the errors."""
+        return Trial(self.evaluation.run(progress, ledger), self.labels)
+
+
+def prepare_trial(
+    loaded: LoadedModel,
+    plans: Mapping[str, Plan],
+    tasks: Sequence[Task],
+    settings: Settings,
+    others: Sequence[Contender] = (),
+) -> Prepared:
+    """Check that plans, `others` and tasks fit together; plans that differ in nothing but their origin run once.
+
+    Raises:
+        UsageError: two of them have one name, or a plan that of the full cache.
+        UsageError, IncompatibleError: see `kvsearch.evaluation.compare.prepare` and `Program.from_plan`.
+    """
+    taken = {FULL, *(contender.label for contender in others)} & plans.keys()
+    if taken:
+        raise UsageError(f"two of what is tried are called {min(taken)!r}: name them differently")
+    contenders = {FULL: full_contender(loaded)}
+    labels, known = {FULL: FULL}, dict[str, str]()
+    for name, plan in plans.items():
+        content = sha256_of(plan.model_dump(mode="json", exclude={"provenance"}))
+        labels[name] = known.setdefault(content, name)
+        if labels[name] == name:
+            contenders[name] = Contender(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
+    for contender in others:
+        contenders[contender.label] = contender
+        labels[contender.label] = contender.label
+    warn_unfit(loaded.model, {policy for one in contenders.values() for policy in one.program.policies})
+    return Prepared(prepare(loaded, list(contenders.values()), FULL, tasks, settings), labels)

@@ -1,0 +1,202 @@
+"""A model under a plan, as lm-evaluation-harness asks it: replies and log-likelihoods from the compressed cache.
+
+The harness hands over whole prompts, so all of it is question-aware. Its own Hugging Face model scores context and
+continuation in one forward pass, in which nothing is evicted; here a continuation is predicted from what the cache
+holds of its context.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from jinja2.exceptions import TemplateError
+
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.evaluation.likelihood import compressible, score
+from kvsearch.evaluation.replies import NonFiniteError
+from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.shared_prefill import compressed
+from kvsearch.lm_eval.package import LM, Instance, postprocess_generated_text
+from kvsearch.lm_eval.requests import Context, Encoder, Prompt, place
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
+from kvsearch.tasks.encode import most_tokens
+
+Progress = Callable[[int, int], None]
+Read = TypeVar("Read", Prompt, Context)
+METHOD = "plan"
+ROLLING = (
+    "it asks for the likelihood of whole texts (loglikelihood_rolling), with no context before them that a plan could "
+    "compress: leave it out"
+)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the cache held of one prompt or context of a task once its `tokens` were compressed."""
+
+    task: str
+    tokens: int
+    entries: int
+    truncated: bool
+
+
+class PlannedLM(LM):  # type: ignore[misc]
+    """A model for `lm_eval.simple_evaluate(model=...)` that runs under `program`; replies are greedy.
+
+    Args:
+        loaded: the model that the program is for.
+        program: what is evicted.
+        batch: prompts per forward pass.
+        max_length: most tokens of prompt and reply together; at most, and by default, what the model takes. Longer
+            prompts lose their beginning, as under the harness' own model.
+        progress: told the batches done and to do, for each kind of request.
+
+    Raises:
+        IncompatibleError: from requests that the model cannot serve; the message names task and document.
+        UsageError: from requests that have no meaning under a plan.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        program: Program,
+        *,
+        batch: int = 8,
+        max_length: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        self.loaded, self.program, self.batch, self.progress = loaded, program, batch, progress
+        self.tokenizer: Any = loaded.tokenizer
+        self.max_length = most_tokens(loaded.model, max_length)
+        self.holdings: list[Holding] = []  # in the order of reading
+        self.serving = False  # requests are being answered, or broke off
+        self._device = loaded.device
+        self._encoder = Encoder(loaded.tokenizer, self.max_length)
+        self._pad = int(self.tokenizer.pad_token_id or 0)
+        self._system_refused = False
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """One greedy reply per request; each prompt is compressed as a whole."""
+        replies: dict[int, str] = {}
+        with self._serving():
+            prompts = [self._encoder.prompt(number, request) for number, request in enumerate(requests)]
+            for batch in self._batches(prompts, lambda prompt: prompt.generation.stops):
+                with _naming([requests[prompt.number] for prompt in batch]):
+                    texts = self._replies(batch, [str(requests[prompt.number].task_name) for prompt in batch])
+                replies.update(zip((prompt.number for prompt in batch), texts, strict=True))
+        return [replies[index] for index in range(len(requests))]
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-probability in nats, and whether greedy decoding agrees; a context that requests share is read once."""
+        answers: dict[int, tuple[float, bool]] = {}
+        with self._serving():
+            pairs = [self._encoder.pair(request) for request in requests]
+            sharing: dict[Context, list[int]] = {}
+            for index, (context, _) in enumerate(pairs):
+                sharing.setdefault(context, []).append(index)
+            for batch in self._batches(list(sharing), lambda _: None):
+                asked = [sharing[context] for context in batch]
+                with _naming([requests[indices[0]] for indices in asked]):
+                    found = self._scores(batch, [[pairs[index][1] for index in indices] for indices in asked])
+                for indices, likelihoods in zip(asked, found, strict=True):
+                    answers.update(zip(indices, likelihoods, strict=True))
+        return [answers[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        raise UsageError(f"task {requests[0].task_name}: {ROLLING}")
+
+    def set_cache_hook(self, cache_hook: object) -> None:  # noqa: ARG002
+        raise UsageError(
+            "the harness' response cache (use_cache) does not know the plan, it would hand replies made under one plan "
+            "to another: leave it out"
+        )
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as a prompt; a system message that the template refuses is left out, with a warning."""
+        if not self.tokenizer.chat_template:
+            raise UsageError("the tokenizer has no chat template: do not ask for it to be applied")
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        try:
+            return str(render(chat_history))
+        except TemplateError as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise IncompatibleError(f"the chat template refuses a prompt: {error}") from error
+        if not self._system_refused:
+            self._system_refused = True
+            warnings.warn("the chat template refuses system messages: left out", KvsearchWarning, stacklevel=2)
+        return str(render(rest))
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self._encoder.end
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        self.serving = True
+        with running(self.loaded.model):
+            yield
+        self.serving = False
+
+    def _batches(self, items: Sequence[Read], kind: Callable[[Read], Hashable]) -> Iterator[list[Read]]:
+        """Items of one kind and of similar length together, the longest first."""
+        groups: dict[Hashable, list[Read]] = {}
+        for item in sorted(items, key=lambda item: -len(item.ids)):
+            groups.setdefault(kind(item), []).append(item)
+        batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
+        for done, batch in enumerate(batches):
+            yield batch
+            if self.progress is not None:
+                self.progress(done + 1, len(batches))
+
+    def _replies(self, batch: Sequence[Prompt], tasks: Sequence[str]) -> list[str]:
+        end = "" if self._encoder.end is None else self.tokenizer.decode([self._encoder.end])
+        stops = [*batch[0].generation.stops, *([end] if end else [])]
+
+        def finished(reply: list[int]) -> bool:
+            text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
+            return any(stop in text for stop in stops)
+
+        ids = [torch.tensor(prompt.ids) for prompt in batch]
+        ends = (self._pad, stop_tokens(self.loaded), finished)
+        joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
+        for prompt, task, entries in zip(batch, tasks, joint.held[METHOD].entries, strict=True):
+            self.holdings.append(Holding(task, len(prompt.ids), entries, prompt.truncated))
+        replies = joint.replies.reply([prompt.generation.max_new_tokens for prompt in batch])
+        texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+    def _scores(
+        self, batch: Sequence[Context], texts: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[tuple[float, bool]]]:
+        scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts, self._pad)
+        for context, found in zip(batch, scored, strict=True):
+            self.holdings.append(Holding(context.task, compressible(context.ids), found.entries, context.truncated))
+        return [[(answer.logprob, answer.greedy) for answer in found.likelihoods] for found in scored]
+
+
+@contextmanager
+def _naming(requests: Sequence[Instance]) -> Iterator[None]:
+    """Say for which request of a batch the model emitted NaN."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise IncompatibleError(f"{place(requests[error.row])}: {error}") from error

@@ -1,0 +1,208 @@
+"""Tasks of lm-evaluation-harness under a plan: found, checked, run, and what the harness reports of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM, Progress
+from kvsearch.lm_eval.package import (
+    DEFAULT_OTHER_SEED,
+    DEFAULT_RANDOM_SEED,
+    Group,
+    Task,
+    TaskManager,
+    handle_non_serializable,
+    simple_evaluate,
+)
+from kvsearch.lm_eval.requests import Generation
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.naming import suggest
+from kvsearch.plan import Plan, sha256_of
+from kvsearch.runtime import Program
+from kvsearch.tasks.protocol import QUESTION_AWARE
+
+NEAR = 5  # names to suggest: the harness has thousands
+
+
+@dataclass(frozen=True)
+class TaskNames:
+    """Names of tasks, groups and tags that the harness has, and where it finds them."""
+
+    manager: Any
+    names: tuple[str, ...]
+
+    @classmethod
+    def find(cls, names: Sequence[str], include: Sequence[Path] = (), own: bool = True) -> TaskNames:
+        """Look names up, which may have wildcards, among those of the harness (unless `own` is off) and of folders.
+
+        Raises:
+            UsageError: there is no such task or folder.
+        """
+        for folder in include:
+            if not folder.is_dir():
+                raise UsageError(f"there is no folder {folder} to look for tasks in: check the path")
+        manager = TaskManager(include_path=[str(folder) for folder in include], include_defaults=own)
+        found: dict[str, None] = {}
+        for name in names:
+            matching = manager.match_tasks([name])
+            if not matching:
+                raise UsageError(f"unknown task {name!r}{_hint(name, manager.all_tasks)}")
+            found.update(dict.fromkeys(matching))
+        if not found:
+            raise UsageError("there is no task to evaluate: name one or more")
+        return cls(manager, tuple(found))
+
+    def load(self) -> Tasks:
+        """Load the tasks and their datasets.
+
+        Raises:
+            EnvironmentFault: a dataset or a package is not at hand.
+            UsageError: a task is broken, or cannot run under a plan.
+        """
+        items: list[Any] = []
+        for name in self.names:
+            try:
+                loaded = self.manager.load([name])
+            except Exception as error:
+                # what goes wrong shows as an exception of datasets, huggingface_hub, yaml, the task or Python itself
+                if isinstance(error, MemoryError):
+                    raise
+                raise _explain(name, error) from error
+            for task in loaded["tasks"].values():
+                _check(task)
+            items += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
+        return Tasks(self.manager, tuple(items))
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Loaded tasks and groups; the harness changes them, so evaluate them once."""
+
+    manager: Any
+    items: tuple[Task | Group, ...]
+
+
+def evaluate_tasks(
+    loaded: LoadedModel,
+    plan: Plan,
+    tasks: Tasks,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+    samples: bool = False,
+    seed: int = 0,
+    batch: int = 8,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The results of `lm_eval.simple_evaluate` as JSON has them, and under "kvsearch" what they were made with.
+
+    Args:
+        loaded: the model that the plan is for.
+        plan: what is evicted.
+        tasks: what to evaluate.
+        limit: documents per task; None: all.
+        num_fewshot: examples before each question, for tasks that do not fix their number.
+        chat_template: put prompts into the tokenizer's chat template.
+        samples: report every document, under "samples".
+        seed: added to the harness' own seeds, so that 0 draws its usual few-shot examples.
+        batch: see `PlannedLM`.
+        max_length: see `PlannedLM`.
+        progress: see `PlannedLM`.
+
+    Raises:
+        IncompatibleError: plan, model and tasks do not fit together.
+        UsageError: the harness fails.
+    """
+    program = Program.from_plan(loaded.model, plan)
+    model = PlannedLM(loaded, program, batch=batch, max_length=max_length, progress=progress)
+    others = dict.fromkeys(("numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), DEFAULT_OTHER_SEED + seed)
+    try:
+        results = simple_evaluate(
+            model=model, tasks=list(tasks.items), task_manager=tasks.manager, limit=limit, num_fewshot=num_fewshot,
+            apply_chat_template=chat_template, log_samples=samples, batch_size=batch, device=str(loaded.device),
+            random_seed=DEFAULT_RANDOM_SEED + seed, **others,
+        )  # fmt: skip
+    except Exception as error:
+        # tasks bring their own code, which may raise anything; what breaks while our model answers is ours
+        if isinstance(error, KvsearchError | MemoryError) or model.serving:
+            raise
+        raise UsageError(f"lm-evaluation-harness gave up ({_reason(error)})") from error
+    return {**as_plain(results), "kvsearch": _provenance(model, plan)}
+
+
+def as_plain(results: Any) -> Any:
+    """What the harness reports in types that JSON has; numbers that are not finite become null."""
+    written = json.dumps(results, default=handle_non_serializable)
+    return json.loads(written, parse_constant=lambda _: None)
+
+
+def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
+    shape = describe(model.loaded.model)
+    heads = len(shape.full_layers) * shape.kv_heads
+    tasks = sorted({holding.task for holding in model.holdings})
+    return {
+        "version": version("kvsearch"),
+        "plan_sha256": sha256_of(plan),
+        "model": model.loaded.fingerprint.model_dump(),
+        "protocol": QUESTION_AWARE,
+        "max_length": model.max_length,
+        "held": {task: _held([held for held in model.holdings if held.task == task], heads) for task in tasks},
+    }
+
+
+def _held(holdings: Sequence[Holding], heads: int) -> dict[str, float]:
+    """Means over the prompts of a task, with `heads` kv heads in all full-attention layers together."""
+    return {
+        "prompts": len(holdings),
+        "truncated": sum(held.truncated for held in holdings),
+        "single_tokens": sum(held.tokens == 1 for held in holdings),
+        "tokens": fmean(held.tokens for held in holdings),
+        "entries": fmean(held.entries for held in holdings),
+        "full_entries": heads * fmean(held.tokens for held in holdings),
+    }
+
+
+def _check(task: Task) -> None:
+    """Refuse what cannot run under a plan before anything is computed."""
+    where = f"task {task.task_name}"
+    if getattr(task, "MULTIMODAL", False):
+        raise IncompatibleError(f"{where} has images or sound in its prompts: leave it out")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UsageError(f"{where} runs the code that a model writes, which kvsearch does not: leave it out")
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        raise UsageError(f"{where}: {ROLLING}")
+    if task.OUTPUT_TYPE == "generate_until":
+        Generation.of(task.get_config("generation_kwargs") or {}, where)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=NEAR, cutoff=0.5)
+    rest = len(known) - len(near)
+    more = f" and {rest} more, which `lm-eval ls tasks` lists" if rest else ""
+    return f"{suggest(name, near)}{more}" if near else ": `lm-eval ls tasks` lists the tasks of the harness"
+
+
+def _explain(name: str, error: Exception) -> KvsearchError:
+    reason = _reason(error)
+    if isinstance(error, ImportError):
+        return EnvironmentFault(f"task {name!r} needs a package that cannot be imported: install it ({reason})")
+    if isinstance(error, OSError):  # those of datasets, huggingface_hub and httpx for what cannot be reached, too
+        return EnvironmentFault(
+            f"the dataset of task {name!r} cannot be read: check the network, HF_HUB_OFFLINE and its paths ({reason})"
+        )
+    return UsageError(f"task {name!r} cannot be loaded ({reason})")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

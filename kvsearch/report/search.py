@@ -1,0 +1,162 @@
+"""What a search found, as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvsearch.choose.acceptance import Scores, Share, recovered
+from kvsearch.evaluation.trial import Trial
+from kvsearch.report.tables import Cell, Group, TextTable
+from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch
+from kvsearch.search.front import EXPANDED, Point
+from kvsearch.search.ledger import Spent
+from kvsearch.search.start_plans import UNIFORM
+from kvsearch.strategies.methods import FULL
+
+SCHEMA, FRONT_SCHEMA = "kvsearch.evolution/1", "kvsearch.front/1"
+
+
+def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[str, Any]:
+    """Everything that a search found; `spent` is what its first part took."""
+    return {
+        "schema": SCHEMA,
+        **_origin(prepared, spent),
+        "settings": prepared.settings.as_json(),
+        **_found(prepared, evolved),
+    }
+
+
+def front_as_json(points: Sequence[Point], spent: Spent) -> dict[str, Any]:
+    """Everything that a search at several budgets found, by budget."""
+    first = points[0].prepared
+    found = {str(point.budget): _found(point.prepared, point.evolved) for point in points}
+    settings = {key: value for key, value in first.settings.as_json().items() if key != "budget"}
+    return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": settings, "budgets": found}
+
+
+def _origin(prepared: PreparedSearch, spent: Spent) -> dict[str, Any]:
+    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in prepared.encoded.items()}
+    return {
+        "model": prepared.loaded.name,
+        "questions": questions,
+        "evaluations": spent.evaluations,
+        "tokens": spent.tokens,
+    }
+
+
+def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
+    choice, report = evolved.choice, evolved.report
+    return {
+        "ended": evolved.outcome.ended,
+        "flat": evolved.outcome.flat,
+        "starts": {name: table.tolist() for name, table in prepared.starts.items()},
+        "finalists": {
+            name: {"budgets": found.table.tolist(), "value": _number(found.value), "where": found.where,
+                   "score": asdict(choice.trial.score(name))}
+            for name, found in choice.finalists.items()
+        },
+        "chosen": choice.name,
+        "budgets": choice.table.tolist(),
+        "report": {name: asdict(report.score(name)) for name in report.labels},
+        "gains": {name: asdict(report.gain(EVOLVED, [name])) for name in report.labels if name not in (EVOLVED, FULL)},
+        "recovered": {name: None if share is None else asdict(share) for name, share in shares(report).items()},
+    }  # fmt: skip
+
+
+def shares(report: Trial) -> dict[str, Share | None]:
+    """The share of the gap between each baseline and the full cache that the result closes, by baseline."""
+    scores, labels = Scores.of(report.study.samples, report.study.contexts), report.labels
+    seed = report.study.settings.seed
+    return {
+        name: recovered(scores, labels[EVOLVED], labels[name], seed=seed)
+        for name in labels
+        if name not in (EVOLVED, FULL)
+    }
+
+
+def tables(prepared: PreparedSearch, evolved: Evolved) -> list[TextTable]:
+    """The finalists on the split they were chosen by, and the result on the report split."""
+    return [_finalists(evolved), _report(prepared, evolved)]
+
+
+def front_tables(points: Sequence[Point]) -> list[TextTable]:
+    """Score against size on the report split: the result of each budget, and the smallest one's plan scaled to it."""
+    report = points[0].evolved.report
+    rows = [["full", "", _score(report, FULL), "", "", ""]]
+    for point in points:
+        prepared, trial = point.prepared, point.evolved.report
+        known = EXPANDED in trial.labels
+        rows.append(
+            [
+                str(point.budget), f"{prepared.frame.total:,}", _score(trial, EVOLVED),
+                _score(trial, EXPANDED) if known else "", _gain(trial, EXPANDED) if known else "",
+                _score(trial, UNIFORM),
+            ]
+        )  # fmt: skip
+    columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
+               "uniform"]  # fmt: skip
+    return [_table(f"report split, {points[0].prepared.settings.protocol}", columns, rows)]
+
+
+def decision(evolved: Evolved) -> str:
+    """What was chosen and why, in one sentence."""
+    choice, outcome = evolved.choice, evolved.outcome
+    if outcome.flat:
+        return f"{outcome.ended}; {choice.name} was written"
+    score = 100 * choice.trial.score(choice.name).mean
+    found = choice.finalists[choice.name].where
+    if choice.name.startswith("#"):
+        return f"chosen: {choice.name} ({found}), {score:.2f} on the second split, no start plan scores above it"
+    return f"nothing that was found scores above the start plan {choice.name} ({score:.2f} on the second split): kept"
+
+
+def _finalists(evolved: Evolved) -> TextTable:
+    choice = evolved.choice
+    ranked = sorted(choice.finalists, key=lambda name: -choice.trial.score(name).mean)
+    rows = [
+        [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.trial, name)]
+        for name in ranked
+    ]
+    return _table("second split: what is chosen from", ["", "found", "search value", "score"], rows)
+
+
+def _report(prepared: PreparedSearch, evolved: Evolved) -> TextTable:
+    report, found = evolved.report, shares(evolved.report)
+    rows: list[list[str]] = []
+    for name in report.labels:
+        gain = "" if name in (EVOLVED, FULL) else _gain(report, name)
+        rows.append([name, _score(report, name), gain, _share(found.get(name))])
+    title = f"report split, {prepared.settings.budget} entries per kv head, {prepared.settings.protocol}"
+    return _table(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> TextTable:
+    cells = [[Cell(text) for text in row] for row in rows]
+    return TextTable(title, columns, [Group("", cells)])
+
+
+def _score(trial: Trial, name: str) -> str:
+    one = trial.score(name)
+    return f"{100 * one.mean:.2f} [{100 * one.low:.2f}, {100 * one.high:.2f}]"
+
+
+def _gain(trial: Trial, name: str) -> str:
+    one = trial.gain(EVOLVED, [name])
+    return f"{100 * one.mean:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
+
+
+def _share(share: Share | None) -> str:
+    if share is None:
+        return ""
+    low, high = ("-" if end is None else f"{end:.0%}" for end in (share.low, share.high))
+    return f"{share.mean:.0%} ({low} to {high})"
+
+
+def _number(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _value(value: float) -> str:
+    return "" if _number(value) is None else f"{value:.6g}"

@@ -1,0 +1,105 @@
+"""What a search looks at: prompts, each with what follows it and a right answer, in token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvsearch.evaluation.runner import score_of
+from kvsearch.evaluation.samples import token_hash
+from kvsearch.tasks.encode import Question, TaskPrompts
+from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+
+
+@dataclass(frozen=True, eq=False)
+class BankSample:
+    """One question of a task, with what is compressed before it and the first of its right answers.
+
+    `answer` [A] are the token ids of that answer, as far as a reply may go; none where the task names no answers.
+    """
+
+    task: TaskPrompts
+    reading: Reading
+    question: Question
+    answer: Tensor
+
+    @property
+    def place(self) -> str:
+        """Which question this is, for messages."""
+        return f"task {self.task.task.name}, example {self.reading.prompt.key}, question {self.question.number}"
+
+    @cached_property
+    def prompt(self) -> Tensor:
+        """Token ids [T] of what is compressed."""
+        return self.reading.ids
+
+    @property
+    def asked(self) -> Tensor:
+        """Token ids of what follows before the reply: the question, or none where it is compressed, too."""
+        return self.question.ids if self.reading.protocol == QUESTION_AGNOSTIC else self.question.ids[:0]
+
+    @cached_property
+    def following(self) -> Tensor:
+        """Token ids [K] that are teacher-forced after the prompt: all before the last token of the answer."""
+        return torch.cat([self.asked, self.answer])[:-1]
+
+    @property
+    def predicting(self) -> int:
+        """How many of the last rows of `following` predict a token of the answer; the prompt may predict the first."""
+        return min(len(self.answer), len(self.following))
+
+    @property
+    def limit(self) -> int:
+        """How many tokens a reply may have."""
+        return self.question.query.max_new_tokens
+
+    @cached_property
+    def prompt_sha256(self) -> str:
+        """Of `prompt`; equal for questions that share their compressed context."""
+        return token_hash(self.prompt)
+
+    @cached_property
+    def context_sha256(self) -> str:
+        """Of the context, the same under every protocol: splits must not share any."""
+        return token_hash(self.reading.prompt.context)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all tokens before the reply, the same under every protocol."""
+        return token_hash(self.reading.prompt.with_question(self.question))
+
+    def finished(self, reply: list[int]) -> bool:
+        """Whether a reply has come to a stop text of its task."""
+        stops = self.task.task.stops
+        return bool(stops) and stop_at(self.task.format.decode(reply), stops) is not None
+
+    def score(self, reply: list[int]) -> float:
+        """The task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
+        text = cut(self.task.format.decode(reply), self.task.task.stops)
+        return score_of(self.task.task, self.reading.prompt, self.question, text)
+
+
+def bank_samples(tasks: Sequence[TaskPrompts], protocol: Protocol) -> list[BankSample]:
+    """All questions of tasks, by task and example.
+
+    Question-agnostic: the context is compressed, question and reply follow. Question-aware: context and question are
+    compressed together, the reply follows.
+    """
+    return [
+        BankSample(task, reading, question, _answer(task, question))
+        for task in tasks
+        for reading in readings(task.prompts, protocol)
+        for question in reading.questions
+    ]
+
+
+def _answer(task: TaskPrompts, question: Question) -> Tensor:
+    query = question.query
+    if not query.answers:
+        return question.ids[:0]
+    return task.format.answer(query.answers[0], query.prefix)[0, : query.max_new_tokens]

@@ -1,0 +1,144 @@
+"""Quality against size: several budgets in one search, each beginning with the result of the one before.
+
+All budgets share one bank and one ledger. The report split is asked once, at the end, of everything: the result of each
+budget, and beside it the plan of the smallest budget scaled to that size (as EvolKV extrapolates, section 4.2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.trial import Trial
+from kvsearch.plan import Plan
+from kvsearch.search.completion import extrapolate
+from kvsearch.search.evolve import (
+    Choice,
+    Evolved,
+    Keep,
+    PreparedSearch,
+    Splits,
+    check_budget,
+    prepare_search,
+)
+from kvsearch.search.executors.base import Executor, Ints
+from kvsearch.search.ledger import Ledger
+from kvsearch.search.outcome import Outcome, Watcher
+from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.start_plans import Base, start_tables
+from kvsearch.strategies.methods import FULL
+
+EXPANDED = "expanded"  # the plan of the smallest budget, scaled
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """One budget of a front, with how its search was prepared and what it found."""
+
+    prepared: PreparedSearch
+    evolved: Evolved
+
+    @property
+    def budget(self) -> int:
+        """Entries per kv head, on average."""
+        return self.prepared.settings.budget
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedFront:
+    """Searches of the same questions at several budgets, ascending; see `prepare_front`."""
+
+    searches: tuple[PreparedSearch, ...]
+
+    @property
+    def first(self) -> PreparedSearch:
+        """That of the smallest budget."""
+        return self.searches[0]
+
+    @property
+    def cap(self) -> int:
+        """The largest budget that any candidate may have."""
+        return max(search.cap for search in self.searches)
+
+    def run(
+        self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher, keep: Keep | None = None
+    ) -> list[Point]:
+        """Search and choose at every budget, then report on all; limits are for all budgets together.
+
+        Errors are those of `Search.run`.
+        """
+        found: list[tuple[PreparedSearch, Outcome, Choice]] = []
+        for search in self.searches:
+            budget = search.settings.budget
+            ready = _beginning_with(search, found[-1][2].table if found else None)
+            outcome = ready.search(executor, ledger, limits, watcher, f"budget {budget}: ")
+            found.append((ready, outcome, ready.choose(outcome, keep, f"choice-{budget}")))
+        trial = self._report([(ready, choice) for ready, _, choice in found], keep)
+        return [Point(ready, Evolved(outcome, choice, _view(trial, ready))) for ready, outcome, choice in found]
+
+    def _report(self, found: Sequence[tuple[PreparedSearch, Choice]], keep: Keep | None) -> Trial:
+        plans: dict[str, Plan] = {}
+        smallest = found[0][1].table
+        for number, (ready, choice) in enumerate(found):
+            contenders = ready.contenders(choice)
+            if number:
+                contenders[EXPANDED] = ready.plan(_scaled(smallest, ready), {})
+            plans |= {_label(name, ready): plan for name, plan in contenders.items()}
+        return self.first.trial(plans, self.first.splits.report, "report", keep)
+
+
+def prepare_front(
+    base: Base,
+    settings: EvolveSettings,
+    budgets: Sequence[int],
+    splits: Splits,
+    asked: Settings,
+    plans: Mapping[str, Plan],
+) -> PreparedFront:
+    """Prepare searches that differ in their budget only; arguments and errors are those of `prepare_search`.
+
+    Raises:
+        UsageError: fewer than two different budgets.
+    """
+    sizes = sorted(set(budgets))
+    if len(sizes) < 2:
+        raise UsageError("a front needs two different budgets or more: give a single one with --budget")
+    first = prepare_search(base, _at(settings, sizes[0]), splits, asked, plans)
+    others = [
+        replace(first, settings=_at(first.settings, size), starts=start_tables(base, size, plans)) for size in sizes[1:]
+    ]
+    for search in others:
+        check_budget(search)
+    return PreparedFront((first, *others))
+
+
+def _at(settings: EvolveSettings, budget: int) -> EvolveSettings:
+    return settings.model_copy(update={"budget": budget})
+
+
+def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSearch:
+    """The search with one more start: the result of a smaller budget, scaled, if it is not there already."""
+    if smaller is None:
+        return search
+    table = _scaled(smaller, search)
+    if any((table == other).all() for other in search.starts.values()):
+        return search
+    name = f"scaled-{int(smaller.sum()) // smaller.size}"
+    return replace(search, starts={**search.starts, name: table})
+
+
+def _scaled(table: Ints, search: PreparedSearch) -> Ints:
+    return extrapolate(table, search.settings.budget, search.frame.floors, search.frame.caps)
+
+
+def _label(name: str, search: PreparedSearch) -> str:
+    return f"{name}-{search.settings.budget}"
+
+
+def _view(trial: Trial, search: PreparedSearch) -> Trial:
+    """The part of a trial that one budget is about, with names as if it were alone."""
+    ending = f"-{search.settings.budget}"
+    mine = {name.removesuffix(ending): label for name, label in trial.labels.items() if name.endswith(ending)}
+    return Trial(trial.study, {FULL: trial.labels[FULL], **mine})

@@ -1,0 +1,135 @@
+"""Plans made without calibration: one policy, even budgets or a pyramid of them, in the phases one wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.calibration.provenance import provenance
+from kvsearch.calibration.recipe import parse_setting
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.plan import AllocationSpec, Phase, Plan, PolicySpec
+from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.policies import Policy
+from kvsearch.strategies.from_profile import Target, phase_of, total_entries
+
+if TYPE_CHECKING:
+    from kvsearch.budgets.dynamic import Allocation
+    from kvsearch.models.loading import LoadedModel
+
+PHASES: dict[str, tuple[Phase, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "both": ("prefill", "decode"),
+}
+
+
+def parse_allocation(text: str) -> Allocation | None:
+    """Read an allocation from NAME or NAME:option=value,option=value; None is "static".
+
+    Raises:
+        UsageError: the text is not of that form, or there is no such allocation, option or value.
+    """
+    name, colon, options = text.partition(":")
+    items = options.split(",") if colon else []
+    if not name.strip() or not all(all(part.strip() for part in item.partition("=")) for item in items):
+        raise UsageError(f"allocation {text!r} is not of the form NAME or NAME:option=value,option=value")
+    pairs = [parse_setting(item) for item in items]
+    params = dict(pairs)
+    if len(params) < len(pairs):
+        raise UsageError(f"allocation {text!r} states an option twice: state each once")
+    return create_allocation(name.strip(), params)
+
+
+def check_request(policy: Policy, target: Target, allocation: Allocation | None = None) -> None:
+    """Find what is wrong with a request before a model is loaded.
+
+    Raises:
+        UsageError: a ratio without a length, a target below what the policy protects or that evicts nothing, or an
+            allocation that cannot share the policy's entries.
+    """
+    if target.ratio is not None and target.length is None:
+        raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    least, given = _floor(policy), _mean(target)
+    if given < least:
+        raise UsageError(
+            f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
+            f"({policy.sink_count} sinks, {policy.window_count} recent): keep more, or lower them with --set"
+        )
+    if bool(policy.exempt(torch.tensor([int(given)]), torch.tensor([1]))):
+        raise UsageError(
+            f"{policy.name} never evicts heads with budgets of {given:g} entries on average: see its description"
+        )
+    if target.length is not None and given >= target.length:
+        raise UsageError(f"{given:g} entries per kv head is all of a {target.length}-token prompt: lower the budget")
+    if allocation is not None:
+        allocation.check(policy, "--allocation")
+
+
+def pyramid(policy: Policy, beta: float = Pyramid.beta) -> Pyramid:
+    """PyramidKV's budgets above what `policy` protects; UsageError if `beta` is below 1."""
+    return Pyramid(beta, _floor(policy))
+
+
+def direct_plan(
+    loaded: LoadedModel,
+    policy: Policy,
+    target: Target,
+    phases: Sequence[Phase],
+    allocator: Uniform | Pyramid,
+    allocation: Allocation | None = None,
+) -> Plan:
+    """`policy` for every full-attention layer of a model, with budgets that need no measurement.
+
+    With a ratio, budgets are for prompts of `target.length` tokens and scale with the prompt at hand. The total is
+    exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to anew for
+    every prompt.
+
+    Raises:
+        UsageError: see `check_request`.
+    """
+    check_request(policy, target, allocation)
+    shape = describe(loaded.model)
+    heads = (len(shape.full_layers), shape.kv_heads)
+    total = total_entries(target, target.length or 0, heads[0] * heads[1])
+    floors, caps = np.full(heads, _floor(policy)), np.full(heads, target.length or MOST_ENTRIES)
+    budgets = allocator.allocate(np.zeros(heads), total, floors, caps)
+    spec = PolicySpec(name=policy.name, params=policy.parameters())
+    phase = phase_of(budgets, shape.full_layers, shape.layers, spec)
+    settings = {"ratio": target.ratio, "budget": target.budget, **asdict(allocator)}
+    return Plan(
+        model=loaded.fingerprint,
+        length=target.length,
+        scaling="proportional" if target.ratio is not None else "fixed",
+        allocation=_spec(allocation),
+        floor=_floor(policy),
+        prefill=phase if "prefill" in phases else None,
+        decode=phase if "decode" in phases else None,
+        total=total,
+        provenance=provenance(allocator.name, 0, None, settings),
+    )
+
+
+def _spec(allocation: Allocation | None) -> AllocationSpec:
+    if allocation is None:
+        return AllocationSpec()
+    return AllocationSpec(name=allocation.name, params=allocation.parameters())
+
+
+def _floor(policy: Policy) -> int:
+    return max(1, policy.sink_count + policy.window_count)
+
+
+def _mean(target: Target) -> float:
+    """Entries per kv head."""
+    if target.budget is not None:
+        return target.budget
+    return (1 - float(target.ratio or 0)) * (target.length or 0)

@@ -1,0 +1,368 @@
+"""PolyKV's strategies (arXiv 2606.15157, Algorithm 1): for every phase and layer a pattern, then a budget.
+
+Algorithm 1 shares out budgets in each phase by itself. A layer that has much in prefill and little in decode, beside
+one where it is the other way round, would then hold more than the budget for as long as both change over. So with both
+phases there is one table of budgets, and the cache never holds more than that, but for the token that is coming in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.budgets.polykv import Direction, Proportional
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.calibration.provenance import provenance
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan import LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile
+from kvsearch.policies.registry import create_policy
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.strategies.direct import PHASES
+from kvsearch.strategies.from_profile import Target, total_entries
+
+Ints = NDArray[np.int64]
+
+UNIFORM = "uniform"
+FULL = PolicySpec(name="full")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How signals become a plan: a route chooses patterns, a sensitivity budgets.
+
+    Args:
+        route: by which every layer takes its best pattern, one of `ROUTES`; None: `policy` in every layer.
+        budgets: "uniform", or the sensitivity of `SENSITIVITIES` that shares out what is above the floors.
+        phases: when to evict: "prefill", "decode" or "both". Patterns are chosen in each phase by itself, budgets once:
+            with both by the sensitivities of prefill.
+        inverse_route: take the worst pattern of every layer instead, as a control.
+        inverse_budgets: give the most sensitive layer the smallest budget, as a control.
+        policy: the pattern of a strategy without a route; default: the policy of the profile.
+        exclude: patterns that no layer may take. The sensitivities over all patterns still count them.
+        least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. The floor of a layer
+            is in any case what its patterns, of all phases, always keep (sinks and window).
+        full_layers: so many layers keep the full cache, in all phases, at the cost of the whole length: those whose
+            best pattern is the worst by the route, or without a route the most sensitive ones, summed over the phases.
+
+    Raises:
+        UsageError: a name is unknown, a number is out of range, or two settings contradict each other.
+    """
+
+    route: str | None = "cosine"
+    budgets: str = UNIFORM
+    phases: str = "prefill"
+    inverse_route: bool = False
+    inverse_budgets: bool = False
+    policy: str | None = None
+    exclude: tuple[str, ...] = ()
+    least: int | None = None
+    full_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("route", self.route, ROUTES),
+            ("budget signal", self.budgets, (UNIFORM, *SENSITIVITIES)),
+            ("phases", self.phases, tuple(PHASES)),
+        ):
+            if value is not None and value not in known:
+                raise UsageError(f"unknown {what} {value!r}{suggest(value, known)}")
+        for wrong, problem in (
+            (
+                self.route is not None and self.policy is not None,
+                f"policy {self.policy!r} is for route none: every layer takes it",
+            ),
+            (self.route is None and self.inverse_route, "route none has no inverse: name a route"),
+            (self.budgets == UNIFORM and self.inverse_budgets, "uniform budgets have no inverse: name a budget signal"),
+            (self.least is not None and self.least < 0, f"least must be 0 entries or more, got {self.least}"),
+            (self.full_layers < 0, f"full layers must be 0 or more, got {self.full_layers}"),
+            (
+                self.route is None and self.budgets == UNIFORM and self.full_layers > 0,
+                "neither route nor budget signal says which layers should keep the full cache: name one of them",
+            ),
+        ):
+            if wrong:
+                raise UsageError(problem)
+
+    @property
+    def name(self) -> str:
+        """What the strategy is called in tables, e.g. "cosine + entropy"; the phases are not part of it."""
+        route = self.route or self.policy or "policy"
+        parts = [route + " inverse" * self.inverse_route]
+        if self.budgets != UNIFORM:
+            parts.append(self.budgets + " inverse" * self.inverse_budgets)
+        details = [f"without {', '.join(self.exclude)}"] if self.exclude else []
+        details += [] if self.least is None else [f"least {self.least}"]
+        details += [f"{self.full_layers} full"] if self.full_layers else []
+        return " + ".join(parts) + (f" ({'; '.join(details)})" if details else "")
+
+
+class Chosen(NamedTuple):
+    """One phase of a strategy."""
+
+    patterns: tuple[PolicySpec, ...]  # of every profile layer
+    budgets: Ints  # [L, Hkv]
+
+
+def strategy_plan(profile: Profile, strategy: Strategy, target: Target) -> Plan:
+    """The plan of a strategy at `target`; its provenance says what was chosen and from which signals.
+
+    Raises:
+        UsageError: see `choose`.
+    """
+    table = SignalTable(profile)
+    chosen = choose(table, strategy, target)
+    settings = asdict(strategy)
+    settings["budget_signal"] = settings.pop("budgets")
+    settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
+    settings["signal_budget"] = table.nearest(_size(profile, target).mean)
+    return plan_of(profile, chosen, target, settings)
+
+
+def choose(table: SignalTable, strategy: Strategy, target: Target) -> dict[Phase, Chosen]:
+    """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
+
+    Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `target`
+    exactly; heads of a layer get equal ones, but for odd entries. None is above the length that the plan states: that
+    of the target, or else of the calibration's prompts. A signal that is the same everywhere is warned of
+    (KvsearchWarning): patterns are then the policy of the profile, budgets equal.
+
+    Raises:
+        UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the target is below what
+            patterns always keep or keeps everything.
+    """
+    return _Construction(table, strategy, _size(table.profile, target)).chosen()
+
+
+def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
+    """What every layer always keeps per kv head, by its patterns in all phases; at least one entry."""
+    return [max(map(floor_of, patterns)) for patterns in zip(*chosen.values(), strict=True)]
+
+
+def floor_of(pattern: PolicySpec) -> int:
+    """Entries per kv head that a pattern always keeps, at least one."""
+    policy = create_policy(pattern.name, pattern.params)
+    return max(1, policy.sink_count + policy.window_count)
+
+
+def has_window(pattern: PolicySpec) -> bool:
+    """Whether what a pattern always keeps can be made smaller by its window."""
+    return "window" in pattern.params
+
+
+def warn_constant(signal: str, phase: Phase) -> None:
+    """KvsearchWarning that the budgets by a signal are equal."""
+    _warn(f"{signal} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
+
+
+def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], target: Target, settings: Mapping[str, Any]) -> Plan:
+    """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
+    metadata, origin = profile.metadata, profile.metadata.provenance
+    phases = {phase: _phase_plan(profile, part) for phase, part in chosen.items()}
+    floors = [floor_of(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
+    joined = {**origin.settings, "ratio": target.ratio, "budget": target.budget, **settings}
+    return Plan(
+        model=metadata.model,
+        length=target.length or metadata.length,
+        scaling="proportional" if target.ratio is not None else "fixed",
+        floor=min(floors, default=1),
+        prefill=phases.get("prefill"),
+        decode=phases.get("decode"),
+        total=next(iter(phases.values())).total,
+        provenance=provenance(origin.method, origin.seed, origin.data_sha256, joined),
+    )
+
+
+def _phase_plan(profile: Profile, chosen: Chosen) -> PhasePlan:
+    layers: list[LayerPlan | None] = [None] * profile.metadata.model.layers
+    rows = zip(profile.metadata.layers, chosen.patterns, chosen.budgets.tolist(), strict=True)
+    for layer, pattern, budget in rows:
+        layers[layer] = LayerPlan(policy=pattern, budget=tuple(budget))
+    return PhasePlan(layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What there is to share out."""
+
+    shape: tuple[int, int]  # profile layers, kv heads
+    total: int
+    length: int  # of the prompts that the budgets are for; no head may have more
+    known: bool  # the length of one's own prompts is, not only that of the calibration's
+
+    @property
+    def mean(self) -> float:
+        return self.total / (self.shape[0] * self.shape[1])
+
+
+def _size(profile: Profile, target: Target) -> _Size:
+    shape, length = profile.metadata.shape, target.length or profile.metadata.length
+    known = target.length is not None or target.ratio is not None
+    size = _Size(shape, total_entries(target, length, shape[0] * shape[1]), length, known)
+    if size.mean >= length:
+        raise UsageError(
+            f"{size.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; "
+            f"lower the budget or give the --length of your prompts"
+        )
+    return size
+
+
+@dataclass(frozen=True)
+class _Construction:
+    """Algorithm 1, with one table of budgets for all phases."""
+
+    table: SignalTable
+    strategy: Strategy
+    size: _Size
+
+    def chosen(self) -> dict[Phase, Chosen]:
+        routed = {phase: self._routed(phase) for phase in self._phases}
+        known, full = self.table.axes.patterns, self._full_layers(routed)
+        patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
+        rest = [row for row in range(self.size.shape[0]) if row not in full]
+        whole, heads = self.size.length, self.size.shape[1]
+        left = self.size.total - len(full) * heads * whole
+        floors = [floors_of(patterns)[row] for row in rest]
+        self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
+        budgets = np.full(self.size.shape, whole, dtype=np.int64)
+        budgets[rest] = self._share(self._weights(routed, rest), left, floors)
+        return {
+            phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(mine)), budgets)
+            for phase, mine in patterns.items()
+        }
+
+    @property
+    def _phases(self) -> tuple[Phase, ...]:
+        return PHASES[self.strategy.phases]
+
+    def _routed(self, phase: Phase) -> list[int]:
+        """The pattern of every layer, as an index into the patterns of the table."""
+        strategy, layers = self.strategy, self.size.shape[0]
+        if strategy.route is None:
+            return [self._policy()] * layers
+        candidates, wanted = self._wanted(strategy.route, phase)
+        if len(candidates) > 1 and all(is_constant(row) for row in wanted):
+            own = [index for index in candidates if self.table.patterns[index] == self._own_policy]
+            policy = (own or candidates)[0]
+            _warn(
+                f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
+                f"been evicted at {self.table.nearest(self.size.mean)} entries per kv head, so "
+                f"{self.table.patterns[policy]} is used everywhere"
+            )
+            return [policy] * layers
+        best = wanted.argmin(axis=1) if strategy.inverse_route else wanted.argmax(axis=1)
+        return [candidates[index] for index in best]
+
+    @property
+    def _own_policy(self) -> str:
+        return self.table.profile.metadata.policy.name
+
+    def _wanted(self, route: str, phase: Phase) -> tuple[list[int], NDArray[np.float64]]:
+        """The candidates, and how much each layer prefers them, [L, candidates]."""
+        candidates = self._candidates()
+        return candidates, self.table.preference(route, phase, self.size.mean)[:, candidates]
+
+    def _candidates(self) -> list[int]:
+        """Indices of the patterns that a layer may take; no signal can judge the full cache, which agrees with itself.
+
+        It takes a layer's place by `full_layers` alone.
+        """
+        for name in self.strategy.exclude:
+            self._index(name, "exclude")
+        out = (*self.strategy.exclude, FULL.name)
+        found = [index for index, name in enumerate(self.table.patterns) if name not in out]
+        if not found:
+            listed = ", ".join(self.table.patterns)
+            raise UsageError(f"no pattern is left to choose from, the profile has {listed}: exclude fewer")
+        return found
+
+    def _policy(self) -> int:
+        """The pattern of a strategy without a route."""
+        name = self.strategy.policy or self._own_policy
+        index = self._index(name, "use policy")
+        if index not in self._candidates():
+            what = "the full cache evicts nothing" if name == FULL.name else "it is excluded"
+            raise UsageError(f"cannot use policy {name!r} in every layer: {what}")
+        return index
+
+    def _index(self, name: str, what: str) -> int:
+        known = self.table.patterns
+        if name not in known:
+            raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
+        return known.index(name)
+
+    def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
+        """Rows of the layers that keep the full cache: those that suffer most from the best that can be done."""
+        count, layers = self.strategy.full_layers, self.size.shape[0]
+        if not count:
+            return []
+        if not self.size.known:
+            raise UsageError("a layer with the full cache costs a whole prompt: give the --length of your prompts")
+        if count >= layers:
+            raise UsageError(
+                f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
+            )
+        harm = np.sum([self._harm(phase, mine) for phase, mine in routed.items()], axis=0)
+        return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
+
+    def _harm(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
+        """What every layer suffers in a phase from the best that can be done, [L], in the unit of the signal."""
+        route = self.strategy.route
+        return self._sensitivity(phase, routed) if route is None else -self._wanted(route, phase)[1].max(axis=1)
+
+    def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
+        return self.table.sensitivity(self.strategy.budgets, phase, self.size.mean, routed)
+
+    def _check_floors(
+        self, patterns: Mapping[Phase, Sequence[PolicySpec]], rest: Sequence[int], floors: Sequence[int], mean: float
+    ) -> None:
+        """UsageError if a mean of `mean` entries is below what a pattern of one of the `rest` layers always keeps."""
+        worst = max(range(len(floors)), key=floors.__getitem__)
+        if mean >= floors[worst]:
+            return
+        row, full = rest[worst], self.strategy.full_layers
+        phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
+        pattern, layer = patterns[phase][row], self.table.profile.metadata.layers[row]
+        found, remedy = f"{mean:g} entries per kv head is below", "keep more"
+        if full:
+            left = f"would leave {max(mean, 0):g} entries per kv head to the others"
+            found = f"{full} of {full + len(rest)} layers in full {left}, below"
+            remedy = "give fewer --full-layers, keep more"
+        instead = f"exclude {pattern.name}" if self.strategy.route else "use another policy"
+        smaller = ", or calibrate it with a smaller window" if has_window(pattern) else ""
+        raise UsageError(
+            f"{found} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
+            f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"
+        )
+
+    def _weights(self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int]) -> NDArray[np.float64] | None:
+        """Sensitivities of the layers that share the budget, in the first phase; None: equal ones."""
+        signal, phase = self.strategy.budgets, self._phases[0]
+        if signal == UNIFORM:
+            return None
+        found = self._sensitivity(phase, routed[phase])[rest]
+        if len(found) > 1 and is_constant(found):
+            warn_constant(signal, phase)
+            return None
+        return found
+
+    def _share(self, weights: NDArray[np.float64] | None, total: int, floors: Sequence[int]) -> Ints:
+        """Budgets of the layers with these floors, [layers, Hkv]; they add up to `total`."""
+        shape, least = (len(floors), self.size.shape[1]), self.strategy.least
+        low = np.broadcast_to(np.array(floors)[:, None], shape)
+        caps = np.full(shape, self.size.length)
+        if weights is None:
+            return Uniform().allocate(np.zeros(shape), total, low, caps)
+        if least is not None and least * low.size > total:
+            raise UsageError(f"least {least} is above the mean of {total / low.size:g} entries per kv head: lower it")
+        direction: Direction = "inverse" if self.strategy.inverse_budgets else "forward"
+        return Proportional(direction, least).allocate(weights, total, low, caps)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, KvsearchWarning, stacklevel=3)

@@ -1,0 +1,261 @@
+"""From the YAML of `kvsearch.plan.yaml`, edited by hand, to a plan: every mistake with its line, all at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan import AllocationSpec, ModelFingerprint, Plan, Provenance
+from kvsearch.plan.parsing import list_problems, problems_of, require_header
+from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
+from kvsearch.policies.registry import create_policy, policy_class
+from kvsearch.runtime.plan_checks import check_plan
+
+PHASES = ("prefill", "decode")
+EXAMPLE = "{policy: snapkv, budget: 640}"
+_KEYS = (
+    "format", "version", "model", "length", "scaling", "floor", "allocation", "policies", *PHASES, "fingerprint",
+    "provenance",
+)  # fmt: skip
+_FINGERPRINT = [name for name in ModelFingerprint.model_fields if name != "name"]
+_LAYERS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+
+Place = tuple[str | int, ...]
+
+
+def plan_from_yaml(text: str, name: str) -> Plan:
+    """Read and check a plan in YAML; `name` is what to call it, usually its file.
+
+    Raises:
+        UsageError: it is no YAML or no strategy; or values, layers, policies or budgets that do not fit, in one message
+            with a line for each.
+        EnvironmentFault: a policy comes from a package that cannot be imported.
+    """
+    document = _Document.parse(text, name)
+    require_header(document.data, STRATEGY_FORMAT, STRATEGY_VERSION, name)
+    return _Reader(document).plan(name)
+
+
+@dataclass
+class _Document:
+    """YAML as plain data with text keys, the line of every place in it, and what is wrong with it."""
+
+    data: Any = None
+    lines: dict[Place, int] = field(default_factory=dict)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> _Document:
+        """Read `text`; UsageError if it is no YAML."""
+        document = cls()
+        try:
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            document.data = None if node is None else document._read(node, (), loader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f" at line {mark.line + 1}" if mark else ""
+            raise UsageError(f"{name} is not valid YAML{where}: {error.problem or error.context}") from error
+        except (yaml.YAMLError, ValueError) as error:  # letters that YAML forbids, a date that does not exist
+            raise UsageError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+        except RecursionError as error:
+            raise UsageError(f"{name} is not valid YAML: brackets are nested too deeply") from error
+        return document
+
+    def _read(self, node: yaml.Node, place: Place, loader: yaml.SafeLoader) -> Any:
+        self.lines[place] = node.start_mark.line + 1
+        if isinstance(node, yaml.SequenceNode):
+            return [self._read(item, (*place, index), loader) for index, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return loader.construct_object(node)
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append((line, f"{_shown(place)}: a key must be a word or number"))
+            elif key.value in found:
+                self.problems.append((line, f"{_shown((*place, key.value))}: is given twice: remove one"))
+            else:
+                found[key.value] = self._read(value, (*place, key.value), loader)
+                self.lines[(*place, key.value)] = line
+        return found
+
+    def tell(self, place: Place, what: str) -> None:
+        """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
+        known = next(place[:end] for end in range(len(place), -1, -1) if place[:end] in self.lines)
+        self.problems.append((self.lines[known], f"{_shown(place)}: {what}"))
+
+
+class _Reader:
+    """Turns a document into the data of a plan file, and what is wrong with that into problems of the document."""
+
+    def __init__(self, document: _Document) -> None:
+        self.document = document
+        self.tell = document.tell
+        self.data = self._known((), document.data, _KEYS)
+        self.policies: dict[str, Any] = {}
+        self.rows: dict[Place, Place] = {}  # where layers of the plan come from
+        self.told: set[Place] = set()  # places of the plan of which all has been said
+
+    def plan(self, name: str) -> Plan:
+        data, plan = self._plan_data(), None
+        try:
+            plan = Plan.model_validate(data)
+        except ValidationError as error:
+            for detail, problem in zip(error.errors(include_url=False), problems_of(error), strict=True):
+                if detail["loc"] not in self.told:
+                    self.tell(self._source(detail["loc"]), problem.removeprefix(f"{_shown(detail['loc'])}: "))
+        if plan is not None and not self.document.problems:
+            self._check_budgets(plan)
+        if plan is None or self.document.problems:
+            found = sorted(dict.fromkeys(self.document.problems), key=lambda problem: problem[0])
+            raise UsageError(list_problems([f"line {line}: {what}" for line, what in found], name))
+        return plan
+
+    def _plan_data(self) -> dict[str, Any]:
+        """The data of a plan file, as far as the document has it."""
+        data: dict[str, Any] = {key: self.data[key] for key in ("length", "scaling", "floor") if key in self.data}
+        for key, record in (("allocation", AllocationSpec), ("provenance", Provenance)):
+            if key in self.data:
+                data[key] = self._known((key,), self.data[key], record.model_fields)
+        model = self._known(("fingerprint",), self.data.get("fingerprint", {}), _FINGERPRINT)
+        data["model"] = {**model, **({"name": self.data["model"]} if "model" in self.data else {})}
+        self.policies = self._mapping(("policies",), self.data.get("policies", {}), "such as snapkv: {window: 8}")
+        for name, params in self.policies.items():
+            self._check_policy(name, params, ("policies", name), ("policies", name))
+        phases = {name: self._phase(name, model) for name in PHASES if self.data.get(name) is not None}
+        budgets = [layer.get("budget", []) for layer in next(iter(phases.values()), []) if layer is not None]
+        total = sum(entries for budget in budgets for entries in budget if type(entries) is int)
+        return {**data, **{name: {"layers": layers} for name, layers in phases.items()}, "total": max(total, 1)}
+
+    def _mapping(self, place: Place, value: Any, what: str) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        self.tell(place, f"must be a mapping {what}")
+        return {}
+
+    def _known(self, place: Place, value: Any, known: Iterable[str]) -> dict[str, Any]:
+        """A mapping without the keys that should not be there."""
+        names = list(known)
+        found = self._mapping(place, value, f"with the keys {', '.join(names)}")
+        for key in found:
+            if (*place, key) == ("total",):
+                self.tell(("total",), "follows from budgets: remove it")
+            elif key not in names:
+                self.tell((*place, key), f"unknown key{suggest(key, names)}")
+        return {key: found[key] for key in names if key in found}
+
+    def _phase(self, phase: str, model: Mapping[str, Any]) -> list[Any]:
+        """An item for every layer of the model."""
+        place, before = (phase, "layers"), len(self.document.problems)
+        given = self._known((phase,), self.data[phase], ("layers",)).get("layers", {})
+        count, heads = (_positive(model.get(key)) for key in ("layers", "kv_heads"))
+        rows: dict[int, tuple[str, Any]] = {}
+        for key, value in self._mapping(place, given, f"such as 0-7: {EXAMPLE}").items():
+            entry = self._entry((*place, key), value, heads or 1)
+            for layer in self._covered((*place, key), count):
+                if layer in rows:
+                    self.tell((*place, key), f"layer {layer} is in {rows[layer][0]}, too: give every layer once")
+                rows.setdefault(layer, (key, entry))
+        missing = sorted(set(range(count or 0)) - rows.keys())
+        if missing:
+            listed = ", ".join(layer_ranges(missing))
+            self.tell(place, f"says nothing of layer {listed}: add {EXAMPLE}, or {WHOLE} for the whole cache")
+        if len(self.document.problems) > before:
+            self.told.add(place)  # what a plan would say of its layers follows from these problems
+        ordered = [rows[layer] for layer in sorted(rows)]
+        self.rows |= {(*place, row): (*place, key) for row, (key, _) in enumerate(ordered)}
+        return [entry for _, entry in ordered]
+
+    def _covered(self, place: Place, count: int | None) -> Iterable[int]:
+        """The layers of a key such as 3 or 0-7 in a model of `count` layers."""
+        match = _LAYERS.fullmatch(str(place[-1]))
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first:
+            self.tell(place, "must be a layer or a range of layers, such as 3 or 0-7")
+        elif count is not None and last >= count:
+            self.tell(place, f"the model has layers 0 to {count - 1}")
+        return range(first, last + 1 if count is None else min(last + 1, count))
+
+    def _entry(self, place: Place, value: Any, heads: int) -> dict[str, Any] | None:
+        """The plan of a layer; None for the whole cache."""
+        if not isinstance(value, dict):
+            if value != WHOLE:
+                self.tell(place, f"must be {WHOLE} (the whole cache) or a mapping such as {EXAMPLE}")
+            return None
+        given = self._known(place, value, ("policy", "budget", "params"))
+        name, shares = given.get("policy"), "params" not in given
+        params = self.policies.get(str(name), {}) if shares else given["params"]
+        if isinstance(name, str) and not (shares and name in self.policies):
+            self._check_policy(name, params, (*place, "policy"), (*place, "params"))
+        entry: dict[str, Any] = {"policy": {"params": params, **({"name": name} if "policy" in given else {})}}
+        if "budget" in given:
+            budget = given["budget"]
+            entry["budget"] = budget if isinstance(budget, list) else [budget] * heads
+        return entry
+
+    def _check_policy(self, name: str, params: Any, named: Place, place: Place) -> None:
+        """Note an unknown name at `named`, parameters that it does not take at `place`."""
+        if not isinstance(params, dict):
+            self.tell(place, "must be a mapping such as {window: 8}")
+            return
+        try:
+            policy_class(name)
+        except UsageError as error:
+            self.tell(named, str(error))
+            return
+        try:
+            create_policy(name, params)
+        except UsageError as error:
+            self.tell(place, str(error))
+
+    def _check_budgets(self, plan: Plan) -> None:
+        """Note budgets below what policies always keep, and policies whose entries the allocation cannot share."""
+        self._check_whole(plan)
+        try:
+            check_plan(plan, "")
+        except UsageError as error:
+            for problem in str(error).split("\n  ")[1:]:
+                place, _, what = problem.partition(": ")
+                parts = tuple(int(part) if part.isdecimal() else part for part in place.split("."))
+                self.tell(self._source(parts), what)
+
+    def _check_whole(self, plan: Plan) -> None:
+        """Note policies that keep everything and would count as less."""
+        for phase in PHASES:
+            part = getattr(plan, phase)
+            for row, layer in enumerate(part.layers if part is not None and plan.length else ()):
+                if layer is not None and layer.policy.name == WHOLE and min(layer.budget) < plan.length:
+                    self.tell(
+                        self._source((phase, "layers", row, "budget")),
+                        f"is below {plan.length}, but {WHOLE} keeps all entries of a prompt of that length: give "
+                        f"{plan.length}",
+                    )
+
+    def _source(self, place: Place) -> Place:
+        """Where in the document a place of the plan comes from."""
+        if place[:1] == ("model",):
+            return ("model",) if place[1:2] == ("name",) else ("fingerprint", *place[1:])
+        key, rest = self.rows.get(place[:3], place[:3]), place[3:]
+        if rest[:2] == ("policy", "name"):
+            rest = ("policy",)
+        elif rest[:2] == ("policy", "params"):
+            rest = ("params", *rest[2:])
+        elif rest[:1] == ("budget",) and (*key, *rest) not in self.document.lines:
+            rest = ("budget",)  # one for all heads
+        return (*key, *rest)
+
+
+def _positive(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _shown(place: Place) -> str:
+    return ".".join(map(str, place)) or "the whole"

@@ -1,0 +1,180 @@
+"""Read what was typed: a list of methods with their settings, and the sizes to compare them at."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.calibration.recipe import parse_setting
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan.profile import EVICTED_RATIO, load_profile
+from kvsearch.policies import create_policy
+from kvsearch.policies.registry import policy_class, policy_names
+from kvsearch.strategies.baselines import RandomEviction
+from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe, Size, protected
+
+PROFILE = "profile.safetensors"
+BETA = "beta"  # the option of the pyramid
+Settings = Mapping[str, Any]
+
+
+def method_names() -> list[str]:
+    """All names that `find_methods` knows; profiles are given as NAME=DIR."""
+    policies = [name for name in policy_names() if name not in METHODS and name != FULL]
+    return [*METHODS, *policies, RANDOM]
+
+
+def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
+    """The methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
+
+    METHOD:POLICY puts another policy under the budgets of a method. NAME=DIR looks budgets up in a calibrated profile,
+    whose policy keeps its own settings. `settings` are KEY=VALUE for all methods that have such a parameter or option,
+    or METHOD.KEY=VALUE for one.
+
+    Raises:
+        UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
+    common, own = _split(settings, [name.partition("=")[0] for name in names])
+    used: set[str] = set()
+    methods = [_method(name, common, own.get(name.partition("=")[0], {}), used) for name in names]
+    for key in common:
+        if key not in used:
+            raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
+    _refuse_equals(methods)
+    return methods
+
+
+def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
+    """The sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
+
+    Raises:
+        UsageError: no size, one that is no number or out of range, or one twice.
+    """
+    sizes = [Size(budget=_number(item, int, "budget", "128")) for item in _items(budgets)]
+    sizes += [Size(ratio=_number(item, float, "ratio", "0.8")) for item in _items(ratios)]
+    if not sizes:
+        raise UsageError("methods are compared at equal sizes: give --budgets (128,256) or --ratios (0.5,0.8)")
+    labels = [str(size) for size in sizes]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"the size {label} is given twice: give each once")
+    return sizes
+
+
+def _items(text: str | None) -> list[str]:
+    return [] if text is None else [item.strip() for item in text.split(",")]
+
+
+def _number(text: str, kind: Callable[[str], Any], noun: str, example: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{noun} {text!r} is not a number such as {example}") from None
+
+
+def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Settings of all methods, and those of single ones by label."""
+    common: dict[str, Any] = {}
+    own: dict[str, dict[str, Any]] = {}
+    for key, value in map(parse_setting, settings):
+        label, dot, name = key.rpartition(".")
+        if dot and label not in labels:
+            raise UsageError(f"--set {key}: no method is called {label!r}{suggest(label, labels)}")
+        place = own.setdefault(label, {}) if dot else common
+        if name in place:
+            raise UsageError(f"--set {key} is given twice: give it once")
+        place[name] = value
+    return common, own
+
+
+def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Method:
+    """One item of the list; notes in `used` which of the common settings it takes."""
+    name, found, source = item.partition("=")
+    if found:
+        return _calibrated(name.strip(), Path(source.strip()), common, own)
+    recipe = _recipe(name)
+    policy_keys, option_keys = _keys(recipe)
+    known = [*policy_keys, *option_keys]
+    for key in own:
+        if key not in known:
+            raise UsageError(f"method {name} has no setting {key!r}{suggest(key, known) if known else ''}")
+    settings = {key: value for key, value in common.items() if key in known}
+    used.update(settings)
+    settings.update(own)
+    options = {key: settings[key] for key in option_keys if key in settings and key not in policy_keys}
+    return _built(name, recipe, {key: settings[key] for key in policy_keys if key in settings}, options)
+
+
+def _recipe(name: str) -> Recipe:
+    """What `name`, a method, a policy or METHOD:POLICY, stands for."""
+    method, colon, policy = name.partition(":")
+    if method == FULL:
+        raise UsageError("the full cache is always there: leave the method full out")
+    if method not in METHODS and (colon or method not in method_names()):
+        known = list(METHODS) if colon else method_names()
+        raise UsageError(f"unknown method {method!r}{suggest(method, known)}")
+    recipe = METHODS.get(method, Recipe(method))
+    if colon and policy not in policy_names():
+        raise UsageError(f"method {name}: unknown policy {policy!r}{suggest(policy, policy_names())}")
+    return recipe._replace(policy=policy) if colon else recipe
+
+
+def _keys(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Names of the policy's parameters, and of the options of allocation and allocator; controls have none."""
+    if recipe.policy == RANDOM:
+        return [], []
+    parameters = [field.name for field in dataclasses.fields(policy_class(recipe.policy))]
+    allocation = create_allocation(recipe.allocation, recipe.options)
+    options = [] if allocation is None else [key for key in allocation.parameters() if key not in recipe.options]
+    return parameters, options + [BETA] * (recipe.allocator == Pyramid.name)
+
+
+def _built(name: str, recipe: Recipe, params: Settings, options: Settings) -> Method:
+    shared = {key: value for key, value in options.items() if key != BETA}
+    try:
+        policy = RandomEviction() if recipe.policy == RANDOM else create_policy(recipe.policy, params)
+        allocation = create_allocation(recipe.allocation, {**recipe.options, **shared})
+        floor = max(1, protected(policy))
+        beta = options.get(BETA, Pyramid.beta)
+        if type(beta) not in (int, float):
+            raise UsageError(f"beta must be float, got {beta!r}")
+        allocator = Pyramid(float(beta), floor) if recipe.allocator == Pyramid.name else Uniform()
+    except UsageError as error:
+        raise UsageError(f"method {name}: {error}") from error
+    return Method(name, policy, Formula(allocator, floor), allocation)
+
+
+def _calibrated(name: str, source: Path, common: Settings, own: Settings) -> Method:
+    if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
+        raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
+    if own:
+        raise UsageError(f"method {name} keeps the settings that it was calibrated with: calibrate anew to change them")
+    profile = load_profile(source / PROFILE if source.is_dir() else source)
+    if EVICTED_RATIO not in profile.arrays:
+        raise UsageError(f"method {name}: {source} is a {profile.metadata.method} profile, without a table of budgets")
+    spec = profile.metadata.policy
+    policy = create_policy(spec.name, spec.params)
+    for key, value in policy.parameters().items():
+        if common.get(key, value) != value:
+            told = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"
+            warnings.warn(told, KvsearchWarning, stacklevel=2)
+    return Method(name, policy, Calibrated(profile), source=source)
+
+
+def _refuse_equals(methods: Sequence[Method]) -> None:
+    for number, method in enumerate(methods):
+        for other in methods[:number]:
+            if method.name == other.name:
+                raise UsageError(f"the method {method.name} is given twice: give each once")
+            if dataclasses.replace(method, name=other.name) == other:
+                raise UsageError(f"the methods {other.name} and {method.name} are the same: leave one out")

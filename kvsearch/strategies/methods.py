@@ -1,0 +1,224 @@
+"""Methods by name, as papers compare them: an eviction policy, a layout of budgets, and what is shared out per prompt.
+
+Budgets are laid out anew for every prompt length, with the same exact total for all methods of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsearch.budgets.dynamic import Allocation
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.budgets.uniform import Uniform
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile
+from kvsearch.plan.rounding import round_half_up
+from kvsearch.policies import Policy
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import BudgetTable, PhaseProgram
+from kvsearch.strategies.direct import PHASES, check_request
+from kvsearch.strategies.from_profile import Target, round_ratios
+
+Ints = NDArray[np.int64]
+Heads = tuple[int, int]  # layers, kv heads
+FULL, RANDOM = "full", "random"  # what is always compared, and a control
+
+
+class Recipe(NamedTuple):
+    """What a method's name stands for."""
+
+    policy: str
+    allocator: str = "uniform"  # or "pyramid"
+    allocation: str = "static"
+    options: Mapping[str, str] = {}  # of the allocation
+
+
+METHODS: dict[str, Recipe] = {
+    "uniform": Recipe("snapkv"),
+    "pyramid": Recipe("pyramidkv", "pyramid"),
+    "adakv": Recipe("snapkv", allocation="adakv"),
+    "ada-pyramid": Recipe("pyramidkv", "pyramid", "adakv"),
+    "cake": Recipe("cake", allocation="cake"),
+    "lava": Recipe("lava", allocation="lava"),
+    "lava-uniform": Recipe("lava", allocation="lava", options={"layers": "planned"}),
+    "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
+    "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a method holds: `budget` entries per kv head on average, or all but the share `ratio` of a prompt.
+
+    Raises:
+        UsageError: not exactly one of them, or one out of range.
+    """
+
+    budget: int | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 1:
+            raise UsageError(f"a budget of {self.budget} keeps nothing: give at least 1 entry per kv head")
+        Target(self.ratio, self.budget)
+
+    def __str__(self) -> str:
+        return str(self.budget) if self.budget is not None else str(self.ratio)
+
+    @property
+    def words(self) -> str:
+        """The size for people."""
+        if self.budget is not None:
+            return f"{self.budget} {'entry' if self.budget == 1 else 'entries'} per kv head"
+        return f"{100 * float(self.ratio or 0):g}% evicted"
+
+    def total(self, length: int, heads: int) -> int:
+        """Entries of `heads` kv heads together for a prompt of `length` tokens, at least one each.
+
+        A budget counts in full where the prompt is shorter.
+        """
+        if self.budget is not None:
+            return self.budget * heads
+        return max(int(round_half_up((1 - float(self.ratio or 0)) * length * heads)), heads)
+
+    def as_json(self) -> dict[str, int | float]:
+        """The one number that is given, by its name."""
+        return {"budget": self.budget} if self.budget is not None else {"ratio": float(self.ratio or 0)}
+
+
+class Layout(Protocol):
+    """How a total becomes budgets [L, Hkv]."""
+
+    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
+        """Budgets that sum to `total`, each at most `length`."""
+        ...
+
+    def definition(self) -> dict[str, Any]:
+        """Everything that the budgets depend on besides the arguments, as JSON."""
+        ...
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Budgets that need no measurement. `floor` is what every head gets first, as far as the total reaches."""
+
+    allocator: Uniform | Pyramid
+    floor: int
+
+    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
+        """See `Layout.budgets`."""
+        least = min(self.floor, length, total // (heads[0] * heads[1]))
+        budgets: Ints = self.allocator.allocate(np.zeros(heads), total, np.full(heads, least), np.full(heads, length))
+        return budgets
+
+    def definition(self) -> dict[str, Any]:
+        """See `Layout.definition`."""
+        return {"allocator": self.allocator.name, "options": asdict(self.allocator), "floor": self.floor}
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Budgets looked up in a profile at the share that the total evicts of the prompt at hand."""
+
+    profile: Profile
+
+    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
+        """See `Layout.budgets`; UsageError if the profile has no table of local ratios."""
+        size = heads[0] * heads[1]
+        floor = min(max(self.profile.metadata.floor, 1), length, total // size)
+        if total >= length * size:
+            return np.full(heads, length, dtype=np.int64)
+        return round_ratios(self.profile.local_ratios(1 - total / (length * size)), length, total, floor)
+
+    def definition(self) -> dict[str, Any]:
+        """See `Layout.definition`."""
+        return {
+            "profile_sha256": sha256(self.profile.to_bytes()).hexdigest(),
+            "calibrated": self.profile.metadata.method,
+        }
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy for all full-attention layers, the layout of its budgets, and an allocation (None: they hold as laid).
+
+    `source` is where a profile was read from, for messages.
+    """
+
+    name: str
+    policy: Policy
+    layout: Layout
+    allocation: Allocation | None = None
+    source: Path | None = field(default=None, compare=False)
+
+    def check(self, sizes: Sequence[Size]) -> None:
+        """Find what is wrong with the sizes before a model is loaded.
+
+        Raises:
+            UsageError: a budget below what the policy protects, or an allocation that cannot share its entries.
+        """
+        try:
+            for size in sizes:
+                if size.budget is not None:
+                    check_request(self.policy, Target(budget=size.budget), self.allocation)
+                elif self.allocation is not None:
+                    self.allocation.check(self.policy, "allocation")
+        except UsageError as error:
+            raise UsageError(f"method {self.name}: {error}") from error
+
+    def program(self, loaded: LoadedModel, size: Size, phases: str = "prefill") -> Program:
+        """The method on a model, in the phases of that name: prefill, decode or both.
+
+        Prefill budgets sum to `size.total`, or to all of a shorter prompt. Decode budgets sum to `size.total` always.
+
+        Raises:
+            IncompatibleError: the profile is of another model.
+            UsageError: the allocation cannot share the policy's entries, or the policy has no decode rule.
+        """
+        if isinstance(self.layout, Calibrated):
+            metadata = self.layout.profile.metadata
+            metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
+        shape = describe(loaded.model)
+        heads = (len(shape.full_layers), shape.kv_heads)
+        policies, floor = dict.fromkeys(shape.full_layers, self.policy), max(1, protected(self.policy))
+        chosen = {
+            phase: PhaseProgram(policies, self._table(size, heads, decode=phase == "decode"), floor)
+            for phase in PHASES[phases]
+        }
+        return Program(chosen.get("prefill"), chosen.get("decode"), self.allocation)
+
+    def definition(self, size: Size, phases: str) -> dict[str, Any]:
+        """Everything that decides what is kept, as JSON."""
+        allocation = self.allocation
+        shared = None if allocation is None else {"name": allocation.name, "options": allocation.parameters()}
+        return {
+            "policy": {"name": self.policy.name, "params": self.policy.parameters()},
+            "budgets": self.layout.definition(), "allocation": shared, "size": size.as_json(), "phases": phases,
+        }  # fmt: skip
+
+    def _table(self, size: Size, heads: Heads, *, decode: bool) -> BudgetTable:
+        @cache
+        def table(length: int) -> Ints:
+            total = size.total(length, heads[0] * heads[1])
+            # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
+            most = max(length, -(-total // (heads[0] * heads[1]))) if decode else length
+            budgets = self.layout.budgets(min(total, most * heads[0] * heads[1]), most, heads)
+            budgets.setflags(write=False)
+            return budgets
+
+        return table
+
+
+def protected(policy: Policy) -> int:
+    """Entries per kv head that a policy always keeps."""
+    return policy.sink_count + policy.window_count

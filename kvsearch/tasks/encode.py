@@ -1,0 +1,241 @@
+"""The questions of a task in token ids: what is cut to fit the model and what is left out, both counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.samples import token_hash
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
+from kvsearch.tasks.scoring import score
+
+NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty answer"
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One question: its number within its example, and token ids [K] up to where the model takes over.
+
+    Empty answers are left out of its `query`.
+    """
+
+    number: int
+    query: Query
+    ids: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A context, token ids [T], and its questions.
+
+    `truncated`: the middle of the context was cut out. `whole` names the context before that: SHA-256 of token ids.
+    """
+
+    key: str
+    context: Tensor
+    questions: tuple[Question, ...]
+    truncated: bool
+    whole: str
+
+    def with_question(self, question: Question) -> Tensor:
+        """Token ids of everything before the reply; the same under every protocol."""
+        return torch.cat([self.context, question.ids])
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a task is asked."""
+
+    task: str
+    category: str
+    wanted: int  # contexts that the evaluation asked for
+    found: int  # contexts that the task has
+    contexts: int  # contexts with a usable question
+    truncated: int  # contexts whose middle was cut out
+    questions: int
+    excluded: dict[str, int]  # questions left out, by reason
+
+
+@dataclass(frozen=True, eq=False)
+class TaskPrompts:
+    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`."""
+
+    task: Task
+    format: PromptFormat
+    prompts: tuple[Prompt, ...]
+    coverage: Coverage
+    contexts: Mapping[str, str]
+
+    @property
+    def distinct(self) -> int:
+        """How many different contexts there are."""
+        return len({self.contexts[prompt.key] for prompt in self.prompts})
+
+
+def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
+    """What names the context of every task and key; equal names are one context, whose questions are not independent.
+
+    Contexts are equal if their token ids are, before any cut. Where all of a task are, as with worked examples, they
+    say nothing about its questions: then every key is a context of its own.
+    """
+    return {(task.task.name, key): name for task in tasks for key, name in task.contexts.items()}
+
+
+def encode_tasks(
+    loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int = 0, max_length: int | None = None
+) -> list[TaskPrompts]:
+    """Up to `samples` examples of every task, cut to what the model and `max_length` allow.
+
+    Raises:
+        UsageError: two tasks of one name, a task without a usable question, one that fills contexts to a length above
+            the limit, or a question to which the metric can judge no reply.
+        IncompatibleError: a question leaves no room for its context.
+    """
+    doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
+    if doubled:
+        raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
+    count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
+    for task in tasks:
+        _check_length(loaded, task, limit)
+    return [encode(loaded.tokenizer, task, task.examples(samples, seed, count), samples, limit) for task in tasks]
+
+
+def counter(tokenizer: Any) -> TokenCount:
+    """How many tokens a text has, without special ones."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def most_tokens(model: Any, max_length: int | None = None) -> int | None:
+    """How many tokens prompt and reply may have together: what the model takes, or `max_length` where that is less."""
+    limits = [limit for limit in (describe(model).max_positions, max_length) if limit]
+    return min(limits, default=None)
+
+
+def encode(
+    tokenizer: Any, task: Task, examples: Sequence[Example], wanted: int | None = None, limit: int | None = None
+) -> TaskPrompts:
+    """Examples in token ids, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`."""
+    _check(task, examples)
+    form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
+    prompts = tuple(_prompts(form, examples, limit, excluded))
+    if not prompts:
+        raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
+    _check_answers(task, prompts)
+    coverage = Coverage(
+        task.name,
+        task.category,
+        wanted=len(examples) if wanted is None else wanted,
+        found=len(examples),
+        contexts=len(prompts),
+        truncated=sum(prompt.truncated for prompt in prompts),
+        questions=sum(len(prompt.questions) for prompt in prompts),
+        excluded=dict(sorted(excluded.items())),
+    )
+    return TaskPrompts(task, form, prompts, coverage, _contexts(prompts))
+
+
+def listed(excluded: dict[str, int]) -> str:
+    """Reasons and counts in words, for people."""
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(excluded.items()))
+
+
+def middle_cut(ids: Tensor, lead: int, room: int) -> Tensor:
+    """At most `room` of the token ids [T]: the first `lead`, and of the others half from the head, half from the tail.
+
+    An odd one goes to the head.
+    """
+    if len(ids) <= room:
+        return ids
+    tail = (room - lead) // 2
+    return torch.cat([ids[: room - tail], ids[len(ids) - tail :]])
+
+
+def _check(task: Task, examples: Sequence[Example]) -> None:
+    if "" in task.stops:
+        raise UsageError(f"task {task.name} stops at an empty text: every reply would end at once")
+    silent = [example.key for example in examples if not example.queries]
+    if silent:
+        raise UsageError(f"task {task.name}, example {silent[0]}: a context without questions")
+    doubled = [key for key, times in Counter(example.key for example in examples).items() if times > 1]
+    if doubled:
+        raise UsageError(f"task {task.name}: two examples have the key {doubled[0]!r}, keys must be unique")
+
+
+def _check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
+    """Texts that are made to a length would lose what was hidden in them, which says nothing about a method."""
+    longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
+    if limit is not None and longest > limit:
+        taker = "--max-length allows" if limit < (most_tokens(loaded.model) or limit + 1) else f"{loaded.name} takes"
+        raise UsageError(f"task {task.name} makes prompts of {longest} tokens, {taker} {limit}: lower --length")
+
+
+def _check_answers(task: Task, prompts: Sequence[Prompt]) -> None:
+    """Find out, before anything is generated, whether the metric understands the answers."""
+    for prompt in prompts:
+        for question in prompt.questions:
+            score(task, prompt.key, question.number, question.query, "")
+
+
+def _prompts(
+    form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
+) -> Iterator[Prompt]:
+    for example in examples:
+        try:
+            whole = form.context(example.context)[0]
+        except EmptyTextError:
+            excluded[NO_CONTEXT] += len(example.queries)
+            continue
+        questions = tuple(_questions(form, example, excluded))
+        if questions:
+            context = whole if limit is None else _fitted(form, example, whole, questions, limit)
+            yield Prompt(example.key, context, questions, len(context) < len(whole), token_hash(whole))
+
+
+def _contexts(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """See `contexts_of`."""
+    several = len({prompt.whole for prompt in prompts}) > 1
+    return {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
+
+
+def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
+    for number, query in enumerate(example.queries):
+        ids, answers = form.question(query.question, query.prefix)[0], _usable_answers(form, query)
+        if not len(ids):
+            excluded[NO_QUESTION] += 1
+        elif query.answers and not answers:
+            excluded[NO_ANSWER] += 1
+        else:
+            yield Question(number, replace(query, answers=answers), ids)
+
+
+def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
+    """The answers that are not empty: metrics that look for an answer in the reply would always find an empty one."""
+    usable = []
+    for answer in query.answers:
+        with suppress(EmptyTextError):
+            form.answer(answer, query.prefix)
+            usable.append(answer)
+    return tuple(usable)
+
+
+def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:
+    """The context cut so that the longest of its questions fits; all of them, under any protocol, see the same."""
+    longest = max(questions, key=lambda question: len(question.ids) + question.query.max_new_tokens)
+    room = limit - len(longest.ids) - longest.query.max_new_tokens
+    if room < min(len(context), form.lead + 2):
+        raise IncompatibleError(
+            f"task {example.task}, example {example.key}, question {longest.number}: {len(longest.ids)} tokens and a "
+            f"reply of up to {longest.query.max_new_tokens} leave no room for the context within {limit} tokens: "
+            "shorten them or raise the limit"
+        )
+    return middle_cut(context, form.lead, room)

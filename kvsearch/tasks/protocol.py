@@ -1,0 +1,53 @@
+"""When a context is compressed: before its questions are known, or together with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.tasks.encode import Prompt, Question
+
+Protocol = Literal["question-agnostic", "question-aware"]
+QUESTION_AGNOSTIC: Protocol = "question-agnostic"
+QUESTION_AWARE: Protocol = "question-aware"
+PROTOCOLS = (QUESTION_AGNOSTIC, QUESTION_AWARE)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one sequence of a batch compresses as one, and the questions it replies to afterwards.
+
+    Question-agnostic: the context; all its questions follow, none of which sees another. Question-aware: context,
+    question and the reply's prefix; the reply follows at once.
+    """
+
+    prompt: Prompt
+    questions: tuple[Question, ...]
+    protocol: Protocol
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids [T] of what is compressed."""
+        if self.protocol == QUESTION_AGNOSTIC:
+            return self.prompt.context
+        return self.prompt.with_question(self.questions[0])
+
+
+def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
+    """One reading per context (question-agnostic) or per question (question-aware)."""
+    if protocol == QUESTION_AGNOSTIC:
+        return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
+    return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
+
+
+def find_protocol(name: str) -> Protocol:
+    """The protocol of that name; UsageError if there is none."""
+    for protocol in PROTOCOLS:
+        if name == protocol:
+            return protocol
+    raise UsageError(f"unknown protocol {name!r}{suggest(name, PROTOCOLS)}")

@@ -1,0 +1,260 @@
+"""Train the bundled model from nothing on a CPU:  python -m kvsearch.tasks.synthetic.train --out DIR --minutes 60
+
+Three things make a tiny model learn long-context recall within an hour on two cores:
+
+1. Associative recall first, on two layers: `k v k v ... k v` with every answer supervised. The phase change (loss
+   falls off a cliff) comes within a minute. Two heads of layer 0 start out looking one and two tokens back.
+2. Then grow without forgetting: query heads are duplicated over the same kv heads, new layers write nothing at first.
+3. Then the real language, short and dense at first; the context grows whenever the model answers nine in ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.synthetic.language import (
+    Document,
+    Names,
+    bells,
+    chains,
+    code_facts,
+    code_pairs,
+    compose,
+    item_facts,
+    votes,
+)  # fmt: skip
+from kvsearch.tasks.synthetic.tokenizer import tokenizer
+
+HEAD_DIM = 16
+CONTEXTS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+TOKENS_PER_STEP = 4096
+PASS_MARK = 0.9
+TEXT_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # [B, T] token ids, padded on the right
+    weight: Tensor  # [B, T] loss weight of predicting each token
+
+
+def build(layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(v.WORDS), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=HEAD_DIM, initializer_range=0.1,
+            max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False, attention_bias=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def seed_previous_token_heads(model: LlamaForCausalLM, offsets: dict[int, int], amplitude: float = 2.5) -> None:
+    """Bias head h of layer 0 towards the token `offsets[h]` positions back (through the rotary phase)."""
+    attention = model.model.layers[0].self_attn
+    half = HEAD_DIM // 2
+    theta = 10000.0 ** (-torch.arange(half) / half)
+    with torch.no_grad():
+        for head, offset in offsets.items():
+            rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+            key, query = torch.zeros(HEAD_DIM), torch.zeros(HEAD_DIM)
+            key[:half] = amplitude
+            query[:half], query[half:] = amplitude * torch.cos(theta * offset), -amplitude * torch.sin(theta * offset)
+            attention.q_proj.bias[rows], attention.k_proj.bias[rows] = query, key
+            attention.q_proj.weight[rows] *= 0.1
+            attention.k_proj.weight[rows] *= 0.1
+
+
+def grow(small: LlamaForCausalLM, layers: int, hidden: int) -> LlamaForCausalLM:
+    """Two query heads per kv head and `layers` layers, computing (almost) what the two-layer model computed."""
+    heads = small.config.num_attention_heads
+    large = build(layers, 2 * heads, heads, hidden)
+    old, new = small.state_dict(), large.state_dict()
+    places = (0, layers // 2)
+    for name, tensor in old.items():
+        if ".layers." in name:
+            index = int(name.split(".layers.")[1].split(".")[0])
+            name = name.replace(f".layers.{index}.", f".layers.{places[index]}.")
+        if "q_proj" in name:
+            tensor = tensor.view(heads, HEAD_DIM, *tensor.shape[1:]).repeat_interleave(2, 0).flatten(0, 1)
+            tensor = tensor + 0.01 * torch.randn_like(tensor)
+        elif "o_proj.weight" in name:
+            tensor = tensor.view(-1, heads, HEAD_DIM).repeat_interleave(2, 1).flatten(1) / 2
+        new[name] = tensor
+    for index in set(range(layers)) - set(places):
+        for part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            new[f"model.layers.{index}.{part}"].zero_()
+    large.load_state_dict(new)
+    return large
+
+
+def recall_batch(rng: np.random.Generator, rows: int, pairs: int, queries: int, names: int) -> Batch:
+    """Associative recall: `k v` pairs, then queries `k v` with every `v` supervised."""
+    keys = np.array([v.TOKEN_ID[word] for word in v.KEYS])[np.argsort(rng.random((rows, names)), 1)[:, :pairs]]
+    values = np.array([v.TOKEN_ID[word] for word in v.VALUES])[rng.integers(0, names, (rows, pairs))]
+    asked = rng.integers(0, pairs, (rows, queries))
+    ids = np.full((rows, 1 + 2 * pairs + 2 * queries), v.TOKEN_ID[v.BOS])
+    weight = np.zeros(ids.shape, dtype=np.float32)
+    ids[:, 1 : 1 + 2 * pairs : 2], ids[:, 2 : 2 + 2 * pairs : 2] = keys, values
+    ids[:, 1 + 2 * pairs :: 2] = np.take_along_axis(keys, asked, 1)
+    ids[:, 2 + 2 * pairs :: 2] = np.take_along_axis(values, asked, 1)
+    weight[:, 2 + 2 * pairs :: 2] = ANSWER_WEIGHT
+    return Batch(torch.tensor(ids), torch.tensor(weight))
+
+
+def training_document(rng: random.Random, length: int) -> Document:
+    """A random mixture of all kinds of evidence, from sparse to one third of the words."""
+    names = Names(rng)
+    room = int(length * rng.choice((0.05, 0.1, 0.2, 0.33))) + 12
+    makers = [
+        lambda: code_facts(rng, names, rng.randint(1, 4)),
+        lambda: code_pairs(rng, names, rng.randint(2, 4)),
+        lambda: item_facts(rng, names, 1),
+        lambda: chains(rng, names, 1),
+    ]
+    needles = []
+    if rng.random() < 0.5:
+        needles.append(votes(rng, rng.randint(3, 10), rng.randint(2, 4)))
+    if rng.random() < 0.5:
+        needles.append(bells(rng.randint(1, 6)))
+    room -= sum(group.tokens for group in needles)
+    for _ in range(14):
+        if names.left("key", v.KEYS) < 4 or names.left("variable", v.VARIABLES) < 3:
+            break
+        group = rng.choice(makers)()
+        if group.tokens <= room:
+            needles.append(group)
+            room -= group.tokens
+    return compose(rng, length, needles, mentions=rng.randint(0, 4), tail_mentions=rng.randint(0, 2))
+
+
+def encode(document: Document, questions: int) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
+    """Token ids, loss weights and the (task, start, end) of every answer, questions one after another."""
+    words, weight = list(document.words), [TEXT_WEIGHT] * len(document.words)
+    spans = []
+    for question in document.questions[:questions]:
+        words += question.prompt
+        spans.append((question.task, len(words), len(words) + len(question.answer)))
+        words += question.answer
+        weight += [TEXT_WEIGHT] * len(question.prompt) + [ANSWER_WEIGHT] * len(question.answer)
+    return [v.TOKEN_ID[word] for word in words], weight, spans
+
+
+def document_batch(rng: random.Random, length: int, questions: int) -> Batch:
+    rows = max(4, TOKENS_PER_STEP // (length + 40))
+    encoded = [encode(training_document(rng, length), questions) for _ in range(rows)]
+    width = max(len(ids) for ids, _, _ in encoded)
+    ids, weight = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width)
+    for row, (tokens, weights, _) in enumerate(encoded):
+        ids[row, : len(tokens)], weight[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(weights)
+    return Batch(ids, weight)
+
+
+@torch.no_grad()
+def accuracy(model: LlamaForCausalLM, rng: random.Random, length: int, documents: int = 12) -> dict[str, float]:
+    """Exact match per task, every answer token predicted from the true tokens before it."""
+    model.eval()
+    hits: dict[str, list[bool]] = {}
+    for _ in range(documents):
+        ids, _, spans = encode(training_document(rng, length), 6)
+        predicted = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        for task, start, end in spans:
+            hits.setdefault(task, []).append(predicted[start - 1 : end - 1] == ids[start:end])
+    model.train()
+    return {task: sum(hit) / len(hit) for task, hit in sorted(hits.items())}
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    rng, numpy_rng = random.Random(args.seed), np.random.default_rng(args.seed)
+    model = build(2, args.kv_heads, args.kv_heads, args.hidden)
+    seed_previous_token_heads(model, {0: 1, 1: 2})
+    optimizer = adamw(model)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = (args.out / "training.jsonl").open("w")
+    started, step, stage_step, stage, recall_names = time.monotonic(), 0, 0, -1, 32
+    while (elapsed := time.monotonic() - started) < args.minutes * 60:
+        if stage < 0:
+            batch = recall_batch(numpy_rng, 64, 8, 16, recall_names)
+        else:
+            length = CONTEXTS[stage] if rng.random() < 0.7 else rng.choice(CONTEXTS[: stage + 1])
+            batch = document_batch(rng, length, 6)
+        rate = args.rate * min(1.0, (stage_step + 1) / 100) * cooldown(elapsed / (args.minutes * 60))
+        loss, hit = update(model, optimizer, batch, rate)
+        step, stage_step = step + 1, stage_step + 1
+        if step % 50 == 0:
+            row: dict[str, Any] = {"seconds": round(elapsed), "step": step, "loss": round(loss, 4)}
+            if stage < 0:
+                row |= {"stage": "recall", "accuracy": round(hit, 3)}
+                if hit > 0.95 and recall_names == len(v.KEYS):
+                    model = grow(model, args.layers, args.hidden)
+                    optimizer, stage, stage_step = adamw(model), 0, 0
+                elif hit > 0.95:
+                    recall_names = len(v.KEYS)
+            else:
+                scores = accuracy(model, rng, CONTEXTS[stage])
+                row |= {"stage": CONTEXTS[stage], **{task: round(score, 2) for task, score in scores.items()}}
+                recall = [score for task, score in scores.items() if task not in ("vote", "count")]
+                limit = CONTEXTS.index(args.context)
+                if recall and sum(recall) / len(recall) > PASS_MARK and stage < limit:
+                    stage += 1
+            print(json.dumps(row), file=log, flush=True)
+        if step % 400 == 0:
+            model.save_pretrained(args.out)
+    model.save_pretrained(args.out)
+    tokenizer().save_pretrained(args.out)
+    log.close()
+
+
+def adamw(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def cooldown(progress: float) -> float:
+    """Full rate for the first 70% of the time, then linearly down to a twentieth."""
+    return 1.0 if progress < 0.7 else max(0.05, (1.0 - progress) / 0.3)
+
+
+def update(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: Batch, rate: float) -> tuple[float, float]:
+    """One step; returns the weighted loss and the share of fully weighted tokens predicted right."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
+    target, weight = batch.ids[:, 1:], batch.weight[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    loss = (losses * weight.flatten()).sum() / weight.sum()
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    asked = weight == ANSWER_WEIGHT
+    return loss.item(), ((logits.argmax(-1) == target) & asked).sum().item() / max(1, int(asked.sum()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--context", type=int, default=1024, choices=CONTEXTS)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.budgets.adakv import AdaKV, head_budgets
+from kvsearch.budgets.allocator import Allocator, Floats, Signals
+from kvsearch.errors import UsageError
+from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from tests.budgets.sweep import CANDIDATES, awkward, sweep
+
+VARIANTS: tuple[Literal["exact", "official", "kvpress"], ...] = ("exact", "official", "kvpress")
+
+
+class TestExact(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return AdaKV()
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
+
+
+class TestKvpress(TestExact):
+    def allocator(self) -> Allocator:
+        return AdaKV(variant="kvpress")
+
+
+def with_counts(counts: list[int], length: int = 40) -> Floats:
+    """A layer whose head h has counts[h] of the highest scores; all scores differ."""
+    scores = np.random.default_rng(sum(counts)).permuted(np.linspace(0, 0.9, len(counts) * length))
+    table = scores.reshape(len(counts), length)
+    for row, count in zip(table, counts, strict=True):
+        row[np.argsort(-row)[:count]] += 1
+    return table
+
+
+@pytest.mark.parametrize(
+    ("counts", "variant", "expected"),
+    [
+        ([8, 3, 1], "official", [6, 2, 1]),  # 9 of 12
+        ([9, 4, 2], "official", [8, 4, 3]),  # 8.2, 4.2, 2.6
+        ([9, 4, 2], "kvpress", [9, 4, 2]),
+        ([15, 0, 0], "kvpress", [13, 1, 1]),
+        ([8, 3, 1], "exact", [7, 3, 2]),  # 7.2, 3.2, 1.6
+        ([9, 4, 2], "exact", [8, 4, 3]),
+    ],
+)
+def test_worked_examples(
+    counts: list[int], variant: Literal["exact", "official", "kvpress"], expected: list[int]
+) -> None:
+    assert head_budgets(with_counts(counts), sum(counts), variant=variant).tolist() == expected
+
+
+def test_official_rounds_half_to_even() -> None:
+    assert head_budgets(with_counts([3, 1]), 4, 0.5, "official").tolist() == [2, 2]  # 2.5 and 1.5
+
+
+def test_worked_example_of_attention_and_values() -> None:
+    attention = np.array([[0.40, 0.20, 0.10, 0.05], [0.10, 0.10, 0.30, 0.20]])
+    assert head_budgets(attention, 4, floor_share=0).tolist() == [2, 2]
+    assert head_budgets(attention * [[1], [3]], 4, floor_share=0).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_floor_share_moves_from_counts_to_equal(variant: Literal["exact", "official", "kvpress"]) -> None:
+    scores = with_counts([12, 0, 0])
+    assert head_budgets(scores, 12, 0.0, variant).tolist() == [12, 0, 0]
+    assert head_budgets(scores, 12, 1.0, variant).tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("variant", ["exact", "kvpress"])
+def test_kvpress_and_exact_meet_any_total(variant: Literal["exact", "kvpress"]) -> None:
+    scores = np.random.default_rng(0).pareto(1.1, (3, 20))
+    for free in range(61):
+        assert head_budgets(scores, free, variant=variant).sum() == free
+
+
+def test_official_rounding_is_off_by_at_most_half_an_entry_up_and_one_and_a_half_down_per_head() -> None:
+    scores = np.random.default_rng(0).pareto(1.1, (3, 200))
+    off = [int(head_budgets(scores, 3 * c, variant="official").sum()) - 3 * c for c in range(1, 150)]
+    assert min(off) < 0
+    assert all(-4.5 <= o <= 1.5 for o in off)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_equal_scores_mean_equal_budgets(variant: Literal["exact", "official", "kvpress"]) -> None:
+    for value in (0.0, 3.0, -1.0):
+        assert head_budgets(np.full((4, 9), value), 20, variant=variant).tolist() == [5, 5, 5, 5]
+
+
+def test_ties_at_the_last_place_are_shared() -> None:
+    scores = [[5.0, 1, 1, 1], [4.0, 1, 1, 1], [1.0, 0, 0, 0]]
+    assert head_budgets(scores, 5, floor_share=0).tolist() == [2, 2, 1]
+    assert head_budgets(scores, 9, floor_share=0).tolist() == [4, 4, 1]
+
+
+def test_room_passes_the_rest_on() -> None:
+    scores = with_counts([12, 0, 0])
+    assert head_budgets(scores, 12, most=[5, 40, 40]).tolist()[0] == 5
+    assert head_budgets(scores, 12, most=4).tolist() == [4, 4, 4]
+    assert head_budgets(with_counts([6, 4, 2]), 12, 0.0, most=[3, 4, 40]).tolist() == [3, 4, 5]
+    assert head_budgets(scores, 120).tolist() == [40, 40, 40]
+
+
+def test_one_head_takes_all_and_none_take_nothing() -> None:
+    for variant in VARIANTS:
+        assert head_budgets([[1.0, 2, 3]], 2, 0.0, variant).tolist() == [2]
+        assert head_budgets(np.zeros((2, 0)), 0, variant=variant).tolist() == [0, 0]
+        assert head_budgets([[1.0], [2.0]], 0, variant=variant).tolist() == [0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_counts_are_those_of_the_sorted_layer(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads, length = (int(size) for size in rng.integers(1, 7, 2))
+    scores = rng.normal(size=(heads, length))
+    free = int(rng.integers(0, scores.size + 1))
+    best = np.argsort(-scores, axis=None, kind="stable")[:free]
+    assert head_budgets(scores, free, 0.0).tolist() == np.bincount(best // length, minlength=heads).tolist()
+    safe = int(0.5 * free / heads)
+    forced = np.where((-scores).argsort(1).argsort(1) < safe, np.inf, scores)
+    best = np.argsort(-forced, axis=None, kind="stable")[:free]
+    expected = np.bincount(best // length, minlength=heads)
+    assert head_budgets(scores, free, 0.5, "kvpress").tolist() == expected.tolist()
+
+
+def test_layers_are_even() -> None:
+    scores = np.stack([with_counts([9, 4, 2]), 1000 * with_counts([3, 3, 9])])
+    floors = np.full((2, 3), 8)
+    budgets = AdaKV().allocate(scores, 30 + 48, floors, floors + 40)
+    assert budgets.tolist() == [[16, 12, 11], [12, 11, 16]]  # 3.4, 3.4 and 8.2 in the second
+    assert AdaKV(floor_share=0).allocate(scores, 78, floors, floors + 40).tolist() == [[17, 12, 10], [11, 11, 17]]
+
+
+def test_one_layer_with_one_head() -> None:
+    one = np.ones((1, 1), dtype=np.int64)
+    assert AdaKV().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
+
+
+def test_no_head_gets_more_than_its_candidates() -> None:
+    floors, caps = np.full((1, 2), 2), np.full((1, 2), 50)
+    assert AdaKV().allocate(np.ones((1, 2, 3)), 10, floors, caps).tolist() == [[5, 5]]
+    with pytest.raises(UsageError, match=r"total 11 .* at least 4, at most 10"):
+        AdaKV().allocate(np.ones((1, 2, 3)), 11, floors, caps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scores": [[1.0, float("nan")]], "free": 1}, r"scores must be finite, got nan at \[0, 1\]"),
+        ({"scores": [[1.0, float("inf")]], "free": 1}, r"got inf at \[0, 1\]"),
+        ({"scores": [1.0, 2.0], "free": 1}, r"shape \[2\]"),
+        ({"scores": [[1.0, 2.0]], "free": 3}, "3 free entries cannot be met by 1 heads: at least 0, at most 2"),
+        ({"scores": [[1.0, 2.0]], "free": -1}, "-1 free"),
+        ({"scores": [[1.0, 2.0]], "free": 1, "floor_share": 1.5}, "floor_share must be in .0, 1., got 1.5"),
+        ({"scores": [[1.0, 2.0]], "free": 1, "floor_share": float("nan")}, "floor_share"),
+        ({"scores": [[1.0, 2.0]], "free": 1, "variant": "paper"}, "unknown variant 'paper'"),
+        ({"scores": [[1.0, 2.0]], "free": 1, "most": [1, 1]}, r"each of 1 heads, got shape \[2\]"),
+        ({"scores": [[1.0, 2.0]], "free": 1, "most": -1}, "most must be 0 or more, got -1"),
+    ],
+)
+def test_refusals(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        head_budgets(**arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals_of_the_allocator() -> None:
+    floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 5)
+    with pytest.raises(UsageError, match="official rounding"):
+        AdaKV(variant="official")
+    with pytest.raises(UsageError, match="floor_share"):
+        AdaKV(floor_share=-0.1)
+    with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 3, 9\]"):
+        AdaKV().allocate(np.ones((2, 3, 9)), 4, floors, caps)
+    with pytest.raises(UsageError, match=r"nan at \[1, 0, 2\]"):
+        scores = np.ones((2, 2, 9))
+        scores[1, 0, 2] = np.nan
+        AdaKV().allocate(scores, 4, floors, caps)
+    with pytest.raises(UsageError, match=r"got \[2, 2\] and \[2, 1\]"):
+        AdaKV().allocate(np.ones((2, 2, 9)), 4, floors, caps[:, :1])
+    with pytest.raises(UsageError, match=r"head \[0, 1\] has floor 6 and cap 5"):
+        AdaKV().allocate(np.ones((2, 2, 9)), 9, np.array([[0, 6], [0, 0]]), caps)
+
+
+def test_thousands_of_random_instances() -> None:
+    def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
+        return awkward(rng, (layers, heads, CANDIDATES))
+
+    sweep([AdaKV(), AdaKV(variant="kvpress"), AdaKV(floor_share=0), AdaKV(floor_share=1)], draw)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.budgets.lava import LAVa, layer_pools
+from kvsearch.budgets.lava import layer_entropy as entropy_of
+from kvsearch.errors import UsageError
+from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from tests.budgets.sweep import CANDIDATES, awkward, sweep
+
+
+class TestDynamic(AllocatorContract):
+    """More entropy, e.g. the square root of the scores, never costs the layer budget; which head gets it is open."""
+
+    def allocator(self) -> Allocator:
+        return LAVa()
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
+
+    def scaled(self, signals: Signals, layer: int, head: int) -> Signals:
+        flatter = signals.copy()
+        flatter[layer] **= 0.5
+        return flatter
+
+    def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
+        return int(budgets[layer].sum())
+
+
+class TestEqualHeads(TestDynamic):
+    def allocator(self) -> Allocator:
+        return LAVa(heads="equal")
+
+    def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
+        return int(budgets[layer, head])
+
+
+class TestEqualLayers(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return LAVa(layers="planned")
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
+
+
+def layer_entropy(scores: ArrayLike) -> float:
+    return float(entropy_of(torch.as_tensor(np.asarray(scores, dtype=np.float64))))
+
+
+SCORES = np.array([[0.4, 0.2, 0.1, 0.05], [0.3, 0.3, 0.9, 0.6]])
+
+
+def test_worked_example_of_entropy() -> None:
+    assert layer_entropy(SCORES) * np.log(8) == pytest.approx(1.8165, abs=5e-5)
+    assert layer_entropy(SCORES) == pytest.approx(0.8735, abs=5e-5)
+    assert layer_entropy(SCORES * 1e250) == pytest.approx(layer_entropy(SCORES))
+    assert layer_entropy(SCORES * 1e-250) == pytest.approx(layer_entropy(SCORES))
+
+
+def test_ends_of_entropy() -> None:
+    assert layer_entropy([[0, 0, 7.0], [0, 0, 0]]) == 0
+    assert layer_entropy(np.full((2, 3), 5.0)) == pytest.approx(1)
+    assert layer_entropy(np.full((2, 3), 1.7e308)) == pytest.approx(1)
+    assert layer_entropy(np.zeros((2, 3))) == 1
+    assert layer_entropy([[3.0]]) == layer_entropy(np.zeros((1, 1))) == layer_entropy(np.zeros((2, 0))) == 0
+    assert layer_entropy([[1.0, 1.0, 0, 0]]) == pytest.approx(0.5)
+
+
+def test_worked_example_of_pools() -> None:
+    assert layer_pools([0.9], 30).tolist() == [30]
+    assert layer_pools([0.9, 0.6], 30).tolist() == [18, 12]
+    assert layer_pools([0.9, 0.6, 0.75], 30).tolist() == [12, 8, 10]
+    assert layer_pools([0.9, 0.6, 0.75], 60, caps=20).tolist() == [20, 20, 20]
+    assert layer_pools([0.9, 0.6, 0.75], 30, caps=[9, 30, 30]).tolist() == [9, 9, 12]
+    assert layer_pools([0.0, 0.0, 0.0], 30).tolist() == [10, 10, 10]
+
+
+def spread(entries: int) -> Floats:
+    """A layer with this many equal scores; its entropy is log(entries) / log(40)."""
+    layer = np.zeros((2, 20))
+    layer.flat[np.arange(entries) * 2] = 1.0
+    return layer
+
+
+FLOORS = np.full((2, 2), 4)
+
+
+def test_pools_follow_the_entropy_above_the_floors() -> None:
+    scores = np.stack([spread(4), 50 * spread(16)])  # entropies 1 : 2
+    for heads in ("dynamic", "equal"):
+        budgets = LAVa(heads=heads).allocate(scores, 30 + 16, FLOORS, FLOORS + 20)  # type: ignore[arg-type]
+        assert budgets.sum(axis=1).tolist() == [18, 28]
+    assert LAVa(heads="equal").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
+    # The heads have 4 and 0 scores in the first layer, 10 and 6 in the second; the zeros go where fewer are ahead.
+    assert LAVa(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 5, 4 + 5], [4 + 10, 4 + 10]]
+
+
+def test_a_spike_leaves_a_layer_its_floors() -> None:
+    scores = np.stack([spread(1), spread(16)])
+    assert LAVa().allocate(scores, 30, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [8, 22]
+    assert LAVa().allocate(scores, 60, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [12, 48]
+
+
+def test_ablations() -> None:
+    rng = np.random.default_rng(1)
+    scores = rng.pareto(1.1, (3, 4, 30)) * np.array([1.0, 30, 900])[:, None, None]
+    floors = np.full((3, 4), 2)
+    caps = floors + 30
+    dynamic, even = LAVa(), LAVa(layers="planned")
+    for total in (100, 121, 240):
+        assert (even.allocate(scores, total, floors, caps) == AdaKV().allocate(scores, total, floors, caps)).all()
+        by_layer = LAVa(heads="equal").allocate(scores, total, floors, caps)
+        assert np.ptp(by_layer, axis=1).max() <= 1
+        both = dynamic.allocate(scores, total, floors, caps)
+        assert np.ptp(both, axis=1).max() > 1
+        assert np.abs(both.sum(axis=1) - by_layer.sum(axis=1)).max() <= 4
+
+
+def test_the_unit_of_one_layer_cancels() -> None:
+    scores = np.random.default_rng(2).pareto(1.1, (2, 2, 20))
+    other = scores * np.array([1.0, 64.0])[:, None, None]
+    one, two = (LAVa().allocate(s, 60, FLOORS, FLOORS + 20) for s in (scores, other))
+    assert (one == two).all()
+
+
+def test_no_scores_mean_equal_budgets() -> None:
+    assert LAVa().allocate(np.zeros((2, 2, 20)), 40, FLOORS, FLOORS + 20).tolist() == [[10, 10], [10, 10]]
+
+
+def test_one_layer_with_one_head() -> None:
+    one = np.ones((1, 1), dtype=np.int64)
+    assert LAVa().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="lava with planned layers and equal heads shares nothing: use static"):
+        LAVa(heads="equal", layers="planned")
+    with pytest.raises(UsageError, match=r"entropies must be finite and >= 0, got nan at \[1\]"):
+        layer_pools([1.0, float("nan")], 3)
+    with pytest.raises(UsageError, match=r"total 7 .* at most 6"):
+        layer_pools([1.0, 2.0], 7, caps=3)
+    for bad in (-1.0, float("nan"), float("inf")):
+        scores = np.ones((2, 2, 20))
+        scores[0, 1, 3] = bad
+        with pytest.raises(UsageError, match=rf"scores must be finite and >= 0, got {bad} at \[0, 1, 3\]"):
+            LAVa().allocate(scores, 40, FLOORS, FLOORS + 20)
+    with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 2\]"):
+        LAVa().allocate(np.ones((2, 2)), 40, FLOORS, FLOORS + 20)
+    with pytest.raises(UsageError, match="heads must be dynamic or equal, got 'even'"):
+        LAVa(heads="even")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="floor_share"):
+        LAVa(floor_share=2)
+
+
+def test_thousands_of_random_instances() -> None:
+    def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
+        return awkward(rng, (layers, heads, CANDIDATES))
+
+    sweep([LAVa(), LAVa(heads="equal"), LAVa(layers="planned"), LAVa(0.0)], draw)

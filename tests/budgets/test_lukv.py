@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.budgets.convex import marginal_gains
+from kvsearch.budgets.curves import eviction_loss, without_gap
+from kvsearch.budgets.exact import exact_budgets
+from kvsearch.budgets.lukv import MarginalAllocator, MarginalSolver, profile_grid
+from kvsearch.errors import UsageError
+from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from tests.budgets.samples import heavy_tailed, tables
+
+FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])
+SECOND = np.array([[[1.0, 1, 1, 5], [3, 2, 1, 1]]])
+
+
+def value(table: Floats, budgets: Ints) -> float:
+    return float(table.sum() - eviction_loss(table, budgets).sum())
+
+
+class TestBest(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return MarginalAllocator()
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return heavy_tailed(rng, (LAYERS, HEADS, LENGTH))
+
+    def slack(self, signals: Signals, floors: Ints, caps: Ints) -> int:
+        # Whole blocks are monotone; the leftover, smaller than the block that did not fit, may move between heads.
+        whole = [
+            marginal_gains(x[f:c]) for x, f, c in zip(signals.reshape(-1, LENGTH), floors.flat, caps.flat, strict=True)
+        ]
+        return max(int(np.unique(g, return_counts=True)[1].max(initial=1)) for g in whole) - 1
+
+
+class TestPartialBlock(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return MarginalAllocator(split="partial_block")
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return heavy_tailed(rng, (LAYERS, HEADS, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("table", "total", "best", "partial_block", "optimum"),
+    [(FIRST, 2, 6, 5, 6), (FIRST, 3, 10, 10, 10), (SECOND, 4, 7, 6, 8), (SECOND, 5, 11, 11, 11)],
+)
+def test_worked_examples(table: Floats, total: int, best: float, partial_block: float, optimum: float) -> None:
+    assert value(table, MarginalSolver(table).solve(total)) == best
+    assert value(table, MarginalSolver(table, split="partial_block").solve(total)) == partial_block
+    assert value(table, exact_budgets(table, total)) == optimum
+
+
+def test_a_perfect_ranking_assumed_costs_importance() -> None:
+    # LU-KV's ablation: solve as if the ranking were the oracle's, then evict with the ranking.
+    assert MarginalSolver(without_gap(SECOND), split="partial_block").solve(5).tolist() == [[3, 2]]
+    assert value(SECOND, np.array([[3, 2]])) == 8
+    assert value(SECOND, MarginalSolver(without_gap(SECOND)).solve(5)) == 8
+    assert MarginalSolver(SECOND).solve(5).tolist() == [[4, 1]]
+    assert value(SECOND, np.array([[4, 1]])) == 11
+
+
+def reference(table: Floats, floors: Ints, total: int) -> Ints:
+    """The split rule as it is stated: a heap of next blocks, then single head against brute-force density greedy."""
+    rows = table.reshape(-1, table.shape[-1])
+    prefix = [np.concatenate([[0.0], np.cumsum(row)]) for row in rows]
+    budgets = floors.ravel().copy()
+    runs: list[list[tuple[float, int]]] = []
+    for row, floor in zip(rows, budgets, strict=True):
+        gains = marginal_gains(row[floor:])
+        cuts = [0, *(np.flatnonzero(np.diff(gains)) + 1).tolist(), len(gains)]
+        runs.append([(gains[a], b - a) for a, b in itertools.pairwise(cuts) if b > a])
+    heap = [(-run[0][0], run[0][1], head, 0) for head, run in enumerate(runs) if run]
+    heapq.heapify(heap)
+    left = int(total - budgets.sum())
+    while heap and heap[0][1] <= left:
+        _, size, head, index = heapq.heappop(heap)
+        budgets[head] += size
+        left -= size
+        if index + 1 < len(runs[head]):
+            slope, size = runs[head][index + 1]
+            heapq.heappush(heap, (-slope, size, head, index + 1))
+    if not left:
+        return budgets.reshape(floors.shape)
+    single, spread = budgets.copy(), budgets.copy()
+    fits = [h for h in range(len(rows)) if budgets[h] + left <= table.shape[-1]]
+    single[max(fits, key=lambda h: prefix[h][budgets[h] + left] - prefix[h][budgets[h]])] += left
+    while left:
+        moves = [(h, k) for h in range(len(rows)) for k in range(1, min(left, len(rows[h]) - spread[h]) + 1)]
+        head, step = max(moves, key=lambda m: (prefix[m[0]][spread[m[0]] + m[1]] - prefix[m[0]][spread[m[0]]]) / m[1])
+        spread[head] += step
+        left -= step
+    better = value(table, spread.reshape(floors.shape)) > value(table, single.reshape(floors.shape))
+    return (spread if better else single).reshape(floors.shape)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_equals_the_rule_as_stated(seed: int, floor: int) -> None:
+    # Continuous importance, so that no two candidates tie.
+    rng = np.random.default_rng(seed)
+    table = heavy_tailed(rng, (int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.integers(3, 24))))
+    floors = np.full(table.shape[:2], floor)
+    solver = MarginalSolver(table, floors)
+    for total in rng.integers(solver.least, solver.most + 1, 6).tolist():
+        assert (solver.solve(total) == reference(table, floors, total)).all()
+
+
+@settings(max_examples=250, deadline=None)
+@given(tables(), st.data())
+def test_every_total_is_exact_feasible_and_at_least_the_partial_block(table: Floats, data: st.DataObject) -> None:
+    floors = np.array(
+        data.draw(st.lists(st.integers(0, table.shape[2]), min_size=table[..., 0].size, max_size=table[..., 0].size))
+    )
+    floors = floors.reshape(table.shape[:2])
+    solver, paper = MarginalSolver(table, floors), MarginalSolver(table, floors, split="partial_block")
+    totals = np.arange(solver.least, solver.most + 1)
+    tiny = 1e-9 * (1 + table.sum())
+    for total, best, partial in zip(totals, solver.solve_many(totals), paper.solve_many(totals), strict=True):
+        assert best.sum() == partial.sum() == total
+        assert (best >= floors).all()
+        assert (partial >= floors).all()
+        assert best.max() <= table.shape[2]
+        assert value(table, best) >= value(table, partial) - tiny
+        optimum = value(table, exact_budgets(table, int(total), floors))
+        assert value(table, best) <= optimum + tiny
+        if total in solver.whole_totals:
+            assert value(table, best) == pytest.approx(optimum)
+
+
+def test_totals_may_come_in_any_order() -> None:
+    solver = MarginalSolver(heavy_tailed(np.random.default_rng(1), (2, 3, 50)), 2)
+    totals = np.random.default_rng(2).permutation(np.arange(solver.least, solver.most + 1))
+    together = solver.solve_many([*totals, totals[0]])
+    assert all((row == solver.solve(int(total))).all() for row, total in zip(together, totals, strict=False))
+    assert (together[-1] == together[0]).all()
+
+
+@pytest.mark.parametrize(("layers", "heads", "length"), [(1, 3, 8), (1, 8, 16), (2, 8, 64)])
+def test_closer_to_the_optimum_than_the_partial_block(layers: int, heads: int, length: int) -> None:
+    rng = np.random.default_rng(7)
+    missed = {"best": 0.0, "partial_block": 0.0}
+    exact = dict.fromkeys(missed, 0)
+    for _ in range(60):
+        table = heavy_tailed(rng, (layers, heads, length))
+        total = int(rng.integers(1, table.size))
+        optimum = value(table, exact_budgets(table, total))
+        for split in ("best", "partial_block"):
+            gap = 1 - value(table, MarginalSolver(table, split=split).solve(total)) / optimum
+            missed[split] += gap / 60
+            exact[split] += gap < 1e-12
+    assert exact["best"] > exact["partial_block"]
+    assert missed["best"] < missed["partial_block"] / 2
+    assert missed["best"] < 1e-2
+
+
+def test_caps_cut_the_curves() -> None:
+    table = np.array([[[9.0, 9, 9, 9], [1, 1, 1, 1]]])
+    assert MarginalSolver(table, caps=[[2, 100]]).solve(5).tolist() == [[2, 3]]
+    # The second block of the first head needs the entry the cap forbids, so it is worth less there.
+    assert MarginalSolver(SECOND, caps=[[3, 4]]).solve(4).tolist() == [[0, 4]]
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0, 1e-30])
+def test_flat_heads_are_solved_fast_and_exactly(fill: float) -> None:
+    solver = MarginalSolver(np.full((4, 8, 512), fill), 5)
+    budgets = solver.solve_many(np.arange(solver.least, solver.most, 331))
+    assert (budgets.sum((1, 2)) == np.arange(solver.least, solver.most, 331)).all()
+
+
+def test_profile_rows_keep_the_global_ratio() -> None:
+    solver = MarginalSolver(heavy_tailed(np.random.default_rng(3), (3, 2, 70)), 1)
+    profile = profile_grid(solver)
+    assert profile.shape == (99, 3, 2)
+    assert profile.dtype == np.float32
+    kept = np.rint((1 - profile.astype(float)) * 70).astype(int)
+    for row in range(99):
+        assert kept[row].sum() == max(6, (2 * (99 - row) * 420 + 100) // 200)
+        assert (kept[row] == solver.solve(int(kept[row].sum()))).all()
+    assert profile.min() >= 0
+    assert profile.max() <= 1 - 1 / 70
+
+
+def test_profile_totals_are_clipped_to_the_bounds() -> None:
+    profile = profile_grid(MarginalSolver(np.ones((1, 2, 10)), 4, [[8, 6]]))
+    assert profile[98].tolist() == pytest.approx(np.full((1, 2), 0.6))
+    assert profile[0].ravel().tolist() == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"importance": np.ones((2, 3))}, r"\[2, 3\]"),
+        ({"importance": np.ones((1, 2, 3)), "floors": 4}, "floor 4 and cap 3"),
+        ({"importance": np.ones((1, 2, 3)), "floors": -1}, "floor -1"),
+        ({"importance": np.ones((1, 2, 3)), "floors": [1, 2, 3]}, "do not fit"),
+        ({"importance": np.full((1, 2, 3), np.nan)}, "nan"),
+        ({"importance": np.ones((1, 2, 3)), "split": "worst"}, "unknown split rule 'worst'"),
+    ],
+)
+def test_refusals(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        MarginalSolver(**arguments)  # type: ignore[arg-type]
+
+
+def test_infeasible_totals_are_refused() -> None:
+    solver = MarginalSolver(np.ones((1, 2, 3)), 1)
+    with pytest.raises(UsageError, match=r"total 1 .* at least 2, at most 6"):
+        solver.solve(1)
+    with pytest.raises(UsageError, match="total 7"):
+        solver.solve_many([3, 7])

@@ -1,0 +1,258 @@
+"""The cheap passes against the papers' procedure: every pattern, phase and layer, on every kind of architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvsearch.calibration.polykv.ablations import Disturbances, Measured
+from kvsearch.calibration.polykv.continuations import Continuations, PromptBatch, batches_of
+from kvsearch.calibration.polykv.layer_sweep import Sweeping
+from kvsearch.calibration.polykv.naive import Naive
+from kvsearch.calibration.polykv.tree import Tree, shared_attention
+from kvsearch.calibration.prompts import Following, Prompt
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import load
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime.attention import Logits, running
+from tests.families import FAMILIES, build
+
+EVERYTHING = ("cosine", "ppl", "entropy")
+NAMES = (
+    "h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming", "vatp", "lava",
+    "keydiff", "knorm", "expected_attention", "criticalkv",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def small(names: Sequence[str] = NAMES) -> tuple[Policy, ...]:
+    """Policies whose protected entries fit a budget of 9."""
+    settings: dict[str, Any] = {"window": 4, "kernel": 3, "sinks": 2, "history": 16}
+    made = []
+    for name in names:
+        known = create_policy(name, {}).parameters()
+        made.append(create_policy(name, {key: value for key, value in settings.items() if key in known}))
+    return tuple(made)
+
+
+def batch(*shapes: tuple[int, tuple[int, ...]], vocabulary: int = 97, seed: int = 0) -> PromptBatch:
+    """Prompts of random tokens: of each, its length and those of what follows; the answers start at the third token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(count: int) -> torch.Tensor:
+        return torch.randint(3, vocabulary, (1, count), generator=generator)
+
+    made = [
+        Prompt(random(length), number, tuple(Following(random(count), 2) for count in after))
+        for number, (length, after) in enumerate(shapes)
+    ]
+    return PromptBatch(range(len(made)), made)
+
+
+def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Disturbances:
+    shape = describe(model)
+    return Disturbances(policies, budgets, ("prefill", "decode"), shape.full_layers, shape.kv_heads)
+
+
+def both(
+    model: Any, what: Disturbances, prompts: PromptBatch, number: int = 0, groups: int = 10**6
+) -> tuple[Measured, Measured, Continuations]:
+    """What the sweep and the naive procedure measure of one continuation."""
+    after = prompts.continuations(number, CPU)
+    with running(model):
+        swept = Sweeping(model, what, prompts, EVERYTHING, 8, groups).measure(after)
+        naive = Naive(model, what, *prompts.padded(CPU)).measure(after)
+    return swept, naive, after
+
+
+def assert_same(swept: Measured, naive: Measured, tolerance: float = 1e-4) -> None:
+    for name, array in naive.arrays(outputs=True, losses=True).items():
+        found = swept.arrays(outputs=True, losses=True)[name]
+        assert np.isfinite(array).all()
+        np.testing.assert_allclose(found, array, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
+    """Sliding windows, soft caps, norms of queries, biases; padded prompts and continuations."""
+    model = build(family)
+    swept, naive, _ = both(model, tried(model, small(("snapkv", "tova", "h2o")), 9), batch((40, (9,)), (33, (6,))))
+    assert_same(swept, naive)
+    assert naive.loss.std() > 1e-3
+    assert naive.cosine.min() < 0.99
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
+    """At two budgets, of which the larger evicts nothing of one prompt before it is followed."""
+    model = build(family)
+    swept, naive, _ = both(model, tried(model, small(), 9, 30), batch((40, (12,)), (26, (8,))))
+    assert_same(swept, naive)
+
+
+def test_the_bundled_model_agrees_with_the_naive_procedure() -> None:
+    model = load("bundled").model
+    prompts = batch((300, (10,)), (280, (7,)), vocabulary=300)
+    swept, naive, _ = both(model, tried(model, small(("snapkv", "scissorhands", "cam", "d2o")), 32), prompts)
+    assert_same(swept, naive)
+
+
+@pytest.mark.parametrize("groups", [1, 5, 7])
+def test_a_sweep_in_chunks_measures_the_same(groups: int) -> None:
+    model = build("llama")
+    what, prompts = tried(model, small(("snapkv", "streaming")), 9), batch((40, (9,)))
+    whole, _, _ = both(model, what, prompts)
+    assert_same(both(model, what, prompts, groups=groups)[0], whole, 1e-6)
+
+
+def test_every_continuation_is_measured_by_itself() -> None:
+    """The second one knows nothing of the first, and a prompt without a second one does not disturb the others."""
+    model = build("llama")
+    what, prompts = tried(model, small(("tova", "d2o")), 9), batch((40, (9, 5)), (36, (7,)))
+    with running(model):
+        sweeping = Sweeping(model, what, prompts, EVERYTHING, 8, 100)
+        sweeping.measure(prompts.continuations(0, CPU))
+        after = prompts.continuations(1, CPU)
+        found = sweeping.measure(after)
+        alone = prompts.having(1)
+        naive = Naive(model, what, *alone.padded(CPU)).measure(alone.continuations(0, CPU))
+    assert after.real.tolist() == [True, False]
+    np.testing.assert_allclose(found.loss[:1], naive.loss, atol=1e-4)
+    np.testing.assert_allclose(found.cosine[:1], naive.cosine, atol=1e-4)
+
+
+def test_without_losses_outputs_are_the_same() -> None:
+    model = build("llama")
+    what, prompts = tried(model, small(("snapkv",)), 9), batch((40, (9,)))
+    after = prompts.continuations(0, CPU)
+    with running(model):
+        whole = Sweeping(model, what, prompts, EVERYTHING, 8, 100).measure(after)
+        outputs = Sweeping(model, what, prompts, ("cosine",), 8, 100).measure(after)
+    np.testing.assert_array_equal(outputs.cosine, whole.cosine)
+    assert np.isnan(outputs.loss).all()
+
+
+def test_nothing_evicted_changes_nothing() -> None:
+    """A budget of everything: cosine 1, error 0, the loss of the full cache."""
+    model = build("llama")
+    swept, _, _ = both(model, tried(model, small(("snapkv", "tova", "scissorhands")), 60), batch((40, (9,))))
+    assert (swept.cosine == 1).all()
+    assert (swept.error == 0).all()
+    np.testing.assert_allclose(
+        swept.loss, swept.full_loss[:, None, None, None, None] + np.zeros_like(swept.loss), atol=1e-6
+    )
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("llama")
+    hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+    both(model, tried(model, small(("snapkv",)), 9), batch((40, (9,))))
+    assert sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()) == hooks
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_logits_that_are_made_in_another_way_are_refused() -> None:
+    """A scale behind the output head, as some architectures have."""
+    model = build("llama")
+    prompts = batch((40, (9,)))
+    head = model.lm_head.forward
+    original = model.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+    model.forward = scaled
+    assert model.lm_head.forward == head
+    with running(model), pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"):
+        Sweeping(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, 8, 100).measure(
+            prompts.continuations(0, CPU)
+        )
+
+
+def test_entropy_is_that_of_the_attention_matrix() -> None:
+    model = build("llama")
+    prompts = batch((40, (9,)), (33, (9,)))
+    after = prompts.continuations(0, CPU)
+    with running(model):
+        measured = Sweeping(
+            model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1, literal=True
+        ).measure(after)
+    found, rows = measured.entropy, measured.attention
+    assert found is not None
+    assert rows is not None
+    for row, prompt in enumerate(prompts.prompts):
+        whole = torch.cat([prompt.ids, prompt.following[0].tokens], 1)
+        with torch.no_grad(), running(model):
+            model.set_attn_implementation("eager")
+            maps = model(whole, output_attentions=True).attentions
+        length = prompt.length
+        for phase, (first, last) in enumerate(((length - 8, length), (length, length + 9))):
+            for layer, attention in enumerate(maps):
+                part = attention[0, :, first:last].double()
+                seen = torch.arange(first, last).double() + 1
+                expected = (torch.special.entr(part).sum(-1) / seen.log()).mean()
+                assert found[row, phase, layer] == pytest.approx(float(expected), abs=1e-4)
+                padded = rows.shape[-1] - 9 - length
+                mean = part.mean((0, 1))[: length + 9 * phase]
+                np.testing.assert_allclose(rows[row, phase, layer][padded:][: len(mean)], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("length", [40, 400])
+def test_shared_attention_is_attention_of_every_group(softcap: float | None, length: int) -> None:
+    """Seven groups of four tokens: against plain softmax over the context and the group's own tokens."""
+    generator = torch.Generator().manual_seed(0)
+    groups, rows, heads, width, count, dim = 7, 2, 3, 2, 4, 8
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    past = random(rows, heads, length, dim), random(rows, heads, length, dim)
+    query = random(groups * rows, heads * width, count, dim)
+    key, value = random(groups * rows, heads, count, dim), random(groups * rows, heads, count, dim)
+    seen = torch.ones(count, length + count, dtype=torch.bool).tril(length)[None, None].repeat(rows, 1, 1, 1)
+    seen[0, ..., :5] = False
+    found = shared_attention(past, (query, key, value), seen, Logits(0.3, softcap))
+    for group in range(groups):
+        for row in range(rows):
+            at = group * rows + row
+            keys = torch.cat([past[0][row], key[at]], 1).repeat_interleave(width, 0)
+            values = torch.cat([past[1][row], value[at]], 1).repeat_interleave(width, 0)
+            scores = query[at] @ keys.transpose(-1, -2) * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            expected = scores.masked_fill(~seen[row], float("-inf")).softmax(-1) @ values
+            torch.testing.assert_close(found[at], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tree_needs_the_runtime_attention() -> None:
+    from kvsearch.errors import UsageError
+
+    with pytest.raises(UsageError, match="needs the attention implementation 'kvsearch'"):
+        Tree(build("llama"), {}, torch.ones(1, 4, dtype=torch.long))
+
+
+def test_batches_hold_prompts_that_are_alike() -> None:
+    prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
+    assert [list(part.places) for part in batches_of(prompts, 2)] == [[2, 4], [0, 1], [3]]
+
+
+def test_continuations_count_what_is_predicted() -> None:
+    """Lengths 5 and 3, answers from the third token on: three and one predicted tokens; losses and means by hand."""
+    after = batch((9, (5,)), (8, (3,))).continuations(0, CPU)
+    assert after.counts.tolist() == [5, 3]
+    assert after.followed.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert after.predicting.tolist() == [[False, True, True, True], [False, True, False, False]]
+    values = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, 6, 100, 100]])
+    assert after.mean_over_tokens(values).tolist() == [3.0, 3.0]
+    logits = torch.zeros(2, 5, 97)
+    logits[0, 1, after.tokens[0, 2]] = 2.0
+    chance = float(np.log(97))
+    sure = float(np.log(np.exp(2.0) + 96)) - 2.0
+    np.testing.assert_allclose(after.losses(logits), [(sure + 2 * chance) / 3, chance], rtol=1e-6)

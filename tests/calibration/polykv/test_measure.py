@@ -1,0 +1,253 @@
+"""Whole PolyKV calibrations on tiny models: what is in the profile, going on after an interruption, refusals."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.options import SAMPLES, PolykvOptions
+from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.plan import Profile
+from kvsearch.policies import Policy, create_policy
+from kvsearch.signals.table import SignalTable
+from tests.tiny import calibration_data, loaded
+
+OPTIONS = PolykvOptions(budgets=(8, 24), entropy_rows=8, batch=2)
+DATA = calibration_data(40, 60, 50)
+
+
+def policies() -> tuple[Policy, ...]:
+    return (
+        create_policy("snapkv", {"window": 4, "kernel": 3}),
+        create_policy("tova", {}),
+        create_policy("streaming", {"sinks": 2}),
+    )
+
+
+def profile(data: CalibrationData = DATA, directory: Path | None = None, **changes: Any) -> Profile:
+    return calibrate_polykv(loaded(), data, replace(OPTIONS, **changes), policies(), directory=directory)
+
+
+@pytest.fixture(scope="module")
+def made() -> Profile:
+    return profile()
+
+
+def test_a_profile_has_every_signal_of_every_sample(made: Profile) -> None:
+    """Three contexts with two questions each; two budgets, two phases, four layers, three patterns."""
+    shapes = {name: array.shape for name, array in made.arrays.items()}
+    whole = (6, 2, 2, 4, 3)
+    assert shapes == {
+        **dict.fromkeys(("cosine", "relative_error", "nll"), whole),
+        **dict.fromkeys(("full_nll", "sample_tokens", "sample_length", "sample_context"), (6,)),
+        "entropy": (6, 2, 4),
+    }
+    assert made.arrays["sample_context"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert made.metadata.questions == 6
+    table = SignalTable(made)
+    assert table.patterns == ("snapkv", "tova", "streaming")
+    assert table.axes.budgets == (8, 24)
+    assert table.measured("cosine", "prefill", 8).shape == (4, 3)
+
+
+def test_the_naive_procedure_gives_the_same_profile(made: Profile) -> None:
+    found = profile(naive=True)
+    for name, array in made.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_larger_budgets_disturb_less(made: Profile) -> None:
+    """On average: a quarter of a prompt against half of it and more."""
+    table = SignalTable(made)
+    assert table.measured("error", "prefill", 24).mean() < table.measured("error", "prefill", 8).mean()
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_batches_change_rounding_only(made: Profile, batch: int) -> None:
+    found = profile(batch=batch)
+    for name, array in made.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_an_interrupted_calibration_goes_on(made: Profile, tmp_path: Path, after: int) -> None:
+    """Wherever it is interrupted, also between the questions of one context: the profile is the same to the byte."""
+
+    def stop(done: int, _: int) -> None:
+        if done >= after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
+    seen: list[int] = []
+    found = calibrate_polykv(
+        loaded(), DATA, OPTIONS, policies(), progress=lambda done, _: seen.append(done), directory=tmp_path
+    )
+    assert seen[0] > after
+    assert seen[-1] == 6
+    assert found.to_bytes() == made.to_bytes()
+
+
+def test_going_on_with_other_batches(made: Profile, tmp_path: Path) -> None:
+    """The second question of two contexts is done, of the third it is not."""
+
+    def stop(done: int, _: int) -> None:
+        if done >= 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
+    found = profile(directory=tmp_path, batch=3)
+    assert {name: array.shape for name, array in found.arrays.items()} == {
+        name: array.shape for name, array in made.arrays.items()
+    }
+    for name, array in made.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_one_context_is_kept_question_by_question(tmp_path: Path) -> None:
+    def stop(done: int, _: int) -> None:
+        if done == 3:
+            raise Stop
+
+    data = calibration_data(60, questions=4)
+    with pytest.raises(Stop):
+        calibrate_polykv(loaded(), data, OPTIONS, policies(), progress=stop, directory=tmp_path)
+    assert len(list((tmp_path / SAMPLES).iterdir())) == 3
+    assert profile(data, tmp_path).to_bytes() == profile(data).to_bytes()
+
+
+def test_little_is_kept_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replays of a layer have in common, as much again as its cache and more, is there for one layer at a time."""
+    from kvsearch.runtime import stream
+
+    alive: list[int] = []
+    made: list[Any] = []
+    original = stream.Shared.of
+
+    def counted(*args: Any) -> Any:
+        found = original(*args)
+        gc.collect()
+        made.append(weakref.ref(found.scores))
+        alive.append(sum(one() is not None for one in made))
+        return found
+
+    monkeypatch.setattr(stream.Shared, "of", counted)
+    profile()
+    assert max(alive) <= 2
+
+
+def test_a_damaged_file_of_samples_is_refused(tmp_path: Path) -> None:
+    profile(directory=tmp_path)
+    (path,) = sorted((tmp_path / SAMPLES).iterdir())[:1]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UsageError, match=r"safetensors is damaged .*: remove it, and what it held is measured again"):
+        profile(directory=tmp_path)
+
+
+def test_signals_that_were_not_asked_for_are_not_there() -> None:
+    found = profile(signals=("cosine",), phases=("prefill",), budgets=(8,))
+    assert set(found.arrays) == {"cosine", "relative_error", "sample_tokens", "sample_length", "sample_context"}
+    assert SignalTable(found).routes == ("cosine", "error")
+    only = profile(signals=("entropy",))
+    assert SignalTable(only).sensitivities == ("entropy",)
+
+
+def test_literal_entropy_is_that_of_the_mean_row() -> None:
+    """Prompts of one length; in nats, so above the mean share of rows and at most the logarithm of the length."""
+    data = calibration_data(40, 40)
+    found = profile(data, literal_entropy=True)
+    literal = found.arrays["literal_entropy"]
+    assert literal.shape == (2, 4)
+    length = int(found.arrays["sample_length"][0])
+    assert (literal > 0.5).all()
+    assert (literal < np.log(length + 20)).all()
+    table = SignalTable(found)
+    assert table.sensitivity("entropy-literal", "prefill", 8, [0] * 4) == pytest.approx(literal[0])
+
+
+def test_literal_entropy_needs_one_length() -> None:
+    with pytest.raises(UsageError, match="literal entropy averages attention by position, and prompts have"):
+        profile(literal_entropy=True)
+
+
+def test_question_aware_prompts_hold_their_question() -> None:
+    agnostic = profile()
+    aware = profile(protocol="question-aware")
+    assert (aware.arrays["sample_length"] > agnostic.arrays["sample_length"]).all()
+    assert aware.metadata.signals is not None
+    assert aware.metadata.signals.protocol == "question-aware"
+
+
+def test_a_budget_above_all_prompts_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing is evicted at a budget of 64: no calibration prompt has more"):
+        profile(budgets=(8, 64))
+
+
+def test_a_budget_above_some_prompts_is_told() -> None:
+    with pytest.warns(KvsearchWarning, match="nothing is evicted at a budget of 45 from 1 of 3 calibration prompts"):
+        profile(budgets=(45,))
+
+
+def test_too_little_memory_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(UsageError, match=r"takes [\d.]+ GB besides the weights, --max-memory is 1e-06 GB"):
+        profile(max_memory=1000)
+
+
+def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as one disturbance at a time needs."""
+    from kvsearch.calibration.polykv import measure as polykv
+    from kvsearch.calibration.polykv.cost import ModelSize, Work, memory_of
+    from kvsearch.calibration.prompts import prompts_of
+
+    model = loaded()
+    work = Work.of(prompts_of(model, DATA), policies(), OPTIONS)
+    least = memory_of(ModelSize.of(model.model), work).minimum
+    swept: list[int] = []
+    original = polykv.Sweeping
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        swept.append(args[-1])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(polykv, "Sweeping", noted)
+    found = profile(max_memory=least)
+    assert swept
+    assert max(swept) < 3 * 2 * 2 * 4
+    np.testing.assert_allclose(found.arrays["nll"], made.arrays["nll"], atol=1e-5)
+
+
+def test_answers_of_one_token_say_nothing_after_their_question() -> None:
+    with pytest.raises(UsageError, match="no answer has a second token"):
+        profile(answer_tokens=1, protocol="question-aware")
+
+
+def test_a_model_that_computes_nan_is_named() -> None:
+    model = loaded()
+    model.model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(IncompatibleError, match="computes NaN"):
+        calibrate_polykv(model, DATA, OPTIONS, policies())
+
+
+def test_a_prompt_beyond_the_positions_is_refused() -> None:
+    model = loaded(max_position_embeddings=50)
+    with pytest.raises(IncompatibleError, match="takes at most 50"):
+        calibrate_polykv(model, DATA, OPTIONS, policies())
+
+
+def test_one_layer_is_measured_like_others() -> None:
+    found = calibrate_polykv(loaded(num_hidden_layers=1), DATA, OPTIONS, policies())
+    assert found.arrays["nll"].shape == (6, 2, 2, 1, 3)
+    assert np.isfinite(found.arrays["nll"]).all()

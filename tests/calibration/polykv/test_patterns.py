@@ -1,0 +1,202 @@
+"""Which patterns a PolyKV calibration tries: names and sets, settings, and what cannot be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+
+from kvsearch.calibration.polykv import patterns as module
+from kvsearch.calibration.polykv.patterns import PAPER, candidates
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan import PolicySpec
+from kvsearch.policies import Needs, Observation, Policy, create_policy, policy_names
+from kvsearch.runtime.rule import decode_needs
+
+BOTH = ("prefill", "decode")
+
+
+def tried(
+    names: str | Sequence[str | PolicySpec] = "paper", phases: Sequence[Any] = BOTH, budget: int = 512, **settings: Any
+) -> tuple[list[Policy], list[str]]:
+    return candidates(names, {key.replace("__", "."): value for key, value in settings.items()}, phases, (budget, 1024))
+
+
+def names_of(policies: Sequence[Policy]) -> list[str]:
+    return [policy.name for policy in policies]
+
+
+def test_the_nine_of_the_paper_are_the_default() -> None:
+    policies, remarks = tried()
+    assert policies == [create_policy(name) for name in PAPER]
+    assert len(policies) == 9
+    assert remarks == []
+
+
+def test_all_are_those_that_can_be_judged() -> None:
+    policies, remarks = tried("all")
+    assert names_of(policies) == [name for name in policy_names() if name not in ("full", "duo_attention")]
+    assert remarks == [
+        "duo_attention is left out: some of its heads are never evicted, so budgets do not say what it keeps"
+    ]
+
+
+def test_names_keep_their_order() -> None:
+    assert names_of(tried(["tova", "h2o"])[0]) == ["tova", "h2o"]
+    assert names_of(tried("knorm")[0]) == ["knorm"]
+    assert names_of(tried(["vatp", "paper"])[0]) == ["vatp", *PAPER]
+    assert names_of(tried(["paper", "h2o", "vatp"])[0]) == [*PAPER, "vatp"]
+
+
+def test_parameters_that_come_with_a_name() -> None:
+    policies, _ = tried(["paper", PolicySpec(name="snapkv", params={"window": 16}), "keydiff"])
+    assert names_of(policies) == [*PAPER, "keydiff"]
+    assert policies[PAPER.index("snapkv")] == create_policy("snapkv", {"window": 16})
+
+
+def test_settings_of_all_that_have_them_and_of_one() -> None:
+    policies, _ = tried(window=4, cake__window=6, kernel=5)
+    windows = {policy.name: getattr(policy, "window", None) for policy in policies}
+    assert windows == {
+        "h2o": None, "tova": None, "cam": None, "pyramidkv": 4, "snapkv": 4, "d2o": None, "cake": 6,
+        "scissorhands": 4, "streaming": None,
+    }  # fmt: skip
+    own = PolicySpec(name="snapkv", params={"window": 16, "sinks": 2})
+    (policy,), _ = tried([own], window=8)  # what is typed wins over what a recipe has
+    assert (policy.sink_count, policy.window_count) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"windo": 8}, r"setting 'windo': none of the patterns has such a parameter; did you mean 'window'\?"),
+        ({"snapk.window": 8}, r"setting 'snapk\.window': 'snapk' is none of the patterns; did you mean 'snapkv'\?"),
+        ({"keydiff.window": 8}, r"'keydiff' is none of the patterns .*known: h2o, tova, cam"),
+        ({"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
+        ({"tova.window": 8}, "policy tova has no parameter 'window'"),
+        ({"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
+        ({"snapkv.window": 8.0}, r"policy snapkv: window must be int, got 8\.0"),
+    ],
+)
+@pytest.mark.parametrize("names", ["paper", PAPER], ids=["set", "named"])
+def test_settings_that_cannot_be(settings: dict[str, Any], problem: str, names: Any) -> None:
+    with pytest.raises(UsageError, match=problem):
+        candidates(names, settings, BOTH, (512,))
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["snapvk"], r"unknown pattern 'snapvk'; did you mean 'snapkv'\?"),
+        (["pape"], r"unknown pattern 'pape'; did you mean 'paper'\?"),
+        (["tova", "snapkv", "tova"], "the pattern tova is given twice"),
+        (["full"], "policy full: it agrees with itself, so no signal can judge it: leave it out"),
+        (["duo_attention"], "policy duo_attention: some of its heads are never evicted"),
+        ([], "there are no patterns: name some"),
+    ],
+)
+def test_names_that_cannot_be(names: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        tried(names)
+
+
+def test_budgets_below_what_a_pattern_always_keeps() -> None:
+    policies, remarks = tried(budget=31)
+    assert names_of(policies) == [name for name in PAPER if name not in ("snapkv", "cake")]
+    assert remarks[0] == (
+        "snapkv is left out: it always keeps 32 entries (0 sinks, 32 recent), more than a budget of 31: lower them "
+        "with --set, or raise the budget"
+    )
+    assert len(remarks) == 2
+    assert names_of(tried(budget=32)[0]) == list(PAPER)
+    with pytest.raises(UsageError, match=r"policy snapkv: it always keeps 32 entries .* a budget of 31"):
+        tried(["snapkv"], budget=31)
+    with pytest.raises(UsageError, match=r"^policy snapkv: it always keeps 32"):
+        tried(["paper", "snapkv"], budget=31)
+    with pytest.raises(UsageError, match=r"^no pattern is left to try; h2o is left out: it always keeps 600 entries"):
+        tried(budget=512, sinks=599, window=600)
+
+
+@dataclass(frozen=True)
+class Summing(Policy):
+    """Needs the attention of the whole prompt, so it cannot go on while decoding."""
+
+    name: ClassVar[str] = "summing"
+    source: ClassVar[str] = "test"
+
+    def needs(self) -> Needs:
+        return Needs(column_sums=True)
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.received()
+
+
+@dataclass(frozen=True)
+class Demanding(Summing):
+    """Has a parameter that must be given."""
+
+    name: ClassVar[str] = "demanding"
+
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        self._require(self.width > 0, "width must be given")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Third-party policies, one of a broken package."""
+    added: dict[str, type[Policy]] = {"summing": Summing, "demanding": Demanding}
+
+    def create(name: str, params: dict[str, Any]) -> Policy:
+        if name == "broken":
+            raise EnvironmentFault("policy broken of x 1.0 cannot be imported: repair or uninstall that package")
+        return added[name](**params) if name in added else create_policy(name, params)
+
+    def class_of(name: str) -> type[Policy]:
+        return type(create(name, {"width": 1} if name == "demanding" else {}))
+
+    monkeypatch.setattr(module, "policy_names", lambda: ["broken", "demanding", "full", "summing", "tova"])
+    monkeypatch.setattr(module, "create_policy", create)
+    monkeypatch.setattr(module, "policy_class", class_of)
+
+
+@pytest.mark.usefixtures("registered")
+def test_phases_that_a_pattern_has_no_rule_for() -> None:
+    with pytest.raises(UsageError) as caught:
+        decode_needs(Summing())
+    policies, remarks = tried("all")
+    assert names_of(policies) == ["tova"]
+    assert f"summing is left out: {caught.value}" in remarks
+    with pytest.raises(UsageError, match="policy summing needs attention column sums and has no decode rule"):
+        tried(["summing"])
+    assert names_of(tried("all", phases=("prefill",))[0]) == ["summing", "tova"]
+
+
+@pytest.mark.usefixtures("registered")
+def test_policies_of_others_that_cannot_be_made() -> None:
+    policies, remarks = tried("all", phases=("prefill",))
+    assert names_of(policies) == ["summing", "tova"]
+    assert remarks == [
+        "broken is left out: policy broken of x 1.0 cannot be imported: repair or uninstall that package",
+        "demanding is left out: width must be given",
+    ]
+    assert names_of(tried("all", phases=("prefill",), width=3)[0]) == ["demanding", "summing", "tova"]
+    with pytest.raises(EnvironmentFault, match="repair or uninstall"):
+        tried(["broken"])
+    with pytest.raises(UsageError, match="policy demanding: width must be given"):
+        tried("all", phases=("prefill",), width=-1)  # a mistake in what was typed is no reason to leave it out
+
+
+def test_one_pattern_under_two_names() -> None:
+    policies, remarks = tried(window=8)
+    assert names_of(policies) == list(PAPER)
+    assert remarks == [
+        "pyramidkv and snapkv are the same pattern at these settings: no signal can tell them apart, and pyramidkv is "
+        "taken"
+    ]
+    assert tried(window=8, snapkv__kernel=5)[1] == []
+    assert tried(["keydiff", "knorm"])[1] == []  # the same parameters alone are not the same pattern

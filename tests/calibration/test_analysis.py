@@ -1,0 +1,300 @@
+"""What is read off a profile, on profiles made for the purpose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvsearch.budgets.curves import eviction_loss, oracle_recall_curve, recall_area, recall_curve
+from kvsearch.calibration.analysis import (
+    FitGain,
+    Misplaced,
+    Stability,
+    fit_gain,
+    least_loss,
+    lost_mass,
+    misplaced,
+    ranking_gap,
+    spearman,
+    stability,
+)
+from kvsearch.calibration.options import STABILITY_RATIOS
+from kvsearch.errors import UsageError
+from kvsearch.plan import Profile, ProfileMetadata
+from tests.plan.builders import metadata_dict, ratio_table
+
+LAYERS, HEADS = 2, 3
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+UP = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
+values = st.lists(st.integers(0, 5).map(float), min_size=3, max_size=30)
+
+
+def profile(**arrays: Any) -> Profile:
+    """A profile of 2 layers and 3 kv heads with some arrays of a calibration."""
+    questions = len(arrays["question_context"]) if "question_context" in arrays else 1
+    model = {**metadata_dict()["model"], "layers": LAYERS, "kv_heads": HEADS}
+    metadata = ProfileMetadata.model_validate(metadata_dict(model=model, layers=[0, 1], questions=questions, floor=0))
+    return Profile(metadata, {"evicted_ratio": ratio_table(LAYERS, HEADS), **arrays})
+
+
+def asked(*tables: NDArray[Any], contexts: list[int]) -> Profile:
+    """A profile whose questions have these local ratios at every global ratio."""
+    ratios = np.stack([np.broadcast_to(table, (9, LAYERS, HEADS)) for table in tables]).astype(np.float32)
+    return profile(question_ratio=ratios, question_context=np.array(contexts, dtype=np.int32))
+
+
+@quick
+@given(a=values, seed=st.integers(0, 99))
+def test_spearman_is_scipys(a: list[float], seed: int) -> None:
+    from scipy.stats import spearmanr
+
+    b = np.random.default_rng(seed).integers(0, 4, len(a)).astype(float)
+    if len(set(a)) > 1 and len(set(b)) > 1:
+        assert spearman(np.array(a), b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+
+
+def test_spearman_of_constants() -> None:
+    flat, rising = np.ones(4), np.arange(4.0)
+    assert spearman(flat, 2 * flat) == 1.0
+    assert spearman(flat, rising) == spearman(rising, flat) == 0.0
+
+
+def test_equal_questions_are_stable() -> None:
+    found = stability(asked(UP, UP, UP, UP, contexts=[0, 0, 1, 1]), 0.8)
+    assert found == Stability(0.8, *[pytest.approx(1.0)] * 3)
+    assert found.verdict == "stable: a static table is justified"
+
+
+def test_questions_of_one_context_and_contexts_are_told_apart() -> None:
+    """Two contexts that want the opposite of each other, two questions each that agree."""
+    found = stability(asked(UP, 1 - UP, UP, 1 - UP, contexts=[0, 1, 0, 1]), 0.8)
+    assert (found.questions, found.texts, found.halves) == pytest.approx((1.0, -1.0, -1.0))
+    assert found.verdict.startswith("unstable")
+
+
+def test_a_context_is_the_mean_of_its_questions() -> None:
+    """Questions that disagree inside a context, contexts that agree on average."""
+    noise = np.array([[0.11, 0, 0], [0, 0, -0.13]])
+    reverse = 2 * UP.mean() - UP
+    mixed = 0.75 * UP + 0.25 * reverse  # the order of UP
+    tables = [mixed + noise, mixed - noise]
+    found = stability(asked(*tables, *tables, contexts=[0, 0, 1, 1]), 0.5)
+    assert found.questions == pytest.approx(spearman(tables[0].ravel(), tables[1].ravel())) != 1.0
+    assert found.texts == pytest.approx(1.0)
+
+
+def test_half_agreement_is_doubtful() -> None:
+    ranks = np.array([0, 1, 2, 3, 4, 5.0])
+    other = np.array([2, 1, 0, 3, 5, 4.0])  # rank correlation 1 - 6 * 10 / 210 = 0.714
+    found = stability(asked(ranks.reshape(2, 3) / 10, other.reshape(2, 3) / 10, contexts=[0, 0]), 0.5)
+    assert found.halves == pytest.approx(1 - 60 / 210)
+    assert found.verdict.startswith("doubtful")
+    assert math.isnan(found.texts)
+
+
+def test_halves_are_the_odd_and_the_even_questions() -> None:
+    found = stability(asked(UP, 1 - UP, UP, UP, contexts=[0, 0, 0, 0]), 0.5)
+    assert found.halves == 0.0  # the mean of the odd ones is flat
+
+
+def test_one_question_tells_nothing_about_stability() -> None:
+    found = stability(asked(UP, contexts=[0]), 0.5)
+    assert all(math.isnan(value) for value in (found.questions, found.texts, found.halves))
+    assert found.verdict.startswith("unknown")
+
+
+@pytest.mark.parametrize(("asked_for", "stored"), [(0.8, 0.8), (0.84, 0.8), (0.86, 0.9), (0.01, 0.1), (0.99, 0.9)])
+def test_the_nearest_stored_ratio_is_used(asked_for: float, stored: float) -> None:
+    ratios = np.zeros((2, 9, LAYERS, HEADS), np.float32)
+    ratios[0] = UP
+    ratios[1] = 1 - UP
+    at = STABILITY_RATIOS.index(stored)
+    ratios[1, at] = UP  # the questions agree at this ratio only
+    made = profile(question_ratio=ratios, question_context=np.zeros(2, np.int32))
+    assert stability(made, asked_for).ratio == stored
+    assert stability(made, asked_for).questions == pytest.approx(1.0)
+
+
+def random_importance(length: int, seed: int = 0) -> NDArray[np.float64]:
+    return np.random.default_rng(seed).exponential(size=(LAYERS, HEADS, length)) ** 2
+
+
+def mass_of(importance: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Importance kept at 0%, 1%, ... of a length that is a multiple of 100."""
+    kept = np.concatenate([np.zeros((LAYERS, HEADS, 1)), importance.cumsum(-1)], -1)
+    return kept[..., :: importance.shape[-1] // 100].astype(np.float32)
+
+
+@quick
+@given(data=st.data())
+def test_lost_mass_is_the_eviction_loss(data: st.DataObject) -> None:
+    length = data.draw(st.sampled_from([100, 200, 500]))
+    importance = random_importance(length, data.draw(st.integers(0, 9)))
+    percent = np.array(data.draw(st.lists(st.integers(0, 100), min_size=6, max_size=6))).reshape(LAYERS, HEADS)
+    expected = eviction_loss(importance, percent * length // 100) / importance.sum()
+    got = lost_mass(profile(mass=mass_of(importance)), percent / 100)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_lost_mass_between_grid_points_is_linear() -> None:
+    made = profile(mass=mass_of(random_importance(100)))
+    low, high = (lost_mass(made, np.full((LAYERS, HEADS), share)) for share in (0.30, 0.31))
+    between = lost_mass(made, np.full((LAYERS, HEADS), 0.3025))
+    np.testing.assert_allclose(between, 0.75 * low + 0.25 * high, rtol=1e-6)
+
+
+def test_lost_mass_at_the_ends() -> None:
+    made = profile(mass=mass_of(random_importance(100)))
+    assert lost_mass(made, np.ones((LAYERS, HEADS))).tolist() == np.zeros((LAYERS, HEADS)).tolist()
+    assert lost_mass(made, np.zeros((LAYERS, HEADS))).sum() == pytest.approx(1.0)
+    assert lost_mass(made, np.full((LAYERS, HEADS), 1.5)).max() == 0.0
+
+
+def test_lost_mass_of_a_model_without_importance() -> None:
+    made = profile(mass=np.zeros((LAYERS, HEADS, 101), np.float32))
+    assert lost_mass(made, np.full((LAYERS, HEADS), 0.2)).tolist() == np.zeros((LAYERS, HEADS)).tolist()
+
+
+def test_lost_mass_refuses_an_allocation_of_another_model() -> None:
+    made = profile(mass=mass_of(random_importance(100)))
+    with pytest.raises(UsageError, match=r"shape \[3, 2\], the profile \[2, 3\]"):
+        lost_mass(made, np.full((HEADS, LAYERS), 0.2))
+
+
+def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
+    importance = random_importance(100)
+    importance[0, 0] = np.sort(importance[0, 0])[::-1]  # this head is ranked perfectly
+    curves = {"recall": recall_curve(importance), "oracle_recall": oracle_recall_curve(importance)}
+    gap = ranking_gap(profile(**{name: curve.astype(np.float32) for name, curve in curves.items()}))
+    np.testing.assert_allclose(gap, recall_area(importance), atol=1e-6)
+    assert gap[0, 0] == pytest.approx(0.0, abs=1e-6)
+    assert gap[1, 1] > 0.1
+
+
+def test_a_profile_with_a_table_only_has_no_analysis() -> None:
+    bare = profile()
+    analyses: list[Any] = [
+        lambda: stability(bare, 0.5),
+        lambda: ranking_gap(bare),
+        lambda: lost_mass(bare, np.ones((2, 3))),
+        lambda: misplaced(bare, 0.5),
+    ]
+    for analyse in analyses:
+        with pytest.raises(UsageError, match="profile has no '"):
+            analyse()
+
+
+# --- dynamic rules ------------------------------------------------------------------------------------------------
+
+
+def kept(*budgets: list[int], ratio: float = 0.5, length: int = 20, lengths: list[int] | None = None) -> Profile:
+    """A profile of prompts whose six heads keep these entries of `length` tokens at `ratio`, and their mean."""
+    each = (
+        1 - np.array(budgets).reshape(-1, LAYERS, HEADS) / np.array(lengths or [length] * len(budgets))[:, None, None]
+    )
+    ratios = np.broadcast_to(each[:, None], (len(budgets), 9, LAYERS, HEADS)).astype(np.float32)
+    table = ratio_table(LAYERS, HEADS)
+    table[round(100 * ratio) - 1] = each[: 1 if lengths else None].mean(0)
+    model = {**metadata_dict()["model"], "layers": LAYERS, "kv_heads": HEADS}
+    metadata = ProfileMetadata.model_validate(
+        metadata_dict(model=model, layers=[0, 1], questions=len(budgets), floor=0, method="lava")
+    )
+    arrays = {
+        "evicted_ratio": table,
+        "question_ratio": ratios,
+        "question_context": np.arange(len(budgets), dtype=np.int32),
+        "question_length": np.array(lengths or [length] * len(budgets), dtype=np.int32),
+    }
+    return Profile(metadata, arrays)
+
+
+def test_misplaced_entries_by_hand() -> None:
+    """Two prompts of 60 entries; their mean, which is the static table, moves 4 of the first's and 4 of the second's.
+
+    Even budgets of 10 move 8 of the first's (2 + 2 + 4 too few, elsewhere too many) and none of the second's.
+    """
+    found = misplaced(kept([12, 12, 14, 8, 8, 6], [10] * 6), 0.5)
+    assert found == Misplaced(0.5, *(pytest.approx(value / 60) for value in (4, 8, 4, 4)))
+
+
+def test_a_prompt_that_is_not_in_the_table() -> None:
+    """Three prompts, one of which wants the opposite: the table of the two others has nothing of its wish."""
+    one, other = [20, 20, 20, 0, 0, 0], [0, 0, 0, 20, 20, 20]
+    found = misplaced(kept(one, one, other), 0.5)
+    # the table is [40, 40, 40, 20, 20, 20] / 3: one third is wrong for the first two, two thirds for the last
+    assert found.static == pytest.approx((1 / 3 + 1 / 3 + 2 / 3) / 3)
+    assert found.worst == pytest.approx(2 / 3)
+    assert found.unseen == pytest.approx((1 / 2 + 1 / 2 + 1) / 3)
+    assert found.even == pytest.approx(1 / 2)
+
+
+def test_equal_prompts_have_nothing_misplaced() -> None:
+    found = misplaced(kept([12, 12, 14, 8, 8, 6], [12, 12, 14, 8, 8, 6]), 0.5)
+    assert (found.static, found.unseen, found.worst) == pytest.approx((0, 0, 0), abs=1e-6)
+    assert found.even == pytest.approx(8 / 60)
+
+
+def test_one_prompt_says_nothing_about_others() -> None:
+    found = misplaced(kept([12, 12, 14, 8, 8, 6]), 0.5)
+    assert found.static == pytest.approx(0, abs=1e-6)
+    assert math.isnan(found.unseen)
+
+
+def test_prompts_that_cannot_be_cut_so_far_do_not_count() -> None:
+    """The second prompt of 8 tokens keeps 6 of them in every head: it is not at the ratio at all."""
+    found = misplaced(kept([12, 12, 14, 8, 8, 6], [6] * 6, lengths=[20, 8]), 0.5)
+    assert (found.static, found.worst) == pytest.approx((0, 0), abs=1e-6)
+    assert math.isnan(found.unseen)
+
+
+def test_the_nearest_stored_ratio_is_compared() -> None:
+    assert misplaced(kept([12, 12, 14, 8, 8, 6], [10] * 6), 0.47).ratio == 0.5
+    assert misplaced(kept([4, 4, 4, 4, 4, 4], ratio=0.8), 0.84).ratio == 0.8
+
+
+@quick
+@given(seed=st.integers(0, 999), prompts=st.integers(2, 5))
+def test_misplaced_shares_are_shares(seed: int, prompts: int) -> None:
+    """The mean moves less than a table that has not seen the prompt: the prompt is part of the mean."""
+    rows = np.random.default_rng(seed).multivariate_hypergeometric([20] * 6, 60, prompts).tolist()
+    found = misplaced(kept(*rows), 0.5)
+    assert 0 <= found.static <= found.worst <= 1
+    assert found.static == pytest.approx(found.unseen * (prompts - 1) / prompts, abs=1e-6)
+
+
+def fitted(loss: list[list[float]]) -> Profile:
+    pairs = np.array([[1.0, 1.0], [2.0, 0.5], [5.0, 5.0]])
+    return profile(fit_exponents=pairs[: len(loss)], fit_loss=np.array(loss, np.float32))
+
+
+def test_what_a_fit_gains_by_hand() -> None:
+    """Means of 2, 1.5 and 2.0625 nats: the second pair is chosen and gains 0.5.
+
+    Questions 0 and 2 choose it, too, and it gains -0.5 and 0.5 on the others; these choose the third pair, which gains
+    -1 and -2 on questions 0 and 2.
+    """
+    found = fit_gain(fitted([[2, 2, 2, 2], [1, 2.5, 1, 1.5], [3, 0.25, 4, 1]]))
+    assert found == FitGain(2.0, 0.5, plain=2.0, seen=0.5, held_out=pytest.approx((-0.5 + 0.5 - 1 - 2) / 4))
+
+
+def test_a_fit_of_one_question() -> None:
+    found = fit_gain(fitted([[2], [1], [3]]))
+    assert found is not None
+    assert (found.tau1, found.plain, found.seen) == (2.0, 2.0, 1.0)
+    assert math.isnan(found.held_out)
+
+
+def test_a_fit_that_gains_nothing() -> None:
+    assert fit_gain(fitted([[2, 2], [2, 2], [2, 3]])) == FitGain(1.0, 1.0, 2.0, 0.0, 0.0)
+    assert fit_gain(profile()) is None
+
+
+def test_the_first_of_equal_losses() -> None:
+    assert least_loss(np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]])) == 0
+    assert least_loss(np.array([[1.0, 3.0], [2.0, 1.0]], np.float32)) == 1

@@ -1,0 +1,216 @@
+"""CAKE's exponents: what a pair costs is what the runtime would make the answers lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvsearch.budgets.cake import CAKE
+from kvsearch.calibration.analysis import fit_gain
+from kvsearch.calibration.cake_exponents import PAIRS, PLAIN, Fit, calibrate_cake, fit_exponents
+from kvsearch.calibration.data import CalibrationData, Context
+from kvsearch.calibration.dynamic import calibrate_dynamic, even_budgets
+from kvsearch.calibration.options import CakeOptions, DynamicOptions
+from kvsearch.calibration.prompts import prompts_of
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile, load_profile, round_half_up, save_profile
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.signals.effect import divergence
+from tests import tiny
+from tests.calibration.test_dynamic import uneven
+from tests.runtime.helpers import running
+
+POLICY: Policy = create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2})
+FIT = CakeOptions("fit")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return uneven()
+
+
+@pytest.fixture(scope="module")
+def data() -> CalibrationData:
+    return tiny.calibration_data(70, 90)
+
+
+@pytest.fixture(scope="module")
+def fit(model: LoadedModel, data: CalibrationData) -> Fit:
+    return fit_exponents(model, data, POLICY)
+
+
+@pytest.fixture(scope="module")
+def profile(model: LoadedModel, data: CalibrationData) -> Profile:
+    return calibrate_cake(model, data, POLICY, FIT)
+
+
+def test_the_grid() -> None:
+    assert len(set(PAIRS)) == len(PAIRS) == 25
+    assert PAIRS[0] == PLAIN == (1.0, 1.0)
+    assert sorted({tau for pair in PAIRS for tau in pair}) == [0.5, 1.0, 2.0, 1 / 0.3, 5.0]
+
+
+@torch.no_grad()
+def lost_at_run_time(model: LoadedModel, data: CalibrationData, pair: tuple[float, float], options: Any) -> list[float]:
+    """Divergence of every answer read after the runtime evicted its prompt under CAKE with `pair`."""
+    layers, losses = tuple(range(4)), []
+    for prompt in prompts_of(model, data, options.protocol):
+        total = round_half_up(0.2 * prompt.length * 8)
+        table = even_budgets(total, np.full((4, 2), 6), np.full((4, 2), prompt.length))
+        phase = PhaseProgram(dict.fromkeys(layers, POLICY), lambda _, table=table: table)  # type: ignore[misc]
+        for after in prompt.following:
+            planned, full = PlanCache(model.model, Program(phase, allocation=CAKE(*pair))), DynamicCache()
+            with running(model.model, NAME):
+                model.model(prompt.ids, past_key_values=planned)
+                got = model.model(after.tokens, past_key_values=planned).logits[0, after.predicting]
+            model.model(prompt.ids, past_key_values=full)
+            expected = model.model(after.tokens, past_key_values=full).logits[0, after.predicting]
+            losses.append(divergence(expected, got))
+    return losses
+
+
+@pytest.mark.parametrize("protocol", ["question-agnostic", "question-aware"])
+def test_the_loss_is_that_of_the_runtime(protocol: Any, model: LoadedModel, data: CalibrationData) -> None:
+    options = DynamicOptions(protocol)
+    found = fit_exponents(model, data, POLICY, FIT, options)
+    assert found.loss.shape == (25, 4)
+    for pair in (PLAIN, (0.5, 5.0), (2.0, 0.5)):
+        expected = lost_at_run_time(model, data, pair, options)
+        np.testing.assert_allclose(found.loss[PAIRS.index(pair)], expected, rtol=2e-3, atol=1e-5)
+    assert np.ptp(found.loss.mean(1)) > 0.01, "exponents should matter here"
+
+
+def test_the_least_loss_is_chosen(fit: Fit, profile: Profile) -> None:
+    best = int(fit.loss.astype(np.float64).mean(1).argmin())
+    assert fit.chosen == PAIRS[best] != PLAIN
+    settings = profile.metadata.provenance.settings
+    assert (settings["tau1"], settings["tau2"]) == fit.chosen
+
+
+def test_ties_go_to_the_plain_pair() -> None:
+    loss = np.ones((25, 3), np.float32)
+    assert Fit(PAIRS, loss).chosen == PLAIN
+    loss[7, 2] = 0.5
+    assert Fit(PAIRS, loss).chosen == PAIRS[7]
+
+
+def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
+    """A null result: nothing is lost, nothing is gained, and the pair is (1, 1)."""
+    model = uneven()
+    with torch.no_grad():
+        model.model.lm_head.weight.zero_()
+    made = calibrate_cake(model, data, POLICY, FIT)
+    assert made.arrays["fit_loss"].max() == 0.0
+    found = fit_gain(made)
+    assert found is not None
+    assert (found.tau1, found.tau2, found.seen, found.held_out) == (1.0, 1.0, 0.0, 0.0)
+
+
+def test_what_was_tried_is_in_the_profile(fit: Fit, profile: Profile, tmp_path: Any) -> None:
+    assert profile.arrays["fit_exponents"].tolist() == [list(pair) for pair in PAIRS]
+    np.testing.assert_array_equal(profile.arrays["fit_loss"], fit.loss)
+    settings = profile.metadata.provenance.settings
+    assert (settings["exponents"], settings["fit_ratio"], settings["answer_tokens"]) == ("fit", 0.8, 128)
+    save_profile(profile, tmp_path / "profile.safetensors")
+    assert load_profile(tmp_path / "profile.safetensors").to_bytes() == profile.to_bytes()
+
+
+def test_equal_inputs_give_equal_bytes(profile: Profile, data: CalibrationData) -> None:
+    assert calibrate_cake(uneven(), data, POLICY, FIT).to_bytes() == profile.to_bytes()
+
+
+def test_the_table_is_that_of_the_chosen_pair(profile: Profile, fit: Fit, model: LoadedModel, data: Any) -> None:
+    plain = calibrate_dynamic(model, data, POLICY, CAKE(*fit.chosen))
+    for name, array in plain.arrays.items():
+        np.testing.assert_array_equal(profile.arrays[name], array)
+
+
+def test_fixed_exponents(model: LoadedModel, data: CalibrationData) -> None:
+    made = calibrate_cake(model, data, POLICY, CakeOptions("fixed", 1.6, 0.4, 3))
+    settings = made.metadata.provenance.settings
+    assert [settings[key] for key in ("exponents", "tau1", "tau2", "window")] == ["fixed", 1.6, 0.4, 3]
+    assert fit_gain(made) is None
+    expected = calibrate_dynamic(model, data, POLICY, CAKE(1.6, 0.4, 3)).arrays["evicted_ratio"]
+    np.testing.assert_array_equal(made.arrays["evicted_ratio"], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tuned_for", "expected"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 1024, (1.6, 0.4)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 128, (1.6, 0.6)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 512, PLAIN),
+        ("tiny", 1024, PLAIN),
+    ],
+)
+def test_exponents_that_are_looked_up(
+    name: str, tuned_for: int, expected: tuple[float, float], model: LoadedModel, data: CalibrationData
+) -> None:
+    named = LoadedModel(name, model.model, model.tokenizer, model.fingerprint)
+    settings = calibrate_cake(named, data, POLICY, CakeOptions(tuned_for=tuned_for)).metadata.provenance.settings
+    assert (settings["tau1"], settings["tau2"]) == expected
+    assert (settings["exponents"], settings["tuned_for"]) == ("auto", tuned_for)
+
+
+def test_two_passes_are_told_as_one(model: LoadedModel, data: CalibrationData) -> None:
+    told: list[tuple[int, int]] = []
+    calibrate_cake(model, data, POLICY, FIT, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_answers_are_cut(model: LoadedModel, data: CalibrationData, fit: Fit) -> None:
+    one = fit_exponents(model, data, POLICY, CakeOptions("fit", answer_tokens=1))
+    assert bool((one.loss <= fit.loss + 1e-5).all())
+    assert one.loss.sum() < fit.loss.sum()
+
+
+def test_only_what_eviction_changes_is_measured(model: LoadedModel, data: CalibrationData) -> None:
+    """With the question in the prompt, the first token of an answer is predicted before anything is evicted."""
+    with pytest.raises(UsageError, match=r"^no answer is long enough to fit exponents: .* use protocol question-agn"):
+        fit_exponents(model, data, POLICY, CakeOptions("fit", answer_tokens=1), DynamicOptions("question-aware"))
+
+
+def test_a_ratio_below_what_is_always_kept(model: LoadedModel, data: CalibrationData) -> None:
+    with pytest.raises(
+        UsageError, match=r"^fit_ratio 0.95 keeps 3.\d+ entries per kv head .* below the 6 .* lower it$"
+    ):
+        fit_exponents(model, data, POLICY, CakeOptions("fit", fit_ratio=0.95))
+
+
+def test_a_ratio_that_leaves_just_that(model: LoadedModel, data: CalibrationData) -> None:
+    """A fifth of 60 tokens is 12 entries, although (1 - 0.8) * 60 is less in floating point."""
+    words = " ".join(data.contexts[0].text.split()[:59])
+    short = CalibrationData("short", data.prompt, (Context(words, data.contexts[0].questions),), data.sha256)
+    assert (prompts_of(model, short)[0].length, (1 - 0.8) * 60 < 12) == (60, True)
+    found = fit_exponents(model, short, POLICY, FIT, DynamicOptions(minimum=0.2))
+    assert len({row.tobytes() for row in found.loss}) == 1
+    assert found.chosen == PLAIN
+
+
+def test_a_model_that_computes_nan(data: CalibrationData) -> None:
+    model = uneven()
+    with torch.no_grad():
+        model.model.model.layers[1].mlp.down_proj.weight[0] = float("nan")
+    with pytest.raises(IncompatibleError, match=r"^tiny: the model computes NaN on calibration context 0$"):
+        fit_exponents(model, data, POLICY)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_computes_nan_on_an_answer(data: CalibrationData) -> None:
+    """A token that only questions have; the contexts are read without it."""
+    model = uneven()
+    asks = int(tiny.ids_of("?")[0, -1])
+    assert all(asks not in prompt.ids for prompt in prompts_of(model, data))
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight[asks] = float("nan")
+    with pytest.raises(IncompatibleError, match=r"^tiny: the model computes NaN after calibration context 0$"):
+        fit_exponents(model, data, POLICY)
+    assert calibrate_cake(model, data, POLICY).metadata.questions == 2

@@ -1,0 +1,168 @@
+"""Calibration files: the shipped ones, and everything that can be wrong with one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.synthetic.__main__ import calibration_file
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+
+PAIR = {"question": "Who came?", "answer": "Nobody."}
+
+
+def text(number: int = 1, count: int = 1, **changes: Any) -> dict[str, Any]:
+    pairs = [{"question": f"q{number}{i}", "answer": f"a{number}{i}"} for i in range(count)]
+    return {"text": f"text {number}", "questions": pairs, **changes}
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "data.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def load(folder: Path, *contexts: dict[str, Any], **changes: Any) -> CalibrationData:
+    return load_calibration_data(write(folder, {"name": "mine", "contexts": list(contexts), **changes}))
+
+
+def refusal(folder: Path, content: Any) -> str:
+    path = write(folder, content)
+    with pytest.raises(UsageError) as caught:
+        load_calibration_data(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_with_texts_inside_and_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "novel.txt").write_text("\n  Once upon a time.\n")
+    data = load(tmp_path, text(1, 2), {"text_file": "novel.txt", "questions": [PAIR]}, prompt="Q {question} A")
+    assert (data.name, data.prompt, data.questions) == ("mine", "Q {question} A", 3)
+    assert [context.text for context in data.contexts] == ["text 1", "Once upon a time."]
+    assert data.contexts[1].questions[0].answer == "Nobody."
+    assert load(tmp_path, text()).prompt == PLAIN_PROMPT
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
+    first = load(tmp_path, text())
+    (tmp_path / "elsewhere.txt").write_text("text 1")
+    moved = load(tmp_path, text(text_file="elsewhere.txt", text=None), name="another name")
+    assert first.sha256 == moved.sha256
+    others = [load(tmp_path, text(2)), load(tmp_path, text(count=2)), load(tmp_path, text(), prompt="{question}!")]
+    assert len({first.sha256, *(other.sha256 for other in others)}) == 4
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        load_calibration_data(tmp_path / "nothing.json")
+    with pytest.raises(UsageError, match="is a folder"):
+        load_calibration_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not valid JSON at line 1"),
+        ("[]", "the whole: "),
+        ({"contexts": [text()]}, "name: is missing"),
+        ({"name": "", "contexts": [text()]}, "name: must not be blank"),
+        ({"name": "x", "contexts": []}, "contexts: must not be empty"),
+        ({"name": "x"}, "contexts: is missing"),
+        ({"name": "x", "contexts": [text(1, 0)]}, "contexts.0.questions: must not be empty"),
+        ({"name": "x", "contexts": [{"text": "a"}]}, "contexts.0.questions: is missing"),
+        ({"name": "x", "contexts": [text(text="")]}, "contexts.0.text: must not be blank"),
+        ({"name": "x", "contexts": [text(text=" \n")]}, "contexts.0.text: must not be blank"),
+        ({"name": "x", "contexts": [text(text=None)]}, "contexts.0: give either text or text_file"),
+        ({"name": "x", "contexts": [text(text=7)]}, "contexts.0.text: "),
+        ({"name": "x", "contexts": [text(txt="a")]}, "contexts.0.txt: unknown key"),
+        ({"name": "x", "contexts": [text()], "seed": 1}, "seed: unknown key"),
+        ({"name": "x", "contexts": [text(questions=[{**PAIR, "answer": ""}])]}, "answer: must not be blank"),
+        ({"name": "x", "contexts": [text(questions=[{**PAIR, "question": " "}])]}, "question: must not be blank"),
+        ({"name": "x", "contexts": [text(questions=[{**PAIR, "answers": []}])]}, "answers: unknown key"),
+        ({"name": "x", "contexts": [text()], "prompt": "Q: "}, "prompt: needs {question}"),
+        ({"name": "x", "contexts": [text()], "prompt": "{Question}"}, "prompt: needs {question}"),
+        ({"name": "x", "contexts": [text(text_file="gone.txt", text=None)]}, "contexts.0.text_file: there is no file"),
+        ({"name": "x", "contexts": [text(text_file="blank.txt", text=None)]}, "blank.txt is empty"),
+        ({"name": "x", "contexts": [text(text_file="latin.txt", text=None)]}, "latin.txt is not UTF-8 text: byte 1"),
+        ({"name": "x", "contexts": [text(text_file="here.txt")]}, "give either text or text_file"),
+    ],
+)
+def test_what_can_be_wrong(content: Any, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text(" \n ")
+    (tmp_path / "here.txt").write_text("text")
+    (tmp_path / "latin.txt").write_bytes(b"M\xfcller")
+    assert problem in refusal(tmp_path, content)
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    contexts = [
+        text(questions=[{"question": "q"}], note=1),
+        text(text_file="gone.txt", text=None),
+        text(text_file="gone too.txt", text=None),
+        text(),
+    ]
+    message = refusal(tmp_path, {"contexts": contexts, "prompt": "?"})
+    head, *problems = message.splitlines()
+    assert head.endswith("is not valid, 6 problems:")
+    for place in ("name", "prompt", "contexts.0.questions.0.answer", "contexts.0.note", "contexts.1.text_file"):
+        assert any(line.strip().startswith(f"{place}: ") for line in problems), place
+    assert "gone too.txt" in message
+
+
+def test_a_file_that_cannot_be_read_is_not_a_mistake_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, {"name": "x", "contexts": [text(text_file="locked.txt", text=None)]})
+    read = Path.read_bytes
+
+    def locked(self: Path) -> bytes:
+        if self.name == "locked.txt":
+            raise PermissionError(13, "Permission denied")
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", locked)
+    with pytest.raises(EnvironmentFault, match=r"cannot read .*locked\.txt: permission denied"):
+        load_calibration_data(path)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, [3, 2, 2]), (1, [1]), (3, [3]), (4, [3, 1]), (99, [3, 2, 2])])
+def test_limited(limit: int | None, expected: list[int], tmp_path: Path) -> None:
+    data = load(tmp_path, text(1, 3), text(2, 2), text(3, 2))
+    some = data.limited(limit)
+    assert [len(context.questions) for context in some.contexts] == expected
+    assert some.questions == sum(expected)
+    assert [pair.question for pair in some.contexts[0].questions] == ["q10", "q11", "q12"][: expected[0]]
+    assert (some.name, some.prompt, some.sha256) == (data.name, data.prompt, data.sha256)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_limited_to_nothing(limit: int, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least one question"):
+        load(tmp_path, text()).limited(limit)
+
+
+def test_the_novel() -> None:
+    assert default_data("meta-llama/Llama-3.1-8B") == default_data("./bundled")
+    data = load_calibration_data(default_data("some/model"))
+    assert data.questions == 30
+    assert sum(len(context.text.split()) for context in data.contexts) >= 3900
+    pairs = [pair for context in data.contexts for pair in context.questions]
+    assert len({pair.question for pair in pairs}) == 30
+    assert data.prompt == PLAIN_PROMPT
+
+
+def test_the_bundled_data_is_what_the_generator_writes() -> None:
+    written = default_data("bundled").read_text()
+    assert written == json.dumps(calibration_file(), indent=1) + "\n"
+    data = load_calibration_data(default_data("bundled"))
+    assert 20 <= data.questions <= 40
+    known = set(WORDS)
+    for context in data.contexts:
+        assert set(context.text.split()) <= known
+        assert all(set((pair.question + " " + pair.answer).split()) <= known for pair in context.questions)

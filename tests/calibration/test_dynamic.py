@@ -1,0 +1,360 @@
+"""Static tables of dynamic rules: every decision is the runtime's, and the table is their mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.dynamic import Allocation
+from kvsearch.budgets.lava import LAVa
+from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
+from kvsearch.calibration.dynamic import calibrate_dynamic, decisions, even_budgets, observe_wishes
+from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
+from kvsearch.calibration.prompts import Prompt, prompts_of
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel, load
+from kvsearch.plan import Profile, load_profile, save_profile
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.from_profile import Target, plan_from_profile
+from tests import tiny
+from tests.runtime.helpers import running
+
+LAVA: Policy = create_policy("lava", {"window": 4, "kernel": 3, "sinks": 2})
+SNAPKV: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+SCORED_BELOW_ZERO: Policy = create_policy("keydiff", {"sinks": 2, "window": 4})
+PROTECTED = 6
+GRID = np.arange(1, 100) / 100
+METHODS: dict[str, tuple[Policy, Allocation]] = {
+    "lava": (LAVA, LAVa()),
+    "cake": (create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2}), CAKE()),
+    "adakv": (SNAPKV, AdaKV()),
+}
+VARIANTS: dict[str, tuple[Policy, Allocation]] = {
+    "lava, no floor": (LAVA, LAVa(0.0)),
+    "lava, planned layers": (LAVA, LAVa(layers="planned")),
+    "lava, equal heads": (LAVA, LAVa(heads="equal")),
+    "cake, tempered": (SNAPKV, CAKE(1.6, 0.4, window=7)),
+    "cake over keydiff": (SCORED_BELOW_ZERO, CAKE(window=3)),
+    "adakv, kvpress": (SNAPKV, AdaKV(0.4, "kvpress")),
+    "adakv, normalised": (SNAPKV, AdaKV(normalize=True)),
+    "adakv over keydiff": (SCORED_BELOW_ZERO, AdaKV()),
+}
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return uneven()
+
+
+@pytest.fixture(scope="module")
+def data() -> CalibrationData:
+    return tiny.calibration_data(70, 90, 90)
+
+
+@pytest.fixture(scope="module")
+def profiles(model: LoadedModel, data: CalibrationData) -> dict[str, Profile]:
+    return {name: calibrate_dynamic(model, data, *how) for name, how in METHODS.items()}
+
+
+def uneven(family: str = "llama", **changes: Any) -> LoadedModel:
+    """A model whose layers differ in how sharp their attention is."""
+    made = tiny.loaded(family, **changes)
+    with torch.no_grad():
+        for index, layer in enumerate(made.model.model.layers):
+            layer.self_attn.q_proj.weight.mul_((3.0, 0.2, 1.0, 0.02)[index])
+    return tiny.wrap(made.model)
+
+
+def decided(model: LoadedModel, prompt: Prompt, how: tuple[Policy, Allocation], floor: int) -> np.ndarray:
+    with running(model.model, NAME):
+        return decisions(how[1], observe_wishes(model, prompt, *how), prompt.length, floor)
+
+
+@torch.no_grad()
+def held(model: LoadedModel, program: Program, ids: Tensor) -> list[list[int]]:
+    """Entries the runtime holds after a prompt, [L][Hkv]."""
+    cache = PlanCache(model.model, program)
+    with running(model.model, NAME):
+        model.model(ids, past_key_values=cache)
+    found: list[list[int]] = cache.entries()[:, 0].tolist()
+    return found
+
+
+def even_program(model: LoadedModel, how: tuple[Policy, Allocation], total: int, length: int, floor: int) -> Program:
+    policy, allocation = how
+    layers = tuple(Program.uniform(model.model, policy, lambda _: 1).layers)
+    shape = (len(layers), model.fingerprint.kv_heads)
+    table = even_budgets(total, np.full(shape, min(floor, length)), np.full(shape, length))
+    return Program(PhaseProgram(dict.fromkeys(layers, policy), lambda _: table, floor), allocation=allocation)
+
+
+def assert_runtime_agrees(
+    model: LoadedModel, prompt: Prompt, how: tuple[Policy, Allocation], floor: int, rows: Any = range(99)
+) -> None:
+    found = decided(model, prompt, how, floor)
+    heads = found[0].size
+    for row in rows:
+        total = int(found[row].sum())
+        exact = (2 * (99 - row) * heads * prompt.length + 100) // 200
+        assert total == max(exact, heads * floor)
+        assert held(model, even_program(model, how, total, prompt.length, floor), prompt.ids) == found[row].tolist()
+
+
+@methods
+def test_at_every_ratio_the_runtime_decides_the_same(method: str, model: LoadedModel, data: CalibrationData) -> None:
+    prompt = prompts_of(model, data)[0]
+    assert_runtime_agrees(model, prompt, METHODS[method], PROTECTED)
+    at_eighty = decided(model, prompt, METHODS[method], PROTECTED)[79]
+    assert np.ptp(at_eighty) > 3, "something should be decided"
+
+
+@pytest.mark.parametrize("how", VARIANTS)
+def test_every_variant_decides_as_the_runtime_does(how: str, model: LoadedModel, data: CalibrationData) -> None:
+    prompt = prompts_of(model, data)[1]
+    assert_runtime_agrees(model, prompt, VARIANTS[how], PROTECTED, (0, 20, 49, 79, 88, 98))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+@methods
+def test_every_family_decides_as_the_runtime_does(method: str, family: str, data: CalibrationData) -> None:
+    other = tiny.loaded(family)
+    assert_runtime_agrees(other, prompts_of(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
+
+
+@methods
+def test_with_a_floor_the_runtime_decides_the_same(method: str, model: LoadedModel, data: CalibrationData) -> None:
+    prompt = prompts_of(model, data)[0]
+    assert_runtime_agrees(model, prompt, METHODS[method], 12, (9, 49, 79, 90))
+    assert decided(model, prompt, METHODS[method], 12).min() == 12
+
+
+@methods
+def test_with_the_question_in_the_prompt(method: str, model: LoadedModel, data: CalibrationData) -> None:
+    context, aware = prompts_of(model, data)[0], prompts_of(model, data, "question-aware")
+    assert_runtime_agrees(model, aware[0], METHODS[method], PROTECTED, (49, 79))
+    assert decided(model, aware[0], METHODS[method], PROTECTED)[79].tolist() != (
+        decided(model, context, METHODS[method], PROTECTED)[79].tolist()
+    )
+
+
+@pytest.fixture(scope="module")
+def bundled() -> LoadedModel:
+    return load("bundled")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        (create_policy("lava"), LAVa()),
+        (create_policy("cake"), CAKE()),
+        (create_policy("snapkv"), AdaKV()),
+        (create_policy("snapkv"), LAVa(0.0)),
+    ],
+    ids=["lava", "cake", "adakv", "lava over snapkv"],
+)
+def test_the_bundled_model_decides_as_the_runtime_does(how: tuple[Policy, Allocation], bundled: LoadedModel) -> None:
+    context = prompts_of(bundled, load_calibration_data(default_data("bundled")))[4]
+    prompt = Prompt(context.ids[:, :512], 0, ())
+    assert_runtime_agrees(bundled, prompt, how, 32, (9, 49, 79, 89, 93))
+
+
+# --- the profile --------------------------------------------------------------------------------------------------
+
+
+@methods
+def test_what_a_profile_holds(method: str, profiles: dict[str, Profile], data: CalibrationData) -> None:
+    made, (policy, allocation) = profiles[method], METHODS[method]
+    assert {name: array.shape for name, array in made.arrays.items()} == {
+        "evicted_ratio": (99, 4, 2),
+        "ratio_deviation": (99, 4, 2),
+        "question_ratio": (3, 9, 4, 2),
+        "question_context": (3,),
+        "question_length": (3,),
+    }
+    metadata, lengths = made.metadata, [len(context.text.split()) + 1 for context in data.contexts]
+    assert (metadata.method, metadata.policy.name, metadata.policy.params) == (method, policy.name, policy.parameters())
+    assert (metadata.length, metadata.questions, metadata.floor) == (max(lengths), 3, PROTECTED)
+    assert made.arrays["question_length"].tolist() == lengths
+    assert made.arrays["question_context"].tolist() == [0, 1, 2]
+    settings = metadata.provenance.settings
+    assert settings == {
+        "data": "tiny", "protocol": "question-agnostic", "minimum": 0.0, **allocation.parameters(),
+    }  # fmt: skip
+    assert metadata.provenance.data_sha256 == data.sha256
+
+
+@methods
+def test_the_table_is_the_mean_of_the_decisions(
+    method: str, model: LoadedModel, data: CalibrationData, profiles: dict[str, Profile]
+) -> None:
+    made = profiles[method]
+    each = np.stack(
+        [1 - decided(model, prompt, METHODS[method], PROTECTED) / prompt.length for prompt in prompts_of(model, data)]
+    )
+    reach = slice(0, 90)  # every prompt can be cut that far
+    np.testing.assert_allclose(made.arrays["evicted_ratio"][reach], each[:, reach].mean(0), atol=1e-6)
+    np.testing.assert_allclose(made.arrays["ratio_deviation"][reach], each[:, reach].std(0), atol=1e-6)
+    rows = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
+    np.testing.assert_allclose(made.arrays["question_ratio"], each[:, rows], atol=1e-6)
+
+
+@methods
+def test_rows_average_to_the_global_ratio(method: str, profiles: dict[str, Profile]) -> None:
+    table, lengths = profiles[method].arrays["evicted_ratio"], profiles[method].arrays["question_length"]
+    reachable = np.minimum(GRID, 1 - PROTECTED / lengths.max())
+    assert np.abs(table.mean((1, 2), dtype=np.float64) - reachable).max() <= 0.5 / (8 * lengths.min()) + 1e-6
+    kept = (1 - table.astype(np.float64)) * lengths.max()
+    assert kept.min() >= PROTECTED - 1e-3
+
+
+@methods
+def test_exports_have_exact_totals(method: str, profiles: dict[str, Profile]) -> None:
+    made = profiles[method]
+    for target, total in (
+        (Target(ratio=0.8, length=1000), 200 * 8),
+        (Target(ratio=0.333, length=97), round(0.667 * 97 * 8)),
+        (Target(budget=20), 20 * 8),
+        (Target(budget=512, length=4096), 512 * 8),
+    ):
+        plan = plan_from_profile(made, target)
+        assert plan.total == total == sum(sum(layer) for layer in plan.budgets("prefill") if layer)
+        assert plan.allocation.name == "static"
+        assert plan.provenance.method == method
+        assert plan.provenance.settings["ratio"] == target.ratio
+
+
+@methods
+def test_equal_inputs_give_equal_bytes(
+    method: str, data: CalibrationData, profiles: dict[str, Profile], tmp_path: Any
+) -> None:
+    again = calibrate_dynamic(uneven(), data, *METHODS[method])
+    assert again.to_bytes() == profiles[method].to_bytes()
+    save_profile(again, tmp_path / "profile.safetensors")
+    assert load_profile(tmp_path / "profile.safetensors").to_bytes() == again.to_bytes()
+
+
+def test_a_layer_that_shares_nothing_keeps_its_total(profiles: dict[str, Profile]) -> None:
+    """AdaKV leaves layers even, CAKE heads, LAVa neither."""
+    tables = {name: made.arrays["evicted_ratio"][79].astype(np.float64) for name, made in profiles.items()}
+    layers = {name: np.ptp(table.mean(1)) for name, table in tables.items()}
+    heads = {name: np.ptp(table, axis=1).max() for name, table in tables.items()}
+    entry = 1 / 70
+    assert layers["adakv"] <= entry < layers["cake"]
+    assert layers["adakv"] < layers["lava"]
+    assert heads["cake"] <= entry < min(heads["lava"], heads["adakv"])
+
+
+def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> None:
+    told: list[tuple[int, int]] = []
+    aware = calibrate_dynamic(
+        model, data, *METHODS["lava"], DynamicOptions("question-aware"), lambda done, total: told.append((done, total))
+    )
+    assert aware.metadata.questions == 6
+    assert aware.arrays["question_context"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert aware.metadata.provenance.settings["protocol"] == "question-aware"
+    assert told == [(number, 6) for number in range(1, 7)]
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_fewer_questions_are_fewer_prompts(model: LoadedModel, data: CalibrationData) -> None:
+    limited = data.limited(3)
+    assert calibrate_dynamic(model, limited, *METHODS["cake"]).metadata.questions == 2
+    aware = calibrate_dynamic(model, limited, *METHODS["cake"], DynamicOptions("question-aware"))
+    assert aware.arrays["question_context"].tolist() == [0, 0, 1]
+
+
+def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData) -> None:
+    made = calibrate_dynamic(model, data, *METHODS["lava"], DynamicOptions(minimum=0.2))
+    assert made.metadata.floor == int(np.ceil(0.2 * made.metadata.length))
+    assert made.arrays["evicted_ratio"].max() <= 0.8 + 1e-6
+    np.testing.assert_allclose(made.arrays["evicted_ratio"][98], made.arrays["evicted_ratio"][80], atol=1e-2)
+
+
+def test_answers_need_not_fit_where_they_are_not_read(data: CalibrationData) -> None:
+    longest = max(len(context.text.split()) + 1 for context in data.contexts)
+    made = calibrate_dynamic(uneven(max_position_embeddings=longest), data, *METHODS["adakv"])
+    assert made.metadata.length == longest
+
+
+def test_a_chat_template(model: LoadedModel, data: CalibrationData) -> None:
+    chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    plain = calibrate_dynamic(model, data, *METHODS["cake"])
+    assert calibrate_dynamic(chat, data, *METHODS["cake"]).metadata.length == plain.metadata.length + 1
+
+
+def test_half_precision(data: CalibrationData) -> None:
+    half = tiny.wrap(uneven().model.bfloat16())
+    for how in METHODS.values():
+        assert_runtime_agrees(half, prompts_of(half, data)[0], how, PROTECTED, (49, 79))
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def refusal(model: LoadedModel, data: CalibrationData, *how: Any) -> str:
+    """The message of a refusal that comes before the model has read anything."""
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(UsageError) as caught:
+            calibrate_dynamic(model, data, *how)
+    finally:
+        handle.remove()
+    assert not calls
+    assert model.model.config._attn_implementation == "sdpa"
+    return str(caught.value)
+
+
+def test_a_prompt_too_short_for_the_protected_entries(model: LoadedModel, data: CalibrationData) -> None:
+    message = refusal(model, data, create_policy("snapkv", {"sinks": 10}), AdaKV())
+    assert "tokens is too short for snapkv: 42 entries are always kept" in message
+    assert "give at least 168 tokens" in message
+    assert "too short for lava: " in refusal(model, data, LAVA, LAVa(), DynamicOptions(minimum=0.6))
+
+
+def test_a_prompt_too_long_for_the_model(data: CalibrationData) -> None:
+    assert "tiny takes at most 60" in refusal(uneven(max_position_embeddings=60), data, *METHODS["cake"])
+
+
+def test_policies_that_merge_cannot_share_layers(model: LoadedModel, data: CalibrationData) -> None:
+    assert refusal(model, data, create_policy("d2o"), LAVa()).startswith("method lava: d2o merges what it evicts")
+
+
+def test_negative_scores_have_no_entropy(model: LoadedModel, data: CalibrationData) -> None:
+    with pytest.raises(UsageError, match=r"^method lava: keydiff scores entries below 0, and allocation lava takes"):
+        calibrate_dynamic(model, data, SCORED_BELOW_ZERO, LAVa())
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"])
+@methods
+def test_a_model_that_computes_nan(where: str, method: str, data: CalibrationData) -> None:
+    model = uneven()
+    with torch.no_grad():
+        model.model.get_submodule(where).weight[0] = float("nan")
+    with pytest.raises(IncompatibleError, match=r"^tiny: the model computes NaN on calibration context 0$"):
+        calibrate_dynamic(model, data, *METHODS[method])
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("method", "what"), [("lava", "its budgets cannot be decided"), ("adakv", "its heads cannot be compared")]
+)
+def test_scores_that_are_not_finite(
+    method: str, what: str, model: LoadedModel, data: CalibrationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, allocation = METHODS[method]
+    score = type(policy).score
+    monkeypatch.setattr(type(policy), "score", lambda self, seen: score(self, seen) / 0.0)
+    with pytest.raises(IncompatibleError, match=f"^layer 0: the scores of {policy.name} are not finite, so {what}"):
+        calibrate_dynamic(model, data, policy, allocation)

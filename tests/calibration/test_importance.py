@@ -1,0 +1,226 @@
+"""The capture pass against plain forwards, full attention matrices and masked runs, for every kind of architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvsearch.calibration.importance import Capture
+from kvsearch.errors import UsageError
+from kvsearch.models.architecture import attention_modules, describe, output_weight
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.signals.effect import layer_effects
+from tests.families import FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, reference, running
+
+CONTEXT, ROWS = 40, 7
+POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+families = pytest.mark.parametrize("family", FAMILIES)
+some_families = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+
+
+def tokens(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """A context and a question with its answer."""
+    ids, _ = prompts(1, CONTEXT + rows, seed=seed)
+    return ids[:, :CONTEXT], ids[:, CONTEXT:]
+
+
+def capture_of(model: Any, context: Tensor, *policies: Policy, group: str = "sum") -> Capture:
+    return Capture(model, policies, context, group)
+
+
+@torch.no_grad()
+def eager_pass(model: Any, ids: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor], Any]:
+    """Full attention matrices, values of the full layers, and the whole output, of one plain forward pass."""
+    full = describe(model).full_layers
+    with running(model, "eager"):
+        cache = DynamicCache(config=model.config)
+        output = model(ids, past_key_values=cache, output_attentions=True, output_hidden_states=True)
+    return (
+        {layer: output.attentions[layer].float() for layer in full},
+        {layer: cache.layers[layer].values for layer in full},
+        output,
+    )
+
+
+@families
+def test_logits_are_those_of_one_plain_forward(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    with torch.no_grad():
+        plain = model(torch.cat([context, question], 1)).logits[0, CONTEXT:]
+    with running(model, NAME):
+        assert_close(capture_of(model, context, POLICY).ask(question).logits, plain)
+
+
+@pytest.mark.parametrize("group", ["sum", "max"])
+@families
+@torch.no_grad()
+def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    shape = describe(model)
+    attentions, values, _ = eager_pass(model, torch.cat([context, question], 1))
+    with running(model, NAME):
+        importance = capture_of(model, context, POLICY, group=group).ask(question).importance
+    assert importance.shape == (len(shape.full_layers), shape.kv_heads, CONTEXT)
+    for row, layer in enumerate(shape.full_layers):
+        weight = output_weight(attention_modules(model)[layer], shape.query_heads)
+        spread = values[layer][0, :, :CONTEXT].repeat_interleave(shape.group, 0)
+        norms = (spread @ weight).norm(dim=-1)  # [Hq, T]
+        taken = attentions[layer][0, :, CONTEXT:, :CONTEXT] * norms[:, None]
+        taken = taken.reshape(shape.kv_heads, shape.group, ROWS, CONTEXT)
+        expected = (taken.sum(1) if group == "sum" else taken.amax(1)).amax(1)
+        assert_close(importance[row], expected)
+
+
+@some_families
+@torch.no_grad()
+def test_signals_of_the_layers_are_those_of_the_plain_forward(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    shape = describe(model)
+    attentions, values, output = eager_pass(model, torch.cat([context, question], 1))
+    with running(model, NAME):
+        captured = capture_of(model, context, POLICY).ask(question)
+    for row, layer in enumerate(shape.full_layers):
+        heads = attentions[layer][0, :, CONTEXT:] @ values[layer][0].repeat_interleave(shape.group, 0)
+        mixed = torch.einsum("qkd,qdm->km", heads, output_weight(attention_modules(model)[layer], shape.query_heads))
+        assert float(captured.output_norm[row]) == pytest.approx(float(mixed.norm(dim=-1).mean()), rel=1e-4)
+        entering = output.hidden_states[layer][0, CONTEXT:].norm(dim=-1).mean()
+        assert float(captured.residual_norm[row]) == pytest.approx(float(entering), rel=1e-4)
+
+
+@some_families
+def test_ranks_are_those_of_the_runtime(family: str) -> None:
+    """An entry is kept by a uniform program if and only if its rank is below the budget."""
+    model = build(family)
+    context, _ = tokens()
+    budget = 15
+    others = [create_policy("keydiff", {"sinks": 4, "window": 1}), create_policy("expected_attention")]
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY, *others)
+        for index, policy in enumerate([POLICY, *others]):
+            ranks = capture.ranks(index)
+            assert sorted(ranks[0, 0].tolist()) == list(range(CONTEXT))
+            cache = PlanCache(model, Program.uniform(model, policy, lambda length: budget))
+            with torch.no_grad():
+                model(context, past_key_values=cache)
+            for row, layer in enumerate(describe(model).full_layers):
+                for head in range(ranks.shape[1]):
+                    kept = torch.nonzero(ranks[row, head] < budget).flatten().tolist()
+                    assert kept == cache.kept_positions(layer, 0, head)
+
+
+@families
+def test_asking_leaves_the_context_as_it_was(family: str) -> None:
+    """The sliding windows (16 tokens) are full long before the question comes: they must be brought back."""
+    model = build(family)
+    context, question = tokens()
+    other = tokens(seed=1, rows=11)[1]
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        first = capture.ask(question)
+        capture.ask(other)
+        capture.follow_seeing(other, {0: torch.zeros(2, CONTEXT, dtype=torch.bool)})
+        again = capture.ask(question)
+    for name in ("importance", "output_norm", "residual_norm", "logits"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+@families
+def test_a_hidden_part_of_one_layer_is_a_mask_of_minus_infinity(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    shape = describe(model)
+    generator = torch.Generator().manual_seed(3)
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        for row in (0, len(shape.full_layers) - 1):
+            keep = torch.rand(shape.kv_heads, CONTEXT, generator=generator) < 0.3
+            got = capture.follow_seeing(question, {row: keep})
+            pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
+            with reference(model, {shape.full_layers[row]: keep[None]}) as cache:
+                expected = feed(model, cache, pieces)[1][0]
+            assert_close(got, expected)
+
+
+@families
+def test_all_layers_can_be_hidden_from_at_once(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    layers = describe(model).full_layers
+    keep = torch.rand(len(layers), 2, CONTEXT, generator=torch.Generator().manual_seed(5)) < 0.4
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        got = capture.follow_seeing(question, dict(enumerate(keep)))
+        again = capture.ask(question).logits
+    pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
+    with reference(model, {layer: keep[row][None] for row, layer in enumerate(layers)}) as cache:
+        assert_close(got, feed(model, cache, pieces)[1][0])
+    with reference(model, {}) as cache:
+        assert_close(again, feed(model, cache, pieces)[1][0])
+
+
+def test_a_layer_sees_everything_again_when_a_pass_fails() -> None:
+    model = build("llama")
+    context, question = tokens()
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        before = capture.ask(question).logits
+        with pytest.raises(RuntimeError):
+            capture.follow_seeing(question, {0: torch.zeros(2, CONTEXT + 1, dtype=torch.bool)})
+        assert torch.equal(capture.ask(question).logits, before)
+
+
+@some_families
+def test_a_layer_can_be_without_any_context(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        nothing = torch.zeros(2, CONTEXT, dtype=torch.bool)
+        without = capture.follow_seeing(question, {0: nothing})
+        assert bool(without.isfinite().all())
+        assert not torch.allclose(without, capture.ask(question).logits, atol=1e-2)
+
+
+@some_families
+def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    with running(model, NAME):
+        capture = capture_of(model, context, POLICY)
+        captured = capture.ask(question)
+        everything = torch.ones_like(captured.importance, dtype=torch.bool)
+
+        def without(layer: int, keep: Tensor) -> Tensor:
+            return capture.follow_seeing(question, {layer: keep})
+
+        assert layer_effects(captured.logits, without, everything).tolist() == pytest.approx(
+            [0.0] * len(everything), abs=1e-5
+        )
+        protected = capture.ranks() < POLICY.protected(CONTEXT)
+        assert float(layer_effects(captured.logits, without, protected).min()) > 1e-3
+
+
+def test_one_question_token_is_enough() -> None:
+    model = build("llama")
+    context, question = tokens(rows=1)
+    with running(model, NAME):
+        captured = capture_of(model, context, POLICY).ask(question)
+    assert captured.logits.shape == (1, 97)
+    with torch.no_grad():
+        plain = model(torch.cat([context, question], 1)).logits[0, -1:]
+    assert_close(captured.logits, plain)
+
+
+def test_capture_needs_the_attention_that_reports() -> None:
+    with pytest.raises(UsageError, match="attention implementation 'kvsearch'"):
+        Capture(build("llama"), [POLICY], tokens()[0])

@@ -1,0 +1,344 @@
+"""LU-KV calibration end to end on tiny random models."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.calibration.analysis import lost_mass
+from kvsearch.calibration.data import CalibrationData, Context, Pair
+from kvsearch.calibration.importance import Capture
+from kvsearch.calibration.lukv import Measured, calibrate_lukv, measure_importance
+from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile, load_profile, save_profile
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime.attention import NAME
+from kvsearch.signals.effect import divergence
+from tests import tiny
+from tests.runtime.helpers import feed, reference, running
+
+POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+PROTECTED = 6
+GRID = np.arange(1, 100) / 100
+LAYER = LukvOptions(normalization="layer")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+@pytest.fixture(scope="module")
+def data() -> CalibrationData:
+    return tiny.calibration_data(110, 110)
+
+
+@pytest.fixture(scope="module")
+def profile(model: LoadedModel, data: CalibrationData) -> Profile:
+    return calibrate_lukv(model, data, POLICY)
+
+
+def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[Measured]:
+    with running(model.model, NAME):
+        return list(measure_importance(model, data, POLICY, options))
+
+
+def length_of(data: CalibrationData, index: int = 0) -> int:
+    return len(data.contexts[index].text.split()) + 1  # <bos>
+
+
+def assert_rows_average_to_their_ratio(table: np.ndarray, length: int, floor: int) -> None:
+    heads = table.shape[1] * table.shape[2]
+    reachable = np.minimum(GRID, 1 - floor / length)
+    assert np.abs(table.mean((1, 2), dtype=np.float64) - reachable).max() <= 0.5 / (heads * length) + 1e-6
+
+
+def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
+    layers, heads, questions = 4, 2, 4
+    shapes = {name: array.shape for name, array in profile.arrays.items()}
+    assert shapes == {
+        "evicted_ratio": (99, layers, heads),
+        "question_ratio": (questions, 9, layers, heads),
+        "question_context": (questions,),
+        "recall": (layers, heads, 101),
+        "oracle_recall": (layers, heads, 101),
+        "mass": (layers, heads, 101),
+    }
+    assert profile.arrays["question_context"].tolist() == [0, 0, 1, 1]
+    metadata = profile.metadata
+    assert (metadata.method, metadata.policy.name, metadata.policy.params) == ("lukv", "snapkv", POLICY.parameters())
+    assert (metadata.length, metadata.questions, metadata.floor) == (length_of(data), questions, PROTECTED)
+    assert metadata.layers == (0, 1, 2, 3)
+    assert metadata.provenance.data_sha256 == data.sha256
+    assert metadata.provenance.settings["normalization"] == "effect"
+    assert "seed" not in metadata.provenance.settings
+
+
+def test_rows_average_to_the_global_ratio(profile: Profile) -> None:
+    table, length = profile.arrays["evicted_ratio"], profile.metadata.length
+    assert_rows_average_to_their_ratio(table, length, PROTECTED)
+    for row in profile.arrays["question_ratio"]:
+        np.testing.assert_allclose(row.mean((1, 2)), STABILITY_RATIOS, atol=0.5 / (8 * length) + 1e-6)
+
+
+def test_the_table_is_the_mean_over_the_questions(profile: Profile) -> None:
+    rows = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
+    mean = profile.arrays["question_ratio"].mean(0, dtype=np.float64)
+    np.testing.assert_allclose(profile.arrays["evicted_ratio"][rows], mean, atol=1e-6)
+
+
+def test_floors_are_respected(profile: Profile) -> None:
+    kept = (1 - profile.arrays["evicted_ratio"].astype(np.float64)) * profile.metadata.length
+    assert kept.min() >= PROTECTED - 1e-3
+    np.testing.assert_allclose(kept[-1], PROTECTED, atol=1e-3)
+    assert np.ptp(kept[49]) > 5  # ... and budgets do differ
+
+
+def test_curves_rise_from_nothing_to_everything(profile: Profile) -> None:
+    for name in ("recall", "oracle_recall", "mass"):
+        curve = profile.arrays[name]
+        assert curve[..., 0].max() == 0.0
+        assert np.diff(curve, axis=-1).min() >= -1e-6
+    assert profile.arrays["recall"][..., -1] == pytest.approx(1.0)
+    assert (profile.arrays["oracle_recall"] - profile.arrays["recall"]).min() >= -1e-6
+
+
+def test_budgets_lose_less_than_uniform_ones(model: LoadedModel, data: CalibrationData) -> None:
+    one = calibrate_lukv(model, data.limited(1), POLICY)
+    for ratio in (0.3, 0.5, 0.8):
+        planned = lost_mass(one, 1 - one.local_ratios(ratio)).sum()
+        assert planned < lost_mass(one, np.full((4, 2), 1 - ratio)).sum()
+
+
+def test_equal_inputs_give_equal_bytes(profile: Profile, data: CalibrationData, tmp_path: Any) -> None:
+    again = calibrate_lukv(tiny.loaded(), data, POLICY)
+    assert again.to_bytes() == profile.to_bytes()
+    save_profile(again, tmp_path / "profile.safetensors")
+    assert load_profile(tmp_path / "profile.safetensors").to_bytes() == profile.to_bytes()
+
+
+CHOICES = [
+    *product(["effect", "layer", "layer_max", "output", "residual", "none"], ["ratios"], ["sum"], [True, False]),
+    *product(["effect", "layer"], ["ratios", "importance"], ["sum", "max"], [True]),
+    ("layer", "importance", "max", False),
+]
+
+
+@pytest.mark.parametrize(("normalization", "aggregate", "group", "gap"), CHOICES)
+def test_every_choice_makes_a_valid_profile(
+    model: LoadedModel, data: CalibrationData, normalization: Any, aggregate: Any, group: Any, gap: bool
+) -> None:
+    options = LukvOptions(normalization, aggregate, group, gap)
+    made = calibrate_lukv(model, data, POLICY, options)
+    assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
+    settings = made.metadata.provenance.settings
+    assert (settings["normalization"], settings["aggregate"]) == (normalization, aggregate)
+    assert (settings["group"], settings["gap"]) == (group, gap)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_choices_matter(model: LoadedModel, data: CalibrationData) -> None:
+    choices = [
+        LukvOptions(),
+        LAYER,
+        LukvOptions("none"),
+        LukvOptions("layer", "importance"),
+        LukvOptions("layer", group="max"),
+        LukvOptions("layer", gap=False),
+        LukvOptions("layer", answer_tokens=1),
+        LukvOptions("layer", minimum=0.2),
+    ]
+    tables = {calibrate_lukv(model, data, POLICY, made).arrays["evicted_ratio"].tobytes() for made in choices}
+    assert len(tables) == len(choices)
+
+
+def test_normalised_mass(model: LoadedModel, data: CalibrationData) -> None:
+    """ "layer" gives every layer the same mass, "none" leaves importance as it is."""
+    mass = calibrate_lukv(model, data, POLICY, LAYER).arrays["mass"]
+    assert mass[..., -1].sum(-1) == pytest.approx(1.0)
+    plain = [item.importance for item in measured(model, data, LukvOptions("none"))]
+    mass = calibrate_lukv(model, data, POLICY, LukvOptions("none")).arrays["mass"]
+    np.testing.assert_allclose(mass[..., -1], np.mean(plain, axis=0).sum(-1), rtol=1e-5)
+    for item in measured(model, data, LukvOptions("layer_max")):
+        np.testing.assert_allclose(item.importance.max((1, 2)), item.scale, rtol=1e-6)
+
+
+def test_importance_beyond_the_protected_entries_adds_up_to_the_effect(
+    model: LoadedModel, data: CalibrationData, profile: Profile
+) -> None:
+    items = measured(model, data, LukvOptions())
+    beyond = np.array([item.importance[..., PROTECTED:].sum((1, 2), dtype=np.float64) for item in items])
+    effects = np.array([item.effect for item in items])
+    assert effects.min() > 0
+    weights = effects.sum(0) / beyond.sum(0)
+    np.testing.assert_allclose((weights * beyond).mean(0), effects.mean(0))
+    mass = np.mean([item.importance.sum((1, 2), dtype=np.float64) for item in items], axis=0) * weights
+    np.testing.assert_allclose(profile.arrays["mass"][..., -1].sum(-1), mass, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_effects_are_those_of_masked_runs_on_the_answer(model: LoadedModel, data: CalibrationData) -> None:
+    """Only rows that predict the answer count: the question's last token and all but the last of the answer."""
+    context, pair = data.contexts[0], data.contexts[0].questions[0]
+    ids, asked, answer = (tiny.ids_of(text) for text in (context.text, pair.question, pair.answer))
+    asked, answer = asked[:, 1:], answer[:, 1:]  # <bos> starts the context only
+    tokens = torch.cat([asked, answer], 1)
+    rows = slice(asked.shape[1] - 1, asked.shape[1] + answer.shape[1] - 1)
+    pieces = [(ids, torch.ones_like(ids)), (tokens, torch.ones_like(tokens))]
+
+    def logits(kept: dict[int, Tensor]) -> Tensor:
+        with reference(model.model, kept) as cache:
+            return feed(model.model, cache, pieces)[1][0, rows]
+
+    effect = measured(model, data, LukvOptions())[0].effect
+    protected = torch.zeros(1, 2, ids.shape[1], dtype=torch.bool)
+    protected[..., :2] = protected[..., -4:] = True
+    for layer in range(4):
+        assert effect[layer] == pytest.approx(divergence(logits({}), logits({layer: protected})), rel=1e-3)
+
+
+def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: CalibrationData) -> None:
+    """Protected entries first, in the order of protection; nothing is lost or counted twice."""
+    pair, ids = data.contexts[0].questions[0], tiny.ids_of(data.contexts[0].text)
+    tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
+    with running(model.model, NAME):
+        capture = Capture(model.model, [POLICY], ids)
+        plain, ranks = capture.ask(tokens).importance, capture.ranks()
+    ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
+    last = ids.shape[1] - 1
+    order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window
+    assert torch.equal(ranked[..., :PROTECTED], plain[..., order])
+    assert torch.equal(ranked.gather(-1, ranks.long()), plain)
+
+
+def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
+    """No layer has an effect, so there is nothing to tell heads apart; the ranking can be judged all the same."""
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.model.lm_head.weight.zero_()
+    made = calibrate_lukv(model, data, POLICY)
+    assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
+    assert made.arrays["mass"].max() == 0.0
+    assert made.arrays["recall"][..., 50].max() < 1.0
+    assert lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
+
+
+def test_answers_are_cut(model: LoadedModel, data: CalibrationData) -> None:
+    """With one answer token the effect is that of predicting it; more tokens can only add to it."""
+    one = measured(model, data, LukvOptions(answer_tokens=1))
+    several = measured(model, data, LukvOptions())
+    assert all(bool((a.effect <= b.effect + 1e-6).all()) for a, b in zip(one, several, strict=True))
+
+
+def test_progress(model: LoadedModel, data: CalibrationData) -> None:
+    told: list[tuple[int, int]] = []
+    calibrate_lukv(model, data.limited(3), POLICY, LAYER, lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_contexts_of_different_lengths(model: LoadedModel) -> None:
+    """Short contexts have nothing to say about ratios that would cut into their protected entries."""
+    data = tiny.calibration_data(60, 300, 120)
+    made = calibrate_lukv(model, data, POLICY, LAYER)
+    lengths = [length_of(data, index) for index in range(3)]
+    assert made.metadata.length == max(lengths)
+    assert made.metadata.floor == PROTECTED
+    heads = 8
+    reachable = np.minimum(GRID, 1 - PROTECTED / max(lengths))
+    means = made.arrays["evicted_ratio"].mean((1, 2), dtype=np.float64)
+    assert np.abs(means - reachable).max() <= 0.5 / (heads * min(lengths)) + 1e-6
+
+
+def test_importance_of_contexts_of_different_lengths_cannot_be_averaged(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="contexts of one length: use aggregate=ratios"):
+        calibrate_lukv(model, tiny.calibration_data(60, 120), POLICY, LukvOptions(aggregate="importance"))
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "expected_attention", "streaming"])
+def test_other_policies(model: LoadedModel, data: CalibrationData, policy: str) -> None:
+    made = calibrate_lukv(model, data, create_policy(policy, {"sinks": 2}), LAYER)
+    floor = create_policy(policy, {"sinks": 2}).protected(1000)
+    assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, made.metadata.floor)
+    assert made.metadata.floor == max(floor, 2)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", (1, 3)), ("gemma3", (1, 3)), ("qwen3", (0, 1, 2, 3))])
+def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
+    made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY)
+    assert made.metadata.layers == layers
+    assert made.arrays["evicted_ratio"].shape == (99, len(layers), 2)
+
+
+def test_half_precision(data: CalibrationData) -> None:
+    model = tiny.wrap(tiny.loaded().model.bfloat16())
+    made = calibrate_lukv(model, data.limited(2), POLICY)
+    assert made.arrays["mass"].dtype == np.float32
+
+
+def test_a_chat_template(model: LoadedModel, data: CalibrationData) -> None:
+    chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    plain = calibrate_lukv(model, data.limited(1), POLICY, LAYER)
+    templated = calibrate_lukv(chat, data.limited(1), POLICY, LAYER)
+    assert templated.metadata.length == plain.metadata.length + 1  # "recall" opens the message
+
+
+def refusal(model: LoadedModel, data: CalibrationData, policy: Policy = POLICY, options: Any = None) -> str:
+    """The message of a refusal that comes before the model has read anything."""
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(UsageError) as caught:
+            calibrate_lukv(model, data, policy, options)
+    finally:
+        handle.remove()
+    assert not calls
+    assert model.model.config._attn_implementation == "sdpa"
+    return str(caught.value)
+
+
+def test_a_context_too_short_for_the_protected_entries(model: LoadedModel) -> None:
+    data = tiny.calibration_data(110, 70)  # the second one is the problem
+    policy = create_policy("snapkv", {"sinks": 4})
+    message = refusal(model, data, policy)
+    assert f"{length_of(data, 1)} tokens is too short for snapkv: 36 entries are always kept" in message
+    assert "give at least 144 tokens" in message
+
+
+def test_a_context_too_long_for_the_model(data: CalibrationData) -> None:
+    model = tiny.loaded(max_position_embeddings=100)
+    assert f"{length_of(data)} tokens" in refusal(model, data)
+    with pytest.raises(IncompatibleError, match="tiny takes at most 100"):
+        calibrate_lukv(model, data, POLICY)
+
+
+def test_a_question_that_does_not_fit_behind_its_context(data: CalibrationData) -> None:
+    asked = 3 + 3  # "? code KEY" and "VALUE VALUE ."
+    fits = tiny.loaded(max_position_embeddings=length_of(data) + asked)
+    calibrate_lukv(fits, data.limited(1), POLICY, LAYER)
+    assert "up to 6 of question and answer" in refusal(
+        tiny.loaded(max_position_embeddings=length_of(data) + asked - 1), data
+    )
+
+
+def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) -> None:
+    blank = Context(data.contexts[0].text, (Pair.model_construct(question="? vote", answer=" "),))
+    broken = CalibrationData("x", " {question}", (*data.contexts, blank), data.sha256)
+    assert "the answer ' ' is empty" in refusal(model, broken)
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"])
+@pytest.mark.parametrize("normalization", ["effect", "layer"])
+def test_a_model_that_computes_nan(where: str, normalization: Any, data: CalibrationData) -> None:
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.model.get_submodule(where).weight[0] = float("nan")
+    with pytest.raises(IncompatibleError, match="tiny: the model computes NaN on calibration context 0"):
+        calibrate_lukv(model, data, POLICY, LukvOptions(normalization))
+    assert model.model.config._attn_implementation == "sdpa"

@@ -1,0 +1,396 @@
+"""What a user writes and types about a calibration, and how mistakes are answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.lava import LAVa
+from kvsearch.calibration.methods import (
+    RECIPES,
+    AdakvRecipe,
+    CakeRecipe,
+    CalibrationRecipe,
+    DynamicRecipe,
+    LavaRecipe,
+    LukvRecipe,
+)
+from kvsearch.calibration.options import CakeOptions, DynamicOptions, LukvOptions
+from kvsearch.calibration.recipe import parse_setting, recipe_path, resolve_recipe
+from kvsearch.errors import UsageError
+from kvsearch.policies import Policy, policy_names
+
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+DYNAMIC = ["lava", "cake", "adakv"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("window=16", ("window", 16)),
+        (" window = 16 ", ("window", 16)),
+        ("x=-3", ("x", -3)),
+        ("x=0.5", ("x", 0.5)),
+        ("x=1e-3", ("x", 0.001)),
+        ("x=true", ("x", True)),
+        ("x=False", ("x", False)),
+        ("pooling=avg", ("pooling", "avg")),
+        ("x=", ("x", "")),
+        ("x=a=b", ("x", "a=b")),
+    ],
+)
+def test_settings(text: str, expected: tuple[str, Any]) -> None:
+    key, value = parse_setting(text)
+    assert (key, value) == expected
+    assert type(value) is type(expected[1])
+
+
+@pytest.mark.parametrize("text", ["window", "", "=3", "  =3"])
+def test_settings_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="not of the form key=value"):
+        parse_setting(text)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrationRecipe:
+    """What the command line alone says."""
+    return resolve_recipe(None, values, settings, options)
+
+
+def lukv(path: Path | None, values: dict[str, Any], settings: list[str]) -> LukvRecipe:
+    """A recipe of LU-KV."""
+    recipe = resolve_recipe(path, values, settings)
+    assert isinstance(recipe, LukvRecipe)
+    return recipe
+
+
+def dynamic(method: str, *options: str, **values: Any) -> DynamicRecipe:
+    """A dynamic method with options that were typed."""
+    recipe = typed(options=options, method=method, **values)
+    assert isinstance(recipe, DynamicRecipe)
+    return recipe
+
+
+def policy(name: str, *settings: str) -> Policy:
+    return typed(*settings, policy=name).make_policy()
+
+
+def test_defaults() -> None:
+    recipe = lukv(None, {"method": None, "policy": None, "normalization": None, "aggregate": None}, [])
+    assert recipe == LukvRecipe()
+    assert recipe.options(3) == LukvOptions(seed=3)
+    assert recipe.make_policy().name == "snapkv"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("snapkv", {"sinks": 4, "window": 32, "kernel": 7}),
+        ("keydiff", {"sinks": 4, "window": 1}),
+        ("expected_attention", {"sinks": 4, "window": 1, "epsilon": 0.02}),
+        ("streaming", {"sinks": 4}),
+    ],
+)
+def test_protection_of_the_method(name: str, expected: dict[str, Any]) -> None:
+    """LU-KV keeps four sinks and 32 (SnapKV) or 1 (policies that score every key) recent tokens."""
+    parameters = policy(name).parameters()
+    assert {key: parameters[key] for key in expected} == expected
+
+
+def test_every_policy_that_evicts_can_be_calibrated() -> None:
+    for name in policy_names():
+        if name != "full":
+            assert policy(name).name == name
+
+
+def test_settings_come_before_the_method() -> None:
+    made = policy("snapkv", "window=8", "sinks=0", "pooling=avg", "window=9")
+    assert made.parameters() == {"window": 9, "kernel": 7, "pooling": "avg", "group": "mean", "sinks": 0, "refresh": 0}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_shipped_recipes(path: Path) -> None:
+    recipe = resolve_recipe(path, {}, [])
+    assert recipe.method == path.stem.partition("-")[0]
+    made = recipe.make_policy()
+    if isinstance(recipe, LukvRecipe):
+        assert made.sink_count == 4
+        assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
+        assert recipe.options(0).normalization == recipe.normalization
+    elif isinstance(recipe, DynamicRecipe):
+        assert made.window_count == 32
+        assert recipe.make_allocation().name == recipe.method
+
+
+def test_the_ablations_of_lava_differ() -> None:
+    made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
+    allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaRecipe)]
+    assert allocations == [LAVa(), LAVa(layers="planned"), LAVa(heads="equal")]
+
+
+def test_there_are_recipes() -> None:
+    names = [path.stem for path in SHIPPED]
+    assert {"lukv-paper", "lava", "cake", "cake-fit", "adakv"} <= set(names)
+
+
+def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "policy: snapkv\nparams: {window: 8, sinks: 2}\nnormalization: layer\nminimum: 0.05\ngap: no\n"
+    )
+    plain = lukv(path, {"policy": None}, [])
+    assert plain.options(0) == LukvOptions("layer", gap=False, minimum=0.05)
+    assert plain.make_policy().parameters()["window"] == 8
+    over = lukv(path, {"policy": "snapkv", "normalization": "none"}, ["window=16"])
+    assert over.options(0) == LukvOptions("none", gap=False, minimum=0.05)
+    assert over.params == {"window": 16, "sinks": 2}
+
+
+def test_the_ablation_is_typed_without_a_value(tmp_path: Path) -> None:
+    path = write(tmp_path, "gap: true")
+    assert lukv(path, {"gap": None}, []).gap
+    assert not lukv(path, {"gap": False}, []).gap
+    assert not lukv(None, {"gap": False}, []).gap
+
+
+def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "policy: snapkv\nparams: {window: 8}\n")
+    assert resolve_recipe(path, {"policy": "keydiff"}, []).params == {}
+    assert resolve_recipe(path, {"policy": "keydiff"}, ["sinks=2"]).params == {"sinks": 2}
+    assert resolve_recipe(path, {"policy": "snapkv"}, []).params == {"window": 8}
+    shared = write(tmp_path, "method: polykv\nparams: {window: 8}\n")  # those of all patterns
+    assert resolve_recipe(shared, {"policy": "tova"}, []).params == {"window": 8}
+    unnamed = write(tmp_path, "params: {window: 8}\n")  # those of the default policy
+    assert resolve_recipe(unnamed, {"policy": "snapkv"}, []).params == {"window": 8}
+    assert resolve_recipe(unnamed, {"policy": "keydiff"}, []).params == {}
+
+
+def test_values_keep_their_types(tmp_path: Path) -> None:
+    path = write(tmp_path, "policy: expected_attention\nparams: {sinks: 2, epsilon: 0.5, covariance: false}\n")
+    made = resolve_recipe(path, {}, []).make_policy().parameters()
+    assert (made["sinks"], made["epsilon"], made["covariance"]) == (2, 0.5, False)
+    assert [type(made[key]) for key in ("sinks", "epsilon", "covariance")] == [int, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "problem"),
+    [
+        (
+            {"method": "lukf"},
+            [],
+            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv\)",
+        ),
+        ({"normalization": "layers"}, [], r"unknown normalization 'layers'; did you mean 'layer'\? \(known: effect, "),
+        ({"aggregate": "mean"}, [], r"unknown aggregate 'mean'.*\(known: ratios, importance\)"),
+        ({}, ["window"], "'window' is not of the form key=value"),
+        ({"policy": "full"}, [], "evicts nothing, so it has no budgets to calibrate"),
+        ({"policy": "snapvk"}, [], "unknown policy 'snapvk'; did you mean 'snapkv'"),
+        ({}, ["windows=8"], "no parameter 'windows'; did you mean 'window'"),
+        ({}, ["window=8.0"], "window must be int, got 8.0"),
+        ({}, ["window=true"], "window must be int, got True"),
+        ({}, ["window="], "window must be int, got ''"),
+        ({}, ["window=0"], "window must be 1 or more"),
+        ({"policy": "expected_attention"}, ["epsilon=nan"], "params.epsilon: must be a finite number"),
+        ({"policy": "expected_attention"}, ["epsilon=inf"], "params.epsilon: must be a finite number"),
+    ],
+)
+def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        typed(*settings, **values).make_policy()
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("polcy: snapkv", ["polcy: unknown key"]),
+        ("policy: [snapkv]", ["policy: "]),
+        ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
+        ("method: evolkv", ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv, polykv)"]),
+        ("method: laav", ["method: 'laav' is unknown; did you mean 'lava'?"]),
+        ("method: [lava]", ["method: ['lava'] is unknown"]),
+        ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
+        ("method: adakv\nfloor_share: 2\nvariant: official", ["floor_share: ", "variant: "]),
+        ("method: lava\nfloor_share: true", ["floor_share: "]),
+        ("method: lava\nminimum: 1.0\nprotocol: aware", ["minimum: ", "protocol: "]),
+        ("method: cake\nexponents: tuned", ["exponents: "]),
+        ("method: cake\nexponents: fixed\ntau1: 0\ntau2: .inf", ["tau1: ", "tau2: "]),
+        ("method: cake\nexponents: fit\nfit_ratio: 1", ["fit_ratio: "]),
+        ("method: cake\nwindow: -1\ntuned_for: 0", ["window: ", "tuned_for: "]),
+        ("method: cake\nwindow: 1.5", ["window: "]),
+        (
+            "method: cake\ntau1: 2\ntau2: 1.0\nfit_ratio: 0.5",
+            ["2 problems:", "tau1: is read with exponents fixed only, and they are auto", "fit_ratio: is read with"],
+        ),
+        ("minimum: 1.0\nanswer_tokens: 0", ["minimum: ", "answer_tokens: "]),
+        ("minimum: .nan", ["minimum: "]),
+        ("gap: maybe", ["gap: "]),
+        ("params: {sinks: [8]}", ["1 problem:", "params.sinks: must be a finite number, true, false or a text"]),
+        ("params:", ["params: "]),
+        ("params: [window, 8]", ["params: "]),
+        ("a: {b", ["is not valid YAML"]),
+        ("- policy", ["is not a recipe: it should be a mapping"]),
+        ("", ["is not a recipe"]),
+        ("snapkv", ["is not a recipe"]),
+        ("1: 2", ["1"]),
+    ],
+)
+@pytest.mark.parametrize("settings", [[], ["window=8"]])
+def test_recipes_of_no_use(text: str, problems: list[str], settings: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        resolve_recipe(path, {}, settings)
+    assert str(path) in str(caught.value)
+    assert all(problem in str(caught.value) for problem in problems)
+
+
+def test_a_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no file"):
+        resolve_recipe(tmp_path / "nothing.yaml", {}, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"normalization": "layers"}, r"normalization 'layers' is unknown; did you mean 'layer'\? \(known: effect, "),
+        ({"aggregate": "mean"}, r"aggregate 'mean' is unknown.*\(known: ratios, importance\)"),
+        ({"group": "mean"}, r"group 'mean' is unknown.*\(known: sum, max\)"),
+        ({"minimum": 1.0}, r"minimum 1.0 is outside \[0, 1\)"),
+        ({"minimum": float("nan")}, "minimum nan is outside"),
+        ({"answer_tokens": 0}, "answer_tokens must be 1 or more"),
+    ],
+)
+def test_options_that_do_not_exist(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        LukvOptions(**values)
+
+
+# --- dynamic methods ----------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_the_dynamic_methods() -> None:
+    for method, name, allocation in (("lava", "lava", LAVa()), ("cake", "cake", CAKE()), ("adakv", "snapkv", AdaKV())):
+        recipe = dynamic(method)
+        assert (recipe.method, recipe.make_policy().name) == (method, name)
+        assert recipe.make_policy().sink_count == 0, "the rule as published, without LU-KV's sinks"
+        assert recipe.make_allocation() == allocation
+        assert recipe.options(3) == DynamicOptions("question-agnostic", 0.0, 3)
+
+
+def test_options_of_the_methods() -> None:
+    lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
+    assert isinstance(lava, LavaRecipe)
+    assert lava.make_allocation() == LAVa(0.0, layers="planned")
+    assert lava.options(0) == DynamicOptions("question-aware", 0.05)
+    adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
+    assert isinstance(adakv, AdakvRecipe)
+    assert adakv.make_allocation() == AdaKV(0.5, "kvpress", normalize=True)
+    cake = dynamic("cake", "exponents=fixed", "tau1=1.6", "tau2=2", "window=16")
+    assert isinstance(cake, CakeRecipe)
+    assert cake.make_allocation() == CAKE(1.6, 2.0, 16)
+    assert cake.cake_options() == CakeOptions("fixed", 1.6, 2.0, 16)
+
+
+def test_where_exponents_come_from() -> None:
+    auto, fit = dynamic("cake", "tuned_for=128"), dynamic("cake", "exponents=fit", "answer_tokens=4", fit_ratio=0.9)
+    assert isinstance(auto, CakeRecipe)
+    assert isinstance(fit, CakeRecipe)
+    assert auto.cake_options() == CakeOptions("auto", tuned_for=128)
+    assert fit.cake_options() == CakeOptions("fit", fit_ratio=0.9, answer_tokens=4)
+
+
+def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: equal\n")
+    recipe = resolve_recipe(path, {"method": "lava"}, ["sinks=2"], ["floor_share=0.3"])
+    assert isinstance(recipe, LavaRecipe)
+    assert recipe.make_allocation() == LAVa(0.3, heads="equal")
+    assert recipe.params == {"window": 8, "sinks": 2}
+    assert resolve_recipe(path, {"policy": "lava"}, []).params == {}
+
+
+def test_options_of_lukv_can_be_typed_the_same_way() -> None:
+    recipe = typed(options=("minimum=0.1", "group=max"), normalization="layer")
+    assert isinstance(recipe, LukvRecipe)
+    assert recipe.options(0) == LukvOptions("layer", group="max", minimum=0.1)
+
+
+def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "method: lava\n")
+    with pytest.raises(UsageError, match=r"is a recipe of method lava, not cake: leave --method or --recipe out"):
+        resolve_recipe(path, {"method": "cake"}, [])
+    unstated = write(tmp_path, "policy: snapkv\n")
+    assert resolve_recipe(unstated, {"method": "adakv"}, []).method == "adakv"
+    assert resolve_recipe(unstated, {}, []).method == "lukv"
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
+    """config.json says everything, and saying everything again changes nothing."""
+    recipe = typed(method=method)
+    path = write(tmp_path, yaml.safe_dump(recipe.model_dump()))
+    assert resolve_recipe(path, {}, []) == recipe
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+@pytest.mark.parametrize(
+    ("key", "value"), [("normalization", "effect"), ("aggregate", "ratios"), ("gap", False), ("answer", 3)]
+)
+def test_options_of_another_method_are_refused_by_name(method: str, key: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^method {method} has no option '{key}'.*known: protocol, minimum, "):
+        typed(method=method, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "problem"),
+    [
+        ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
+        ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
+        ("lava", ["layers"], "--option 'layers' is not of the form key=value"),
+        ("lava", ["layers=planned", "heads=equal"], "shares nothing: use static"),
+        ("lava", ["policy=snapkv"], "method lava has no option 'policy'"),
+        ("lava", ["floor_share=1.5"], "floor_share: "),
+        ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
+        ("adakv", ["normalize=1"], "normalize: "),
+        ("adakv", ["protocol=question-awar"], "unknown protocol 'question-awar'; did you mean 'question-aware'?"),
+        ("cake", ["exponents=fitt"], "unknown exponents 'fitt'; did you mean 'fit'?"),
+        ("cake", ["exponents=fit", "tau1=2"], "tau1: is read with exponents fixed only, and they are fit"),
+        ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
+    ],
+)
+def test_options_that_cannot_be_typed(method: str, options: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        typed(method=method, options=tuple(options)).make_policy()
+
+
+def test_policies_whose_entries_cannot_be_shared() -> None:
+    for method in ("lava", "cake"):
+        with pytest.raises(UsageError, match=f"^method {method}: d2o merges what it evicts"):
+            dynamic(method, policy="d2o").make_policy()
+    assert dynamic("adakv", policy="d2o").make_policy().name == "d2o"
+    with pytest.raises(UsageError, match="evicts nothing"):
+        dynamic("adakv", policy="full").make_policy()
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: DynamicOptions("aware"), "protocol 'aware' is unknown; did you mean 'question-aware'"),
+        (lambda: DynamicOptions(minimum=1.0), r"minimum 1.0 is outside \[0, 1\)"),
+        (lambda: CakeOptions("tuned"), "exponents 'tuned' is unknown"),
+        (lambda: CakeOptions(fit_ratio=1.0), r"fit_ratio 1.0 is outside \(0, 1\)"),
+        (lambda: CakeOptions(fit_ratio=float("nan")), "fit_ratio nan is outside"),
+        (lambda: CakeOptions(tuned_for=0), "tuned_for must be 1 entry or more"),
+        (lambda: CakeOptions(answer_tokens=0), "answer_tokens must be 1 or more"),
+    ],
+)
+def test_dynamic_options_that_do_not_exist(made: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        made()

@@ -1,0 +1,78 @@
+"""Tables of local ratios: totals of the grid, and means over prompts that can be cut so far."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.calibration.tables import RatioTables, floor_entries, grid_totals
+from kvsearch.plan import GRID, round_half_up
+from kvsearch.policies import create_policy
+
+POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+
+
+@pytest.mark.parametrize(
+    ("minimum", "length", "expected"), [(0.01, 100, 6), (0.01, 600, 6), (0.01, 601, 7), (0.29, 100, 29), (0.0, 3, 3)]
+)
+def test_the_floor(minimum: float, length: int, expected: int) -> None:
+    assert floor_entries(length, POLICY, minimum) == expected
+
+
+def test_the_floor_is_one_entry_without_protection() -> None:
+    assert floor_entries(50, create_policy("keydiff"), 0.0) == 1
+
+
+def test_totals_of_the_grid() -> None:
+    """50 tokens, 3 heads: 150 entries, 1.5 a row, halves upward; no head below 6."""
+    totals = grid_totals(50, 3, 6)
+    assert totals.shape == (GRID,)
+    assert totals[[0, 1, 49, 86]].tolist() == [149, 147, 75, 20]
+    assert totals[87:].tolist() == [18] * 12
+
+
+@given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))
+def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) -> None:
+    assert grid_totals(length, heads, 0)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
+
+
+def table(value: float, layers: int = 1, heads: int = 2) -> np.ndarray:
+    """The same local ratios in all rows: a head above and a head below `value`."""
+    one = np.full((GRID, layers, heads), value, np.float32)
+    one[:, :, 0] -= 0.25
+    one[:, :, 1] += 0.25
+    return one
+
+
+def test_means_and_deviations() -> None:
+    """A prompt of 12 tokens cannot lose more than half of them, so from row 0.51 on the longer one counts alone."""
+    tables = RatioTables(POLICY, 0.0)
+    tables.add(table(0.25), 12, 0)
+    tables.add(table(0.75), 600, 1)
+    mean, deviation = tables.mean(), tables.deviation()
+    assert (mean.dtype, deviation.dtype) == (np.float32, np.float32)
+    assert mean[49, 0].tolist() == [0.25, 0.75]
+    assert deviation[49, 0].tolist() == [0.25, 0.25]
+    assert mean[50, 0].tolist() == [0.5, 1.0]
+    assert deviation[50:].max() == 0.0
+    assert (tables.length, tables.floor(tables.length)) == (600, 6)
+
+
+def test_what_no_prompt_can_reach_is_the_mean_of_those_that_come_nearest() -> None:
+    tables = RatioTables(POLICY, 0.1)
+    for value in (0.25, 0.5):
+        tables.add(table(value), 60, 0)
+    tables.add(table(0.75), 30, 1)
+    assert tables.mean()[98, 0].tolist() == [0.125, 0.625]
+
+
+def test_what_a_profile_is_given() -> None:
+    tables = RatioTables(POLICY, 0.0)
+    for number in (0, 2, 2):
+        tables.add(table(0.5), 100, number)
+    arrays = tables.arrays()
+    assert arrays["question_context"].tolist() == [0, 2, 2]
+    assert arrays["question_ratio"].shape == (3, 9, 1, 2)
+    assert sorted(arrays) == ["evicted_ratio", "question_context", "question_ratio"]

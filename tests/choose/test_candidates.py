@@ -1,0 +1,389 @@
+"""Candidates and baselines of a selection: what is made, that all hold the same, and that nothing is there twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.choose.candidates import ALLOCATORS, Explored, Field, explore, find_field, tuned_policy
+from kvsearch.errors import UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan, Profile
+from kvsearch.runtime.plan_checks import check_plan
+from kvsearch.signals.table import SENSITIVITIES
+from kvsearch.strategies.from_profile import Target
+from kvsearch.strategies.from_signals import Strategy, strategy_plan
+from kvsearch.strategies.methods import METHODS
+from tests import tiny
+from tests.signals.profiles import make_signals, signal_metadata
+
+LAYERS, HEADS, LENGTH = 4, 2, 60
+BUDGETS = (8, 16, 32)
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
+TARGET = Target(budget=12)
+CURVES = ("curves", "curves-low", "curves-joint", "curves-joint-low")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def profile_of(
+    model: LoadedModel, patterns: dict[str, dict[str, Any]] | None = None, arrays: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Profile:  # fmt: skip
+    known = {"budgets": BUDGETS, "length": LENGTH, **changes}
+    return make_signals(signal_metadata(model.fingerprint, patterns or PATTERNS, **known), **(arrays or {}))
+
+
+def losing(losses: Any, samples: int = 2) -> dict[str, Any]:
+    """Arrays that say what the model loses in prefill, [N, L, R]; in decode nothing."""
+    prefill = np.asarray(losses, dtype=float)
+    both = np.stack([prefill, np.zeros_like(prefill)], axis=1)
+    full = np.linspace(1, 2, samples)
+    return {"nll": full[:, None, None, None, None] + both, "full_nll": full, "samples": samples}
+
+
+def field_of(model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any) -> Field:
+    target = options.pop("target", TARGET)
+    return find_field(model, profile, target, explored=explore(profile, target, "full", routes, allocators), **options)
+
+
+def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
+    """Entries per head of every layer, where all heads of a layer have the same."""
+    return [sum(budget or ()) // HEADS for budget in plan.budgets(phase)]
+
+
+def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
+    return [layer.policy.name for layer in plan.phase(phase).layers if layer is not None]
+
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_was_measured(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    full = explore(profile, TARGET, "full")
+    assert full.routes == ("none", "cosine", "error", "ppl", "nll")
+    unmeasured = {name for name in ALLOCATORS if name.startswith("entropy-literal")}
+    assert full.allocators == tuple(name for name in ALLOCATORS if name not in unmeasured)
+    assert explore(profile, TARGET, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
+    standard = explore(profile, TARGET)
+    assert set(CURVES) < set(standard.allocators) < set(full.allocators)
+    bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None})
+    assert explore(bare, TARGET).routes == ("none", "cosine", "error")
+    assert explore(bare, TARGET).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
+
+
+def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
+    field = find_field(model, profile_of(model), TARGET)
+    assert len(field.candidates) > 30
+    contents = [entrant.content for entrant in field.entrants.values()]
+    assert len(set(contents)) == len(contents)
+    for name, entrant in field.entrants.items():
+        assert entrant.plan.total == 12 * LAYERS * HEADS, name
+        assert entrant.plan.decode is None
+        check_plan(entrant.plan, name)
+    # perplexity orders patterns as its logarithm does, so one of two routes is left
+    assert {"cosine", "error", "ppl"} <= field.candidates.keys()
+    assert "nll" not in field.candidates
+    assert field.even == "snapkv"
+    assert field.notes == ()
+
+
+def test_the_baselines_are_patterns_and_methods(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model), ["cosine"], ["uniform"])
+    # the method uniform is the pattern snapkv, with the window of the profile
+    assert set(field.baselines) == {*PATTERNS, *METHODS} - {"uniform"}
+    assert {one.plan.allocation.name for one in field.baselines.values()} == {"static", "adakv", "cake", "lava"}
+    assert "snapkv" not in field.candidates
+    assert dict(field.baselines["lava"].origin) == {"baseline": "lava", "policy": "lava"}
+    windows = {
+        layer.policy.params["window"]
+        for one in field.baselines.values()
+        for layer in (one.plan.prefill.layers if one.plan.prefill else ())
+        if layer is not None and "window" in layer.policy.params
+    }
+    assert windows == {4}
+
+
+def test_a_method_that_is_a_pattern_keeps_both_of_its_forms(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model, {"cake": {"window": 4}, "tova": {}}), ["cosine"], ["uniform"])
+    static, dynamic = field.baselines["cake"].plan, field.baselines["cake, own budgets"].plan
+    assert (static.allocation.name, dynamic.allocation.name) == ("static", "cake")
+    assert patterns(static) == patterns(dynamic) == ["cake"] * LAYERS
+
+
+def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model, {"streaming": {"sinks": 2}, "tova": {}}), ["cosine"], ["uniform"])
+    assert {"streaming", "tova"} <= field.baselines.keys()
+    assert "cake" not in field.baselines
+    (note,) = [note for note in field.notes if note.startswith("baseline cake ")]
+    assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set window")
+
+
+def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
+    profile = profile_of(model, {"tova": {}, "snapkv": {"window": 4, "kernel": 3}})
+    assert tuned_policy("snapkv", profile).parameters()["kernel"] == 3
+    assert tuned_policy("lava", profile).parameters()["window"] == 4
+    assert tuned_policy("streaming", profile).parameters() == {"sinks": 4}
+
+
+@pytest.mark.parametrize("route", ["cosine", "ppl", "error"])
+@pytest.mark.parametrize("signal", ["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
+def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, route: str, signal: str) -> None:
+    profile = profile_of(model)
+    field = field_of(model, profile, [route], ["uniform", signal])
+    strategy = Strategy(route, signal)
+    mine, theirs = field.candidates[strategy.name].plan, strategy_plan(profile, strategy, TARGET)
+    assert mine.prefill == theirs.prefill
+    assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_sensitivities_to_a_power(model: LoadedModel) -> None:
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:] = np.array([0.0, 1, 2, 3])[:, None]
+    profile = profile_of(model, arrays=losing(losses))
+    field = field_of(model, profile, ["tova"], ["nll", "nll^2", "nll^0.5"], target=Target(budget=25))
+    # 100 entries, 2.5 (a tenth of the mean, rounded up) for each layer; the rest as 0 : 1 : 2 : 3 and their powers
+    found = {name: np.array(kept(entrant.plan)) for name, entrant in field.candidates.items()}
+    assert np.abs(found["tova + nll"] - [3, 3 + 88 / 6, 3 + 88 / 3, 47]).max() < 1
+    assert np.abs(found["tova + nll^2"] - [3, 3 + 88 / 14, 3 + 88 * 4 / 14, 3 + 88 * 9 / 14]).max() < 1
+    roots = np.sqrt([0, 1, 2, 3])
+    assert np.abs(found["tova + nll^0.5"] - (3 + 88 * roots / roots.sum())).max() < 1
+
+
+def test_powers_of_tiny_and_of_negative_sensitivities(model: LoadedModel) -> None:
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:] = np.array([-3.0, 1, 2, 3])[:, None] * 1e-8
+    field = field_of(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], target=Target(budget=25))
+    assert np.abs(np.array(kept(field.candidates["tova + nll^2"].plan)) - [3, 9.3, 28.1, 59.6]).max() < 1
+
+
+@pytest.mark.parametrize("length", [None, 90])
+def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, length: int | None) -> None:
+    """Budgets beyond that would be of no use, and a candidate would hold less than the baselines."""
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:] = np.array([0.0, 0, 0, 1])[:, None]
+    profile, target = profile_of(model, arrays=losing(losses)), Target(budget=40, length=length)
+    field = find_field(model, profile, target, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
+    tops = {name: max(kept(entrant.plan)) for name, entrant in field.entrants.items()}
+    assert max(tops.values()) <= (length or LENGTH)
+    assert tops["tova + nll"] == (length or LENGTH)
+    for entrant in field.entrants.values():
+        assert entrant.plan.total == 40 * LAYERS * HEADS
+        assert entrant.plan.length == (length or LENGTH)
+
+
+def test_pyramids_stand_on_what_each_pattern_keeps(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model), ["snapkv", "cosine"], ["pyramid"])
+    # 8 free entries per head on average, none in the last layer: 16, 10.67, 5.33, 0 above a window of 4
+    snapkv = next(name for name, one in field.baselines.items() if patterns(one.plan) == ["pyramidkv"] * LAYERS)
+    assert kept(field.candidates["snapkv + pyramid"].plan) == kept(field.baselines[snapkv].plan)
+    mixed = field.candidates["cosine + pyramid"].plan
+    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
+    free = [budget - floors[name] for budget, name in zip(kept(mixed), patterns(mixed), strict=True)]
+    assert free == sorted(free, reverse=True)
+
+
+def test_loss_curves_of_the_patterns_that_are_used(model: LoadedModel) -> None:
+    # layer 2 loses 4, 1 and 0.2 nats under streaming, the others nothing; under tova layer 0 loses
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:, 2, 1] = [4, 1, 0.2]
+    losses[:, 0, 2] = [4, 1, 0.2]
+    field = field_of(model, profile_of(model, arrays=losing(losses)), ["streaming", "tova"], ["curves"])
+    assert kept(field.candidates["streaming + curves"].plan) == [8, 8, 24, 8]
+    assert kept(field.candidates["tova + curves"].plan) == [24, 8, 8, 8]
+
+
+def test_curves_below_what_was_measured(model: LoadedModel) -> None:
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:, 2, 1] = [4, 2, 1]
+    profile = profile_of(model, arrays=losing(losses))
+    field = field_of(model, profile, ["streaming"], ["curves", "curves-low", "curves-joint-low"])
+    # a tenth of the mean is 1 entry, streaming keeps two sinks and the last token
+    assert kept(field.candidates["streaming + curves-low"].plan) == [3, 3, 39, 3]
+    smallest = field_of(model, profile, ["streaming"], ["curves-low"], target=Target(budget=8))
+    assert kept(smallest.candidates["streaming + curves-low"].plan) == [3, 3, 23, 3]
+
+
+def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedModel) -> None:
+    losses = np.full((3, LAYERS, 3), 9.0)
+    losses[:, :, 0] = 0  # snapkv loses nothing but in layer 1, where streaming is best at 8 and tova at 16 and 32
+    losses[:, 1] = [[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]
+    profile = profile_of(model, arrays=losing(losses))
+    wide = field_of(model, profile, ["cosine"], ["curves-joint"]).candidates["curves-joint"]
+    assert kept(wide.plan) == [8, 24, 8, 8]
+    assert patterns(wide.plan) == ["snapkv", "tova", "snapkv", "snapkv"]
+    assert dict(wide.origin) == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
+    tight = field_of(model, profile, ["cosine"], ["curves-joint"], target=Target(budget=9)).candidates["curves-joint"]
+    assert (kept(tight.plan)[1], patterns(tight.plan)[1]) == (12, "tova")
+    losses[:, 3, :2] = [[6, 8], [2.9, 5], [0, 0]]  # now layer 3 needs more than layer 1
+    profile = profile_of(model, arrays=losing(losses))
+    tight = field_of(model, profile, ["cosine"], ["curves-joint"], target=Target(budget=9)).candidates["curves-joint"]
+    assert (kept(tight.plan), patterns(tight.plan)[1]) == ([8, 8, 8, 12], "streaming")
+
+
+def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
+    field = find_field(model, profile_of(model), Target(ratio=0.7))
+    assert {(one.plan.scaling, one.plan.length, one.plan.total) for one in field.entrants.values()} == {
+        ("proportional", LENGTH, 144)
+    }
+    assert max(max(kept(one.plan)) for one in field.entrants.values()) <= LENGTH
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phases", ["decode", "both"])
+def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phases: str) -> None:
+    field = field_of(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
+    assert set(field.baselines) == set(PATTERNS)
+    assert "curves-joint" in field.candidates
+    for entrant in field.entrants.values():
+        plan = entrant.plan
+        assert plan.decode is not None
+        assert plan.decode.total == 12 * LAYERS * HEADS
+        assert (plan.prefill is None) == (phases == "decode")
+        assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), entrant.name
+
+
+def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    explored = explore(profile, TARGET, "full", ["cosine", "none"], ["nll-chosen", "entropy^2", "pyramid", *CURVES])
+    both, alone = (find_field(model, profile, TARGET, phases, explored) for phases in ("both", "prefill"))
+    for name in ("tova + nll-chosen", "tova + entropy^2", "tova + curves", "curves-joint"):
+        assert kept(both.candidates[name].plan, "decode") == kept(alone.candidates[name].plan), name
+    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
+    for entrant in both.candidates.values():
+        for phase in ("prefill", "decode"):
+            rows = zip(kept(entrant.plan, phase), patterns(entrant.plan, phase), strict=True)
+            assert all(budget >= floors[pattern] for budget, pattern in rows), entrant.name
+    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), TARGET)
+    mine = both.candidates["cosine + nll-chosen"].plan
+    assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
+
+
+def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_prefill(model: LoadedModel) -> None:
+    losses = np.zeros((2, LAYERS, 3, 3))  # phases, layers, patterns, budgets of 8, 16 and 32
+    losses[0, 1] = np.array([[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]).T
+    losses[1, 1] = np.array([[3, 2, 1], [3, 2, 1], [1, 2, 3]]).T
+    losses[1, 3] = [[9, 9, 9], [0, 0, 0], [9, 9, 9]]  # would take much of the budget, if decode were asked
+    nll = 1 + losses.transpose(3, 0, 1, 2)[None]
+    profile = profile_of(model, arrays={"nll": nll, "full_nll": np.ones(1), "samples": 1})
+    field = field_of(model, profile, ["cosine"], ["curves-joint"], phases="both")
+    plan = field.candidates["curves-joint"].plan
+    assert kept(plan) == kept(plan, "decode") == [8, 24, 8, 8]
+    assert (patterns(plan)[1], patterns(plan, "decode")[1], patterns(plan, "decode")[3]) == (
+        "tova",
+        "snapkv",
+        "streaming",
+    )
+
+
+def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedModel) -> None:
+    large = {**PATTERNS, "pyramidkv": {"window": 13}}
+    field = find_field(model, profile_of(model, large), TARGET)
+    assert field.notes[0] == "pyramidkv is left out: it always keeps 13 entries per kv head, above the mean of 12"
+    plans = [one.plan for one in field.candidates.values()]
+    assert all("pyramidkv" not in patterns(plan) for plan in plans)
+    with pytest.raises(UsageError, match=r"no pattern of the profile can be used \(snapkv: it always keeps 4 entries"):
+        find_field(model, profile_of(model, {"snapkv": {"window": 4}}), Target(budget=3))
+
+
+def test_the_full_cache_is_no_pattern_to_choose(model: LoadedModel) -> None:
+    with_full = {**PATTERNS, "full": {}}
+    field = find_field(model, profile_of(model, with_full), TARGET)
+    assert "full" not in field.baselines
+    assert all("full" not in patterns(one.plan) for one in field.candidates.values())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"level": "papers"}, "unknown level to explore 'papers'; did you mean 'paper'"),
+        ({"routes": ["cosin"]}, "unknown route 'cosin'; did you mean 'cosine'"),
+        ({"routes": ["snapk"]}, "unknown route 'snapk'; did you mean 'snapkv'"),
+        ({"allocators": ["entrop"]}, "unknown allocator 'entrop'; did you mean 'entropy'"),
+        ({"allocators": ["nll^3"]}, r"unknown allocator 'nll\^3'; did you mean 'nll"),
+        ({"allocators": ["entropy-literal"]}, "no signal for allocator 'entropy-literal' .it has uniform, pyramid"),
+    ],
+)
+def test_names_that_are_wrong(model: LoadedModel, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        explore(profile_of(model), TARGET, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_why_there_are_no_curves(model: LoadedModel, curve: str) -> None:
+    without = profile_of(model, arrays={"nll": None, "full_nll": None})
+    for profile, problem in (
+        (without, "no nll losses"),
+        (profile_of(model, budgets=(8,)), "need losses at several budgets, the profile has 8"),
+    ):
+        with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
+            explore(profile, TARGET, allocators=[curve])
+        assert not set(CURVES) & set(explore(profile, TARGET, "full").allocators)
+
+
+def test_curves_from_the_smallest_measured_budget_on_need_a_smaller_one(model: LoadedModel) -> None:
+    smallest = Target(budget=8)
+    with pytest.raises(UsageError, match="measured at 8, 16, 32 entries, none below the mean of 8"):
+        explore(profile_of(model), smallest, allocators=["curves"])
+    there = set(CURVES) & set(explore(profile_of(model), smallest).allocators)
+    assert there == {"curves-low", "curves-joint-low"}
+
+
+def test_routes_that_were_not_measured(model: LoadedModel) -> None:
+    bare = profile_of(model, arrays={"nll": None, "full_nll": None})
+    with pytest.raises(
+        UsageError, match=r"no signal for route 'ppl' \(it has none, cosine, error, snapkv, streaming, tova"
+    ):
+        explore(bare, TARGET, routes=["ppl"])
+
+
+def test_phases_that_were_not_measured(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
+        find_field(model, profile_of(model, phases=("prefill",)), TARGET, "both")
+    with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
+        find_field(model, profile_of(model), TARGET, "decoding")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_field_may_have_no_candidates(model: LoadedModel) -> None:
+    field = field_of(model, profile_of(model), ["none"], ["uniform"])
+    assert (dict(field.candidates), field.notes, set(field.entrants)) == ({}, (), set(field.baselines))
+    one = tiny.loaded(num_hidden_layers=1)
+    assert not field_of(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
+    cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((3, 2, LAYERS), 0.5, np.float32)
+    profile = profile_of(model, arrays={"cosine": cosine, "entropy": entropy})
+    field = field_of(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen", "entropy^2"])
+    assert not field.candidates
+    assert field.notes == (
+        "cosine is the same for all patterns in every prefill layer: nothing seems to have been evicted at 16 entries "
+        "per kv head, so snapkv is used everywhere",
+        "entropy is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+        "cosine-chosen is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+    )
+
+
+def test_signals_that_say_nothing_make_no_candidates(model: LoadedModel) -> None:
+    flat = np.zeros((3, 3, 2, LAYERS, 3), dtype=np.float32) + 0.5
+    profile = profile_of(model, arrays={"cosine": flat})
+    field = field_of(model, profile, ["cosine"], ["uniform", "cosine-chosen", "entropy"])
+    assert list(field.candidates) == ["cosine + entropy"]
+    assert "cosine-chosen" in SENSITIVITIES

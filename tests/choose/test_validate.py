@@ -1,0 +1,664 @@
+"""Validation of signals: verdicts on made-up differences, controls of equal size, what is kept and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.choose.validate import (
+    PreparedValidation,
+    find_subjects,
+    harmful,
+    prepare_validation,
+    refuse_reported,
+    validate,
+)
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.run_directory import open_run
+from kvsearch.evaluation.statistics import Difference, Estimate
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile, save_profile
+from kvsearch.report.validation import (
+    FILE,
+    AtBudget,
+    Gains,
+    Judged,
+    Kind,
+    Phases,
+    Subject,
+    Validation,
+    Verdict,
+    as_json,
+    judge,
+    load_validation,
+    prediction_reach,
+    save_validation,
+    validation_tables,
+    verdict_lines,
+)
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.signals.table import SignalTable
+from kvsearch.strategies.from_profile import Target
+from kvsearch.strategies.from_signals import Strategy
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+from tests import tiny
+from tests.evaluation.shown import rendered
+from tests.plan.builders import model as toy
+from tests.signals.profiles import make_signals, signal_metadata
+
+TARGET = Target(budget=16)
+HOW = Settings(3, seed=4, batch=4)
+
+
+@dataclass(frozen=True)
+class Lottery(tiny.Listed):
+    """Any reply has some score: a random model's are never right."""
+
+    def score(self, reply: str, query: Query) -> float:
+        return sum(map(ord, reply)) % 11 / 10
+
+
+TASKS = [Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def profile_of(model: LoadedModel, **arrays: Any) -> Profile:
+    return make_signals(signal_metadata(model.fingerprint, budgets=(16, 32)), **arrays)
+
+
+def prepared(
+    model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
+) -> PreparedValidation:
+    profile = changes.pop("profile", None) or profile_of(model)
+    subjects = changes.pop("subjects", None)
+    subjects = find_subjects(SignalTable(profile), signals, phases) if subjects is None else subjects
+    asked = {"target": TARGET, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
+    return prepare_validation(model, profile, subjects=subjects, **asked)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def gain(low: float, high: float) -> Difference:
+    return Difference((low + high) / 2, low, high, 3, 2, 1)
+
+
+ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), Difference(0, 0, 0, 0, 6, 0)
+
+
+UNIFORM, RANDOM = "one pattern in all layers", "random patterns"
+CHANCE = "more than strategies differ by chance"
+MANY = 20  # contexts
+
+
+def gains(inverse: Difference, uniform: Difference, random: Difference, reach: float = 0.0) -> Gains:
+    return Gains(inverse=inverse, uniform=uniform, random=random, reach=reach)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "uniform", "random", "verdict", "reason"),
+    [
+        (ABOVE, ABOVE, ABOVE, "useful", f"forward is above its inverse, and above {UNIFORM} and {RANDOM} by more than"),
+        (ABOVE, LEVEL, ABOVE, "useful", f"and above {RANDOM} by {CHANCE}; {UNIFORM} could be as good by chance"),
+        (ABOVE, ABOVE, LEVEL, "useful", f"and above {UNIFORM} by {CHANCE}; {RANDOM} could be as good by chance"),
+        (ABOVE, BELOW, ABOVE, "harmful", "forward is below one pattern in all layers"),
+        (ABOVE, ABOVE, BELOW, "harmful", "forward is below random patterns"),
+        (ABOVE, BELOW, BELOW, "harmful", "forward is below one pattern in all layers and random patterns"),
+        (
+            ABOVE,
+            LEVEL,
+            LEVEL,
+            "useless",
+            f"not above {UNIFORM} and {RANDOM}: the gap to the inverse comes from a bad inverse",
+        ),
+        (LEVEL, ABOVE, ABOVE, "useless", "above a control, but no better than its inverse"),
+        (BELOW, LEVEL, LEVEL, "useless", "it points the wrong way"),
+        (LEVEL, LEVEL, LEVEL, "useless", f"not above its inverse, nor above {UNIFORM} and {RANDOM} by {CHANCE}"),
+        (EQUAL, EQUAL, EQUAL, "useless", "forward and all controls score the same on every question"),
+        (gain(0.0, 0.3), ABOVE, ABOVE, "useless", "no better than its inverse"),
+        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful", "one pattern in all layers could be as good by chance"),
+    ],
+)
+def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str, reason: str) -> None:
+    found, why = judge("route", gains(inverse, uniform, random), MANY)
+    assert found == verdict
+    assert reason in why
+
+
+@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, "useless")])
+@pytest.mark.parametrize("controls", [(LEVEL, ABOVE), (ABOVE, LEVEL), (ABOVE, ABOVE)])
+def test_a_gain_within_the_spread_of_random_strategies_is_none(
+    controls: tuple[Difference, Difference], reach: float, verdict: str
+) -> None:
+    """A gain of 0.2 on the uniform control or on the random ones, significant over questions."""
+    assert judge("route", gains(ABOVE, *controls, reach), MANY)[0] == verdict
+
+
+def test_a_loss_within_the_spread_of_random_strategies_is_none() -> None:
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1), MANY)[0] == "harmful"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3), MANY)[0] == "useless"
+
+
+def test_a_strategy_below_the_uniform_control_is_harmful_whatever_chance_does() -> None:
+    """Not using the signal is better on this model, and that is what counts for an export."""
+    for reach in (0.0, 0.1, 0.3):
+        verdict, why = judge("route", gains(ABOVE, BELOW, LEVEL, reach), MANY)
+        assert (verdict, why) == ("harmful", "forward is below one pattern in all layers")
+
+
+def test_what_may_be_luck_is_said_to_be() -> None:
+    _, why = judge("route", gains(ABOVE, ABOVE, LEVEL, 0.3), MANY)
+    assert why == f"forward is above {UNIFORM}, but not by {CHANCE}: it may be luck"
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.05, 0.1])
+def test_signals_that_say_nothing_are_rarely_useful(spread: float) -> None:
+    """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""
+    rng, verdicts = np.random.default_rng(0), list[str]()
+
+    def above(one: np.ndarray, other: np.ndarray) -> Difference:
+        found = one - other
+        half = 1.96 * found.std(ddof=1) / 40**0.5
+        return Difference(found.mean(), found.mean() - half, found.mean() + half, 20, 0, 20)
+
+    for _ in range(3000):
+        questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (8, 1)) + rng.normal(0, 0.1, (8, 40))
+        forward, inverse, uniform, *random = questions
+        reach = prediction_reach([one.mean() for one in random])
+        made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
+        verdicts.append(judge("route", made, 40)[0])
+    assert verdicts.count("useful") <= 0.06 * 3000
+    assert verdicts.count("useful") > 0  # the rule is no wall
+
+
+def test_how_far_one_more_random_strategy_may_be() -> None:
+    """Scores 1 to 5: mean 3, s = 1.5811, t(4) = 2.7764: 2.7764 * 1.5811 * sqrt(1.2) = 4.8089."""
+    assert prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
+    assert prediction_reach([0.3, 0.3, 0.3]) == 0.0
+
+
+def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
+    """What is drawn like its five controls is outside their reach one time in twenty."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(4000, 6))
+    outside = [abs(row[0] - row[1:].mean()) > prediction_reach(row[1:].tolist()) for row in draws]
+    assert np.mean(outside) == pytest.approx(0.05, abs=0.012)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "verdicts"), [(2, ["useless"] * 2), (5, ["useless"] * 2), (6, ["useful", "harmful"])]
+)
+def test_few_contexts_cannot_tell(contexts: int, verdicts: list[str]) -> None:
+    """Two that agree make an interval without zero, half of the time."""
+    found = [judge("route", gains(ABOVE, side, side), contexts) for side in (ABOVE, BELOW)]
+    assert [verdict for verdict, _ in found] == verdicts
+    if contexts < 6:
+        reason = f"too few contexts to tell: {contexts} different ones, at least 6 are needed"
+        assert {why for _, why in found} == {reason}
+
+
+def test_verdicts_on_budgets_are_in_their_words() -> None:
+    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL), MANY)
+    assert why == (
+        "forward is not above equal budgets and random permutations: the gap to the inverse comes from a bad inverse"
+    )
+    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL), MANY)
+    assert why == "forward is below equal budgets"
+
+
+def test_a_constant_signal_does_no_harm() -> None:
+    """Whatever the one strategy scores is not the signal's doing."""
+    found = gains(EQUAL, EQUAL, BELOW)
+    assert judge("route", found, MANY, constant=True) == (
+        "useless",
+        "constant: forward and inverse are the same strategy",
+    )
+    assert judge("route", found, MANY)[0] == "harmful"
+
+
+bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
+
+
+@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]))
+def test_verdicts_exclude_each_other(
+    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float
+) -> None:
+    found = gains(inverse, uniform, random, reach)
+    verdict, why = judge(kind, found, MANY)
+    harms = min(found.beyond) < 0 or uniform.high < 0
+    assert found.beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
+    assert (verdict == "harmful") == harms
+    assert (verdict == "useful") == (not harms and inverse.low > 0 and max(found.beyond) > 0)
+    assert why
+    assert "\n" not in why
+
+
+# --- what is judged --------------------------------------------------------------------------------------------------
+
+
+def test_the_signals_of_the_paper_in_all_phases() -> None:
+    found = find_subjects(SignalTable(make_signals()))
+    kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl", "budgets")]
+    assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
+
+
+def test_only_what_was_measured() -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
+    assert find_subjects(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        (["cosine"], [("cosine", "route")]),
+        (["ppl"], [("ppl", "route"), ("ppl", "budgets")]),
+        (["budgets:ppl", "ppl"], [("ppl", "budgets"), ("ppl", "route")]),
+        (["error"], [("error", "route"), ("error", "budgets")]),
+        (["nll-chosen"], [("nll-chosen", "budgets")]),
+        (["budgets:cosine", "entropy"], [("cosine", "budgets"), ("entropy", "budgets")]),
+    ],
+)
+def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
+    assert find_subjects(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+
+
+@pytest.mark.parametrize(
+    ("signals", "phases", "problem"),
+    [
+        (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
+        (["route:entropy"], None, "unknown signal 'entropy'"),
+        (["rout:cosine"], None, "unknown kind of signal 'rout' in 'rout:cosine'; did you mean 'route'"),
+        (["entropy-literal"], None, "no 'entropy-literal' signal for budgets .it has entropy, cosine.*calibrate with"),
+        (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
+        (None, ["prefil"], "unknown phases 'prefil'; did you mean 'prefill'"),
+        (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
+    ],
+)
+def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | None, problem: str) -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None))
+    with pytest.raises(UsageError, match=problem):
+        find_subjects(table, signals, phases)
+
+
+def test_a_profile_without_the_papers_signals() -> None:
+    table = SignalTable(make_signals(cosine=None, nll=None, full_nll=None, entropy=None))
+    with pytest.raises(UsageError, match="none of cosine, ppl and entropy: name the signals"):
+        find_subjects(table)
+    assert find_subjects(table, ["route:error"], ["both"]) == [("error", "route", "both")]
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
+    label = made.prepared.labels[name]
+    program = next(one.program for one in made.evaluation.contenders if one.label == label)
+    found = getattr(program, phase)
+    assert isinstance(found, PhaseProgram)
+    return found
+
+
+def patterns(made: PreparedValidation, name: str, phase: str = "prefill") -> list[str]:
+    return [policy.name for _, policy in sorted(phase_of(made, name, phase).policies.items())]
+
+
+def budgets(made: PreparedValidation, name: str, phase: str = "prefill") -> list[int]:
+    """Of every layer, the entries of all heads."""
+    return [int(row) for row in np.sum(phase_of(made, name, phase).table(200), axis=1)]
+
+
+def test_controls_of_a_route(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    made = prepared(model, ["cosine"], ["both"], profile=profile)
+    (names,) = made.compared.values()
+    table, known = SignalTable(profile), list(SignalTable(profile).patterns)
+    drawn = []
+    for phase in table.axes.phases:
+        wanted = table.preference("cosine", phase, 16)
+        assert patterns(made, names.forward, phase) == [known[index] for index in wanted.argmax(axis=1)]
+        assert patterns(made, names.inverse, phase) == [known[index] for index in wanted.argmin(axis=1)]
+        assert patterns(made, names.uniform, phase) == [profile.metadata.policy.name] * 4
+        drawn += [patterns(made, name, phase) for name in names.random]
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert budgets(made, name, phase) == [32] * 4
+    assert {name for each in drawn for name in each} == set(known)
+    assert len({tuple(each) for each in drawn}) > 5  # the phases are drawn by themselves
+
+
+def test_controls_of_budgets(model: LoadedModel) -> None:
+    entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (3, 2, 4))
+    made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, entropy=entropy))
+    (names,) = made.compared.values()
+    for name in names.random:
+        assert budgets(made, name, "prefill") == budgets(made, name, "decode")  # or they would hold more than forward
+    for phase in ("prefill", "decode"):
+        forward = budgets(made, names.forward, phase)
+        assert sum(forward) == 4 * 32
+        assert forward == sorted(forward)
+        assert budgets(made, names.inverse, phase) == forward[::-1]
+        assert budgets(made, names.uniform, phase) == [32] * 4
+        drawn = [budgets(made, name, phase) for name in names.random]
+        assert all(sorted(each) == forward for each in drawn)
+        assert len({tuple(each) for each in drawn}) > 2
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert set(patterns(made, name, phase)) == {"snapkv"}
+
+
+def test_signals_share_controls_that_do_not_depend_on_them(model: LoadedModel) -> None:
+    made = prepared(model, ["cosine", "route:error"])
+    one, other = made.compared.values()
+    assert (one.uniform, one.random) == (other.uniform, other.random)
+    assert made.strategies <= 2 * 2 + 1 + 5
+    assert made.evaluation.replies == (made.strategies + 1) * 4
+
+
+def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
+    few, many = (prepared(model, ["entropy"], permutations=count) for count in (5, 9))
+    (less,), (more,) = few.compared.values(), many.compared.values()
+    assert more.random[:5] == less.random
+    assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
+    assert few.config() == many.config()
+    hurried = prepared(model, ["entropy"], settings=Settings(3, seed=4, batch=1, max_memory=10**9))
+    assert hurried.config() == few.config()
+    again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
+    assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
+
+
+def test_controls_at_a_ratio(model: LoadedModel) -> None:
+    """Odd entries: all hold the same, too."""
+    made = prepared(model, ["cosine", "entropy"], target=Target(ratio=0.903))
+    assert made.budget == round(0.097 * 200 * 8) / 8
+    totals = {sum(budgets(made, name)) for names in made.compared.values() for name in (*names[:3], *names.random)}
+    assert totals == {round(0.097 * 200 * 8)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"permutations": 4}, "4 permutations cannot tell a signal from chance: at least 5"),
+        ({"target": Target(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
+        ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
+        ({"settings": Settings(1)}, "task one has one context"),
+        ({"subjects": []}, "no signals to judge: name at least one"),
+        (
+            {"target": Target(budget=71)},
+            "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
+        ),
+    ],
+)
+def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        prepared(model, ["cosine"], **changes)
+
+
+def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
+    assert prepared(model, ["cosine"]).notes == ()
+    (note,) = prepared(model, ["cosine"], target=Target(budget=65)).notes
+    assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
+    late = prepared(model, ["cosine"], ["decode"], target=Target(budget=71))  # the longest prompt and its reply
+    assert "2 of 3 prompts are so short" in late.notes[0]
+    with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
+        prepared(model, ["cosine"], ["decode"], target=Target(budget=120))
+
+
+def test_a_pattern_without_a_window_cannot_have_a_smaller_one(model: LoadedModel) -> None:
+    metadata = signal_metadata(model.fingerprint, {"cam": {"sinks": 6}, "tova": {}}, budgets=(16,))
+    with pytest.raises(UsageError, match=r"below the \d+ that cam always keeps: .* or calibrate without cam$"):
+        prepared(model, ["cosine"], profile=make_signals(metadata), target=Target(budget=3))
+    with pytest.raises(UsageError, match=r"that snapkv always keeps: .* or calibrate with a smaller window$"):
+        prepared(model, ["cosine"], target=Target(budget=3))
+
+
+def test_reported_examples_are_out_of_reach() -> None:
+    refuse_reported([SyntheticTask("single", 512, split) for split in ("train", "calibrate", "select")])
+    for split in ("report", "all"):
+        with pytest.raises(UsageError, match=f"split '{split}' has the examples that results are reported on"):
+            refuse_reported([Lottery("x", ()), Split("mine", (), split=split)])
+
+
+@dataclass(frozen=True)
+class Split(tiny.Listed):
+    split: str = "all"
+
+
+def test_a_profile_of_another_model(model: LoadedModel) -> None:
+    with pytest.raises(IncompatibleError, match="made for another model"):
+        prepared(model, ["cosine"], profile=make_signals())
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(model: LoadedModel) -> Validation:
+    return prepared(model, ["cosine", "entropy"], ["prefill", "both"]).run()
+
+
+def test_scores_and_gains(found: Validation, model: LoadedModel) -> None:
+    (at,) = found.budgets
+    assert (at.budget, at.ratio, len(at.signals)) == (16.0, None, 4)
+    assert [(one.signal, one.kind, one.phases) for one in at.signals][:2] == [
+        ("cosine", "route", "prefill"), ("cosine", "route", "both"),
+    ]  # fmt: skip
+    for one in at.signals:
+        assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
+        assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
+        assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
+        assert len(one.random) == 5
+        assert (one.verdict, one.reason) == judge(one.kind, one.gains, 3)
+        assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
+    assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
+    asked = found.tasks["one"]
+    assert (asked.contexts, asked.questions, found.split, found.seed) == (3, 4, None, 4)
+    assert found.model == model.fingerprint
+
+
+def test_the_same_seed_finds_the_same(found: Validation, model: LoadedModel) -> None:
+    again = prepared(model, ["cosine", "entropy"], ["prefill", "both"]).run()
+    assert as_json(again) == as_json(found)
+
+
+def test_validate_is_all_of_it_at_once(found: Validation, model: LoadedModel) -> None:
+    profile = profile_of(model)
+    one = Subject("cosine", "route", "prefill")
+    assert validate(model, profile, TARGET, TASKS, HOW, [one]).budgets[0].signals == found.budgets[0].signals[:1]
+
+
+@pytest.mark.parametrize("name", ["cosine", "entropy"])
+def test_a_constant_signal(model: LoadedModel, name: str) -> None:
+    shape = (3, 2, 2, 4, 3) if name == "cosine" else (3, 2, 4)
+    profile = profile_of(model, **{name: np.full(shape, 0.5, np.float32)})
+    (one,) = prepared(model, [name], profile=profile).run().budgets[0].signals
+    assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
+    assert one.forward == one.inverse == one.uniform
+
+
+def test_going_on_with_other_signals(model: LoadedModel, tmp_path: Path) -> None:
+    """What is finished is not asked again, and what is found does not depend on it."""
+    few, many = prepared(model, ["cosine"]), prepared(model, ["cosine", "entropy"], permutations=6)
+    with open_run(tmp_path / "run", few.config()) as ledger:
+        few.run(ledger=ledger)
+        there = len(ledger.samples)
+    with open_run(tmp_path / "run", many.config()) as ledger:
+        result = many.run(ledger=ledger)
+        assert len(ledger.samples) == many.evaluation.replies
+    assert there == few.evaluation.replies
+    assert as_json(result) == as_json(prepared(model, ["cosine", "entropy"], permutations=6).run())
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def judged(
+    verdict: Verdict = "harmful", signal: str = "cosine", kind: Kind = "route", phases: Phases = "prefill"
+) -> Judged:
+    score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
+    alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
+    return Judged(
+        signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
+        gains=made, verdict=verdict, reason="of that",
+    )  # fmt: skip
+
+
+def made_up(*sizes: tuple[float, list[Judged]], **changes: Any) -> Validation:
+    full = Estimate(1.0, 1.0, 1.0)
+    asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
+    return Validation(
+        **{
+            "model": toy(), "profile_sha256": "b" * 64, "tasks": {"one": asked}, "split": "select", "seed": 0,
+            "protocol": "question-aware", **changes,
+        },
+        budgets=tuple(AtBudget(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
+    )  # fmt: skip
+
+
+def test_files_say_what_was_found(found: Validation, tmp_path: Path) -> None:
+    assert load_validation(tmp_path / FILE) is None
+    save_validation(found, tmp_path / FILE)
+    content = (tmp_path / FILE).read_bytes()
+    assert json.loads(content)["schema"] == "kvsearch.validation/2"
+    there = load_validation(tmp_path / FILE)
+    assert there == found
+    save_validation(found, tmp_path / FILE)
+    assert (tmp_path / FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": "kvsearch.validation/1"}, "is no kvsearch.validation/2 file: delete it"),
+        ({"budgets": []}, "is damaged .budgets: .*: delete it and validate again"),
+        ({"seed": "x"}, "is damaged .seed: "),
+        ({"more": 1}, "is damaged .more: unknown key"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    content = {**as_json(made_up((64, [judged()]))), **change}
+    (tmp_path / FILE).write_text(json.dumps(content))
+    for read in (load_validation, lambda path: harmful(path.parent, Strategy(), 64)):
+        with pytest.raises(UsageError, match=problem) as caught:
+            read(tmp_path / FILE)
+        assert "\n" not in str(caught.value)
+    (tmp_path / FILE).write_text("[" + json.dumps(content))
+    with pytest.raises(UsageError, match=r"not valid JSON.*: delete it and validate again$"):
+        harmful(tmp_path, Strategy(), 64)
+
+
+def test_merging_keeps_what_was_not_judged_again() -> None:
+    before = made_up((32, [judged()]), (64, [judged(), judged(phases="both"), judged(signal="ppl")]))
+    now = made_up((64, [judged("useful"), judged("useless", "entropy", "budgets")]), (16, [judged("useful")]))
+    found = now.merged(before)
+    assert [at.budget for at in found.budgets] == [16, 32, 64]
+    assert [(one.signal, one.phases, one.verdict) for one in found.budgets[2].signals] == [
+        ("cosine", "prefill", "useful"), ("cosine", "both", "harmful"), ("ppl", "prefill", "harmful"),
+        ("entropy", "prefill", "useless"),
+    ]  # fmt: skip
+    assert found.budgets[1].signals == before.budgets[0].signals
+
+
+def test_conditions_that_differ_are_named() -> None:
+    one = made_up((64, [judged()]))
+    assert one.difference(made_up((32, []), model=toy(name="renamed"))) is None
+    assert one.difference(made_up((64, []), seed=3)) == "seed is 3 there, 0 here"
+    assert "protocol is 'question-agnostic' there" in str(
+        one.difference(made_up((64, []), protocol="question-agnostic"))
+    )
+
+
+def test_tables_and_lines(found: Validation) -> None:
+    at = made_up((64, [judged(), judged("useless", "entropy", "budgets", "both")])).budgets[0]
+    text = rendered(validation_tables(found, at))
+    for words in ("64 entries per kv head", "full cache 100.0", "50.0", "45.0", "harmful", "random:"):
+        assert words in text
+    assert re.search(r"cosine +route +prefill +inverse +\+20\.0 +\[\+10\.0, \+30\.0\]", text)
+    assert re.search(r"\n +uniform +-20\.0 +\[-30\.0, -10\.0\]", text)
+    assert list(verdict_lines(at)) == [
+        "cosine as a route in prefill is harmful, do not build strategies of this size on it: of that; 1 of 2 random "
+        "controls score lower, they score 30.0 to 60.0",
+        "entropy for budgets in both phases is useless: of that; 1 of 2 random controls score lower, they score 30.0 "
+        "to 60.0",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_tables_are_whole_at_any_width(found: Validation, width: int) -> None:
+    wide = Difference(1, -1, 1, 3, 2, 1)
+    long = judged("harmful", "entropy-literal", "budgets").model_copy(update={"gains": gains(wide, wide, wide)})
+    text = rendered(validation_tables(found, AtBudget(budget=64, full=long.forward, signals=(long,))), width)
+    assert "…" not in text
+    assert re.search(r"entropy-literal +budgets +prefill +50\.0 +50\.0 +70\.0 +45\.0 +harmful", text)
+    for control in ("entropy-literal +budgets +prefill +inverse", "uniform", "random"):
+        assert re.search(rf"{control} +\+100\.0 +\[-100\.0, \+100\.0\]", text)
+
+
+def test_scores_that_say_nothing_are_doubted(found: Validation) -> None:
+    at = found.budgets[0]
+    assert at.doubt is None
+    doubt = at.model_copy(update={"full": Estimate(0.05, 0.0, 0.1)}).doubt
+    assert doubt == "the full cache itself scores 0.05: these questions cannot tell signals apart"
+
+
+# --- warnings for others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
+    save_validation(made_up((32, [judged("useful")]), (128, bad)), tmp_path / FILE)
+    return tmp_path
+
+
+COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "told"),
+    [
+        (Strategy(), 128, COSINE),
+        (Strategy(), 65, COSINE),  # nearer by ratio than 32
+        (Strategy(), 63, None),  # useful at 32
+        (Strategy(inverse_route=True), 128, None),
+        (Strategy(phases="both"), 128, None),  # not validated
+        (Strategy("ppl"), 128, None),
+        (Strategy(None), 128, None),
+        (
+            Strategy(None, "entropy", "both"),
+            128,
+            "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
+        ),
+        (Strategy(None, "entropy", "both", inverse_budgets=True), 128, None),
+        (Strategy("cosine", "entropy"), 200, COSINE),
+    ],
+)
+def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
+    assert harmful(directory, strategy, budget) == told
+
+
+def test_harm_is_looked_for_where_the_signal_was_judged(directory: Path) -> None:
+    """Other signals at a nearer budget do not hide it."""
+    nearer = made_up((32, [judged("useful")]), (100, [judged("useless", "ppl")]), (128, [judged()]))
+    save_validation(nearer, directory / FILE)
+    assert harmful(directory, Strategy(), 100) == COSINE
+    assert harmful(directory, Strategy("ppl"), 100) is None
+
+
+def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
+    profile = make_signals()
+    save_profile(profile, directory / "profile.safetensors")
+    assert harmful(directory, Strategy(), 128) is None
+    assert harmful(directory / "elsewhere", Strategy(), 128) is None

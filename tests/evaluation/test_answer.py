@@ -1,0 +1,111 @@
+"""One reply from a compressed context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.answer import Reply, answer, example_for, read_text
+from kvsearch.models.loading import LoadedModel
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+from tests import tiny
+from tests.plan.builders import make_plan
+from tests.tasks import solver
+
+PLAN = [[14, 7], [25, 6], [31, 12], [9, 16]]
+CONTEXT = " ".join(tiny.document(64).words[1:])
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def plain_reply(model: LoadedModel, ids: torch.Tensor, count: int) -> str:
+    model.model.generation_config.pad_token_id = 0
+    out = model.model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=2)
+    return str(model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_without_a_plan_the_full_cache_answers(model: LoadedModel) -> None:
+    reply = answer(model, None, CONTEXT, "? vote", " {question}", 6)
+    assert reply.text == plain_reply(model, tiny.ids_of(CONTEXT + " ? vote"), 6)
+    length = len(CONTEXT.split()) + 1
+    size, most = 8 * length * 2 * 16 * 4, 8 * (length + 2 + len(reply.text.split()) - 1)  # the last word is never fed
+    assert reply == Reply(reply.text, length, 8 * length, 8 * length, size + 4 * 8 * length, size, most)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_with_a_plan(family: str, exact: bool) -> None:
+    model = tiny.loaded(family)
+    layers = 4 if family == "llama" else 2
+    budgets = PLAN if layers == 4 else [None, PLAN[1], None, PLAN[2]]
+    plan = tiny.plan_for(model, budgets, scaling="fixed")
+    reply = answer(model, plan, CONTEXT, "? vote", " {question}", 6, exact=exact)
+    full = answer(model, None, CONTEXT, "? vote", " {question}", 6)
+    assert reply.entries == plan.total
+    assert reply.full_entries == full.entries == layers * 2 * reply.context_tokens
+    assert reply.bytes < full.bytes
+    assert reply.full_bytes == full.bytes - 4 * full.entries  # transformers' own cache has no positions
+
+
+def test_layers_outside_the_plan_count_in_full(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [None, [25, 6], None, None], scaling="fixed")
+    reply = answer(model, plan, CONTEXT, "? vote", " {question}", 2)
+    assert reply.entries == 31 + 3 * 2 * reply.context_tokens
+    assert reply.full_bytes == answer(model, None, CONTEXT, "? vote", "{question}", 2).full_bytes
+
+
+def test_without_a_question_the_context_goes_on(model: LoadedModel) -> None:
+    reply = answer(model, None, CONTEXT, "", "{question}", 6)
+    assert reply.text == plain_reply(model, tiny.ids_of(CONTEXT), 6)
+    assert reply.context_tokens == len(CONTEXT.split())  # its last token is not compressed, it starts the reply
+
+
+def test_nothing_to_compress(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="nothing to compress"):
+        answer(model, None, "", "", "{question}", 6)
+    assert answer(model, None, "", "? vote", "{question}", 6).context_tokens == 1  # <bos> alone
+
+
+def test_a_plan_of_another_model(model: LoadedModel) -> None:
+    with pytest.raises(IncompatibleError, match="made for another model"):
+        answer(model, make_plan([[10, 6]] * 4), CONTEXT, "? vote", " {question}", 6)
+
+
+def test_the_bundled_model_has_an_example() -> None:
+    context, prompt, plain = example_for("bundled", None, None, 3)
+    assert plain == " {question}"
+    assert len(context.split()) + 1 <= 1024
+    assert set(context.split()) <= set(WORDS)
+    assert solver.answer(context.split(), prompt.split())
+    assert example_for("bundled", None, None, 3) == (context, prompt, plain)
+    assert example_for("bundled", None, None, 4) != (context, prompt, plain)
+    assert example_for("bundled", None, "? vote", 3) == (context, "? vote", plain)
+    assert example_for("bundled", "the calm fox .", "? vote", 3) == ("the calm fox .", "? vote", plain)
+    assert example_for("bundled", "the calm fox .", None, 3) == ("the calm fox .", "", plain)
+
+
+def test_other_models_need_a_text() -> None:
+    assert example_for("m", "C", "Q", 0) == ("C", "Q", PLAIN_PROMPT)
+    assert example_for("m", "C", None, 0) == ("C", "", "{question}")
+    assert example_for("m", None, "Q", 0) == ("Q", "", "{question}")
+    with pytest.raises(UsageError, match="nothing to read: give --context"):
+        example_for("m", None, None, 0)
+
+
+def test_text_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("été\n", encoding="utf-8")
+    assert read_text(f"@{tmp_path / 'text.txt'}") == "été\n"
+    assert read_text("me@home") == "me@home"
+    assert read_text("") == ""
+    with pytest.raises(UsageError, match="there is no file"):
+        read_text(f"@{tmp_path / 'gone.txt'}")
+    with pytest.raises(UsageError, match="is a folder"):
+        read_text(f"@{tmp_path}")

@@ -1,0 +1,368 @@
+"""A whole evaluation: what it runs, what it says about it, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.compare import Settings, Study, prepare
+from kvsearch.evaluation.identity import metric_of
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.report.evaluation import as_json, plain_scores
+from kvsearch.report.table_files import all_tables, markdown
+from kvsearch.strategies.contenders import with_baselines
+from kvsearch.strategies.plan_files import check_plans
+from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.longbench.task import LongBenchTask
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+from tests import tiny
+from tests.evaluation.shown import rendered
+from tests.plan.builders import make_plan, model_dict, plan_dict
+
+TASKS = [
+    tiny.listed((60, 2), (48, 1), (70, 2), name="one"),
+    replace(tiny.listed((52, 1), (66, 2), name="two"), category="other"),
+]
+OTHER: list[list[int] | None] = [[6, 10], None, [12, 4]]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def studied(
+    model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
+) -> Study:
+    subject = settings.pop("subject", next(iter(plans)))
+    how = Settings(**{"samples": 3, "seed": 5, "batch": 2, **settings})
+    return prepare(model, with_baselines(model, plans, names, subject), subject, tasks, how).run()
+
+
+def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Study:
+    plans = {
+        "mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]]),
+        "yours": tiny.plan_for(model, [[15, 15]] * 4),
+    }
+    return studied(model, plans, names, **settings)
+
+
+@pytest.fixture(scope="module")
+def result(model: LoadedModel) -> Study:
+    return made(model, ("uniform", "snapkv", "streaming", "random"))
+
+
+def plan_under(name: str, params: dict[str, Any]) -> Plan:
+    content = plan_dict()
+    for layer in content["prefill"]["layers"]:
+        if layer is not None:
+            layer["policy"] = {"name": name, "params": params}
+    return Plan.model_validate(content)
+
+
+GOOD = plan_under("snapkv", {"window": 4})
+
+
+def one_more() -> Plan:
+    content = GOOD.model_dump()
+    layers = [layer for layer in content["prefill"]["layers"] if layer is not None]
+    layers[0]["budget"] = [layers[0]["budget"][0] + 1, *layers[0]["budget"][1:]]
+    return Plan.model_validate({**content, "total": GOOD.total + 1})
+
+
+ONE_MORE = one_more()
+
+
+def paths(*names: str) -> list[Path]:
+    return [Path(f"{name}.json") for name in names]
+
+
+def test_plans_that_can_be_compared() -> None:
+    plans = {"a": GOOD, "b": Plan.model_validate({**plan_dict(OTHER), "prefill": GOOD.prefill})}
+    assert check_plans(plans, paths("a", "b"), ("uniform",)) == plans
+    assert check_plans({"a": GOOD}, paths("a"), ()) == {"a": GOOD}
+
+
+def rebudgeted(**changes: Any) -> Plan:
+    return GOOD.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("plans", "given", "names", "problem"),
+    [
+        ({"a": GOOD}, paths("x/a", "y/a"), (), "two plan files have the same name"),
+        ({"a": GOOD}, paths("a"), ("uniform", "snapk"), "unknown baseline 'snapk'; did you mean 'snapkv'"),
+        ({"full": GOOD}, paths("full"), (), r"cannot be called full\.json"),
+        ({"random": GOOD}, paths("random"), (), r"cannot be called random\.json"),
+        ({"a": plan_under("snapk", {})}, paths("a"), (), "unknown policy 'snapk'"),
+        ({"a": plan_under("snapkv", {"windows": 4})}, paths("a"), (), "no parameter 'windows'"),
+        ({"a": plan_under("snapkv", {"window": 0})}, paths("a"), (), "window must be 1 or more"),
+        ({"a": GOOD, "b": ONE_MORE}, paths("a", "b"), (), r"different totals \(a: 32 in prefill, b: 33 in prefill\)"),
+        ({"a": GOOD, "b": rebudgeted(scaling="fixed")}, paths("a", "b"), (), "different totals"),
+        ({"a": GOOD, "b": rebudgeted(length=50)}, paths("a", "b"), (), "different totals"),
+        (
+            {"a": GOOD, "b": rebudgeted(prefill=None, decode=GOOD.prefill)},
+            paths("a", "b"),
+            (),
+            f"different totals .a: {GOOD.total} in prefill, b: {GOOD.total} in decode.",
+        ),
+    ],
+)
+def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        check_plans(plans, given, names)
+
+
+def test_a_subject_that_is_no_plan() -> None:
+    with pytest.raises(UsageError, match=r"unknown plan 'b'; did you mean|unknown plan 'b' \(known: a\): the subject"):
+        check_plans({"a": GOOD}, paths("a"), (), "b")
+    assert check_plans({"a": GOOD}, paths("a"), (), "a") == {"a": GOOD}
+
+
+def test_fixed_plans_are_compared_whatever_their_length() -> None:
+    plans = {"a": rebudgeted(scaling="fixed"), "b": rebudgeted(scaling="fixed", length=77)}
+    assert check_plans(plans, paths("a", "b"), ()) == plans
+
+
+def test_a_plan_of_another_model(model: LoadedModel) -> None:
+    plan = make_plan([[10, 6]] * 4, model=model_dict(layers=4, kv_heads=2))
+    with pytest.raises(IncompatibleError, match="made for another model"):
+        studied(model, {"mine": plan}, ())
+
+
+def test_methods(result: Study) -> None:
+    assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
+    assert (result.model, result.subject, result.settings.seed) == ("tiny", "mine", 5)
+    (block,) = result.blocks
+    assert (block.size, list(block.methods)) == (None, result.labels[1:])
+    told = [(row.task, row.kind) for row in block.rows]
+    assert told == [
+        ("one", "task"), ("two", "task"), ("listed", "category"), ("other", "category"), ("macro", "average"),
+    ]  # fmt: skip
+    assert block.overall is block.rows[-1]
+    for row in block.rows:
+        assert list(row.scores) == result.labels
+        assert list(row.differences) == [method for method in result.labels if method != "mine"]
+
+
+def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
+    held = dict(result.held)
+    full, full_bytes, most = held.pop("full")
+    assert most > full
+    assert len({entries for entries, _, _ in held.values()}) == 1
+    entries, size, at_most = held["mine"]
+    assert entries == pytest.approx(full * 120 / 320, abs=1)
+    assert at_most - entries == pytest.approx(most - full)
+    assert size < full_bytes / 2
+    one = [sample for sample in result.samples if sample.method == "full"]
+    assert full == sum(8 * sample.context_tokens for sample in one) / len(one)
+
+
+def test_equal_runs_give_equal_results(result: Study, model: LoadedModel) -> None:
+    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
+    again = studied(model, plans, ("uniform",))
+    pairs = zip(again.blocks[0].rows, result.blocks[0].rows, strict=True)
+    assert all(one.scores["mine"] == other.scores["mine"] for one, other in pairs)
+    mine = [sample for sample in result.samples if sample.method == "mine"]
+    assert [sample for sample in again.samples if sample.method == "mine"] == mine
+
+
+def test_as_json(result: Study) -> None:
+    data = as_json(result)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["schema"] == "kvsearch.evaluation/1"
+    assert (data["model"], data["subject"], data["protocol"]) == ("tiny", "mine", "question-agnostic")
+    assert data["full"]["held"]["entries"] == result.held["full"].entries
+    assert data["averages"] == {"macro": ["one", "two"]}
+    (block,) = data["blocks"]
+    assert block["size"] is None
+    assert [method["name"] for method in block["methods"]] == result.labels[1:]
+    mine = block["methods"][0]
+    assert mine["held"]["entries"] == result.held["mine"].entries
+    assert set(mine["definition"]) == {"plan"}
+    assert set(mine["scores"]["tasks"]["one"]) == {"mean", "low", "high"}
+    kinds = {kind: list(found) for kind, found in mine["scores"].items()}
+    assert kinds == {"tasks": ["one", "two"], "categories": ["listed", "other"], "averages": ["macro"]}
+    counted = {name: data["tasks"][1][name] for name in ("wanted", "found", "contexts", "truncated", "excluded")}
+    assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
+
+
+def test_json_compares_every_method_with_the_subject(result: Study) -> None:
+    (block,) = as_json(result)["blocks"]
+    mine, *others = block["methods"]
+    assert mine["differences"] is None
+    for other in [*others, {"scores": as_json(result)["full"]["scores"], "differences": block["full_differences"]}]:
+        for kind, found in other["differences"].items():
+            for column, difference in found.items():
+                wanted = other["scores"][kind][column]["mean"] - mine["scores"][kind][column]["mean"]
+                assert difference["mean"] == pytest.approx(wanted)
+                assert difference["low"] <= difference["mean"] <= difference["high"]
+        for covered in as_json(result)["tasks"]:
+            found = other["differences"]["tasks"][covered["task"]]
+            assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
+
+
+def test_a_difference_is_that_of_the_method_to_the_subject(result: Study, model: LoadedModel) -> None:
+    """Which of two is the subject only turns the sign."""
+    other = made(model, ("uniform", "snapkv", "streaming", "random"), subject="yours")
+    assert other.samples == result.samples
+    for mine, yours in zip(result.blocks[0].rows, other.blocks[0].rows, strict=True):
+        one, two = result.blocks[0].difference(mine, "yours"), other.blocks[0].difference(yours, "mine")
+        assert (one.mean, one.low, one.high) == pytest.approx((-two.mean, -two.high, -two.low))
+        assert (one.wins, one.ties, one.losses) == (two.losses, two.ties, two.wins)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_same_seed_gives_the_same_report(model: LoadedModel, protocol: Protocol) -> None:
+    one, other = (made(model, ("streaming",), protocol=protocol) for _ in range(2))
+    assert json.dumps(as_json(one)) == json.dumps(as_json(other))
+    assert [markdown(table) for table in all_tables(one)] == [markdown(table) for table in all_tables(other)]
+    assert one.samples == other.samples
+    assert "seconds" not in json.dumps(as_json(one))
+    assert min(sample.prefill_seconds for sample in one.samples) > 0
+    assert min(sample.reply_seconds for sample in one.samples) > 0
+
+
+def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
+    aware = made(model, protocol=QUESTION_AWARE)
+    assert as_json(aware)["protocol"] == "question-aware"
+    assert {sample.protocol for sample in aware.samples} == {"question-aware"}
+    tables = all_tables(aware)
+    assert all("(question-aware, phases: prefill)" in table.title for table in tables)
+    assert "held after the prompt" in tables[-1].title
+
+
+def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
+    queries = (Query("? vote", ("",), 5), Query("? vote", ("anchor",), 5))
+    rows = (*TASKS[0].rows, Example("one", "3", TASKS[0].rows[1].context, queries))
+    tasks = [replace(TASKS[0], rows=rows), TASKS[1]]
+    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
+    told = studied(model, plans, (), tasks, samples=4, max_length=62)
+    assert told.notes == [
+        told.doubt,
+        "one: the middle of 1 of 4 contexts was cut out, so that prompt and reply fit 62 tokens",
+        "one: only 3 of 4 contexts differ: intervals are over these",
+        "one: questions left out (empty answer: 1)",
+        "two: 4 contexts were asked for, it has 2",
+        "two: the middle of 1 of 2 contexts was cut out, so that prompt and reply fit 62 tokens",
+    ]
+    data = as_json(told)
+    assert data["notes"] == told.notes
+    assert all(note in markdown(all_tables(told)[0]) for note in told.notes)
+    assert data["most_tokens"] == 62
+    assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
+    whole = made(model)
+    assert whole.notes[:-1] == [whole.doubt]  # and the one context that task two lacks
+
+
+def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None:
+    """Budgets in entries that a short prompt cannot fill are lost to a plan."""
+    plans = {
+        "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
+        "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
+    }
+    _, note, at_most = studied(model, plans, (), TASKS[:1]).notes
+    assert at_most.startswith("not all held the same at most until a reply was complete, mean entries: steep ")
+    assert note.startswith("not all hold the same, mean entries: steep ")
+    assert "flat 320" in note
+
+
+def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[30, 30]] * 4, scaling="fixed", length=80)
+    same = {"prefill": plan.prefill, "decode": plan.prefill}
+    both = {"flat": {**plan.model_dump(), **same}, "other": {**plan.model_dump(), **same, "floor": 2}}
+    told = studied(model, {name: Plan.model_validate(one) for name, one in both.items()}, (), TASKS[:1])
+    assert not [note for note in told.notes if "at most" in note]
+    assert {held.most for name, held in told.held.items() if name != "full"} == {8 * 30 + 8}
+    samples = [replace(one, most=int(one.most * (1.02 if one.method == "other" else 1))) for one in told.samples]
+    note = "not all held the same at most until a reply was complete, mean entries: flat 248, other 252"
+    assert replace(told, samples=samples).notes[-1] == note
+    assert note not in replace(told, samples=[replace(one, most=248) for one in told.samples]).notes
+    longer = replace(told, samples=samples, decode_entries={}).notes[-1]
+    assert ", as their replies differ in length, mean entries: flat 248" in longer
+
+
+def test_one_text_under_several_keys_is_one_context(model: LoadedModel) -> None:
+    rows = [replace(row, key=f"{row.key}/{copy}") for row in TASKS[0].rows[:1] for copy in "ab"]
+    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
+    two = studied(model, plans, (), [replace(TASKS[0], rows=(*rows, *TASKS[0].rows[1:]))], samples=9)
+    assert two.distinct == {"one": len(TASKS[0].rows)}
+    assert f"one: only {len(TASKS[0].rows)} of {len(TASKS[0].rows) + 1} contexts differ: intervals are over these" in (
+        two.notes
+    )
+    # of one text for all, as with worked examples, every key is a context
+    all_alike = studied(model, plans, (), [replace(TASKS[0], rows=tuple(rows))], samples=9)
+    assert all_alike.distinct == {"one": 2}
+    assert not [note for note in all_alike.notes if "context" in note and "differ" in note]
+
+
+def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: LoadedModel) -> None:
+    """What a decode phase leaves is another number than what is held after the context."""
+    plans = {
+        "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
+        "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
+    }
+    both = {name: Plan.model_validate({**plan.model_dump(), "decode": plan.prefill}) for name, plan in plans.items()}
+    steep = Plan.model_validate({**plans["steep"].model_dump(), "decode": plans["flat"].prefill})
+    alike = studied(model, {"one": steep, "two": steep}, (), TASKS[:1])
+    assert not [note for note in alike.notes if "while they reply" in note]
+    assert (alike.phases, alike.decode_entries) == ("both", {"one": 320.0, "two": 320.0})
+    differ = replace(alike, decode_entries={"one": 320.0, "two": 300.4})
+    assert differ.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two 300"
+    mixed = replace(alike, decode_entries={"one": 320.0})
+    assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
+    assert as_json(studied(model, both, (), TASKS[:1]))["phases"] == "both"
+
+
+def test_phases_are_said_everywhere(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[15, 15]] * 4)
+    plan = Plan.model_validate({**plan.model_dump(), "decode": plan.prefill, "prefill": None})
+    late = studied(model, {"late": plan}, ("streaming",), TASKS[:1])
+    assert all("(question-agnostic, phases: decode)" in table.title for table in all_tables(late))
+    data = as_json(late)
+    assert data["phases"] == "decode"
+    assert [method["phases"] for method in data["blocks"][0]["methods"]] == ["decode", "decode"]
+
+
+def test_the_report_says_what_was_run(result: Study, model: LoadedModel) -> None:
+    data = as_json(result)
+    assert data["environment"]["model"] == model.fingerprint.model_dump()
+    assert data["environment"]["dtype"] == "float32"
+    assert set(data["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
+    assert (data["samples"], data["batch"], data["seed"], data["max_length"]) == (3, 2, 5, None)
+    assert [task["metric"] for task in data["tasks"]] == ["exact", "exact"]
+
+
+def test_metrics_by_name() -> None:
+    assert metric_of(SyntheticTask("single")) == "exact"
+    assert metric_of(RulerTask("vt")) == "string_match_all"
+    assert metric_of(LongBenchTask("qasper")) == "qa_f1"
+    assert metric_of(NiahTask((300,), (0,), metric="niah_rouge1")) == "niah_rouge1"
+
+
+def test_an_interval_of_one_context_says_nothing(model: LoadedModel) -> None:
+    single = made(model, samples=1)
+    assert single.notes[1:] == [f"{name}: one context: its interval says nothing" for name in ("one", "two")]
+
+
+def test_a_comparison_that_says_nothing_has_a_doubt(result: Study) -> None:
+    assert result.doubt is not None
+    assert result.notes[0] == as_json(result)["notes"][0] == result.doubt
+    assert f"- {result.doubt}" in markdown(all_tables(result)[0])
+    assert result.doubt.startswith("the full cache itself scores 0.0")
+
+
+def test_plain_scores(result: Study) -> None:
+    text = rendered([plain_scores("scores", result.labels, result.blocks[0].rows)])
+    assert "yours" in text
+    assert "other (mean)" in text

@@ -1,0 +1,190 @@
+"""Log-likelihoods on compressed caches: against one dense pass, a masked reference, and contexts on their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.evaluation.likelihood import Likelihood, Scored, compressible, score
+from kvsearch.evaluation.replies import NonFiniteError
+from kvsearch.models.architecture import describe
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.strategies.baselines import equal_uniform, full_cache
+from tests.families import FAMILIES, build, prompts
+from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
+
+CLOSE = 1e-4
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def ids(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(prompts(1, length, seed=seed)[0][0].tolist())
+
+
+# longer than the sliding window of Gemma (16), and as short as can be
+CONTEXTS = [ids(length, seed) for seed, length in enumerate((40, 1, 23, 2))]
+TEXTS = [
+    [ids(length, 10 * row + length) for length in lengths]
+    for row, lengths in enumerate(((3, 1, 5), (1, 4), (2,), (1,)))
+]
+
+
+def third(model: Any) -> Program:
+    policy = create_policy("snapkv", {"window": 2, "kernel": 3, "sinks": 1})
+    return Program.uniform(model, policy, lambda length: max(min(4, length), length // 3))
+
+
+def both_phases(model: Any) -> Program:
+    """A third of the prompt, and no more than that while a text grows."""
+    shape = describe(model)
+    heads = len(shape.full_layers) * shape.kv_heads
+    return equal_uniform(model, create_policy("tova"), *(lambda length: heads * max(1, length // 3),) * 2)
+
+
+def scored(
+    model: Any, program: Program, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]]
+) -> list[Scored]:
+    with running(model, NAME):
+        return score(model, program, contexts, texts, 0)
+
+
+def told(logits: Tensor, text: Sequence[int]) -> Likelihood:
+    """What logits [..., K, V] say of a text of K tokens."""
+    wanted = torch.tensor(text)
+    predicted = logits.reshape(-1, logits.shape[-1])[-len(text) :]
+    chosen = predicted.log_softmax(-1)[range(len(text)), wanted]
+    return Likelihood(float(chosen.sum()), bool((predicted.argmax(-1) == wanted).all()))
+
+
+def assert_same(found: Likelihood, expected: Likelihood) -> None:
+    assert found.logprob == pytest.approx(expected.logprob, abs=CLOSE)
+    assert found.greedy == expected.greedy
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 0), (2, 1), (9, 8)])
+def test_all_but_the_last_token_is_compressed(length: int, count: int) -> None:
+    assert compressible(range(length)) == max(count, 1)
+
+
+def test_a_model_that_knows_nothing() -> None:
+    """Each token is as likely as any other of the 97; greedy decoding takes the first of equals."""
+    model = build("llama", tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    found = scored(model, third(model), [ids(20, 0)], [[(5,), (5, 6, 7), (0, 0)]])[0].likelihoods
+    assert [answer.logprob for answer in found] == pytest.approx([-n * math.log(97) for n in (1, 3, 2)], rel=1e-6)
+    assert [answer.greedy for answer in found] == [False, False, True]
+
+
+@families
+def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
+    model = build(family)
+    found = scored(model, full_cache(model), CONTEXTS, TEXTS)
+    for context, texts, answers in zip(CONTEXTS, TEXTS, found, strict=True):
+        for text, answer in zip(texts, answers.likelihoods, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*context, *text[:-1]]])).logits
+            assert_same(answer, told(logits[0], text))
+
+
+@pytest.mark.parametrize("program", [third, both_phases])
+@families
+def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
+    model = build(family)
+    together = scored(model, program(model), CONTEXTS, TEXTS)
+    for context, texts, answers in zip(CONTEXTS, TEXTS, together, strict=True):
+        for text, answer in zip(texts, answers.likelihoods, strict=True):
+            alone = scored(model, program(model), [context], [[text]])[0]
+            assert_same(answer, alone.likelihoods[0])
+            assert answers.entries == alone.entries
+
+
+@pytest.mark.parametrize("program", [third, both_phases])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_texts_are_scored_as_if_fed_token_by_token(family: str, program: Callable[[Any], Program]) -> None:
+    model = build(family)
+    context, text = CONTEXTS[0], TEXTS[0][2]
+    with running(model, NAME):
+        cache, lead = PlanCache(model, program(model)), torch.tensor([context[:-1]])
+        later = one_by_one(torch.tensor([[context[-1], *text[:-1]]]))
+        logits = feed(model, cache, [(lead, torch.ones_like(lead)), *later])
+    expected = told(torch.cat(logits[1:], 1), text)
+    assert_same(scored(model, program(model), [context], [[text]])[0].likelihoods[0], expected)
+
+
+@families
+def test_every_token_is_predicted_without_what_is_evicted(family: str) -> None:
+    """Against attention over all keys, the evicted ones masked: also for the first token of a continuation."""
+    model = build(family)
+    context, texts = CONTEXTS[0], [TEXTS[0][1], TEXTS[0][2]]
+    lead = torch.tensor([context[:-1]])
+    eviction = random_eviction(model, torch.ones_like(lead))
+    found = scored(model, eviction.program, [context], [texts])[0]
+    everything = scored(model, full_cache(model), [context], [texts])[0]
+    for text, answer, full in zip(texts, found.likelihoods, everything.likelihoods, strict=True):
+        later = torch.tensor([[context[-1], *text[:-1]]])
+        with reference(model, eviction.kept) as cache:
+            logits = feed(model, cache, [(lead, torch.ones_like(lead)), (later, torch.ones_like(later))])
+        assert_same(answer, told(logits[1], text))
+        assert abs(answer.logprob - full.logprob) > 10 * CLOSE
+    assert found.entries == sum(int(kept.sum()) for kept in eviction.kept.values()) < everything.entries
+
+
+def test_a_context_is_read_once_and_texts_with_one_beginning_too() -> None:
+    model = build("llama")
+    fed: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
+    letters = [(token,) for token in (7, 8, 9, 10)]
+    answers = scored(model, third(model), [ids(30, 0)], [letters])[0].likelihoods
+    assert fed == [29, 1]
+    assert len({answer.logprob for answer in answers}) == len(letters)
+    fed.clear()
+    scored(model, third(model), [ids(1, 0)], [letters])
+    assert fed == [1]
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 24), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(shapes, st.integers(0, 99), st.randoms(use_true_random=False))
+def test_neither_order_nor_company_matters(shape: list[tuple[int, list[int]]], seed: int, rng: Any) -> None:
+    model = build("llama")
+    rows = [
+        (ids(length, seed + row), [ids(count, seed + 10 * row + number) for number, count in enumerate(counts)])
+        for row, (length, counts) in enumerate(shape)
+    ]
+    straight = scored(model, third(model), [row[0] for row in rows], [row[1] for row in rows])
+    order = rng.sample(range(len(rows)), len(rows))
+    shuffled = scored(model, third(model), [rows[at][0] for at in order], [rows[at][1][::-1] for at in order])
+    for place, at in enumerate(order):
+        assert shuffled[place].entries == straight[at].entries
+        for one, other in zip(shuffled[place].likelihoods[::-1], straight[at].likelihoods, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize("where", ["context", "text"])
+def test_the_context_that_breaks_a_model_is_known(row: int, where: str) -> None:
+    model = build("llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = float("nan")
+    contexts = [tuple(min(token, 95) for token in context) for context in CONTEXTS]
+    texts: list[list[tuple[int, ...]]] = [[(5,)], [(5,)], [(6,)], [(7,)]]
+    if where == "context":
+        contexts[row] = (96, *contexts[row][1:])
+    else:
+        texts[row] = [(5,), (96, 5)]
+    with pytest.raises(NonFiniteError) as caught:
+        scored(model, full_cache(model), contexts, texts)
+    assert caught.value.row == row

@@ -1,0 +1,479 @@
+"""Layer attention output losses of plans: against the models' own modules, the real cache, and LAVa's bound."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from rich.console import Console
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.evaluation.losses import LayerLoss, QueryLosses, _decided, layer_rules, measure_losses, query_losses
+from kvsearch.models.architecture import attention_modules, describe
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.policies import create_policy
+from kvsearch.report.losses import losses_json, losses_table, task_means
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.replay import replay
+from kvsearch.runtime.stream import Stream
+from kvsearch.signals.output_loss import attention_change
+from kvsearch.strategies.baselines import RandomEviction, full_cache
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.catalog import find_tasks
+from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
+from tests import tiny
+from tests.families import FAMILIES, build, prompts
+from tests.policies.contract import properties, rope
+from tests.runtime.helpers import feed, one_by_one, random_eviction, running
+from tests.runtime.layers import Layer, Scene, scenes
+from tests.runtime.policies import SMALL
+
+LENGTH, COUNT = 40, 7  # tokens of a context, and of what follows
+SNAPKV = "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"
+LAVA = "lava{'window': 3, 'kernel': 3}"
+METHODS = ["random", "snapkv", "lava", "adakv", "h2o, decode", "snapkv, decode", "cake, decode"]
+MERGING = ["cam", "d2o", "d2o, prompt only", "cam, decode only"]
+
+
+def program(model: Any, method: str, budget: int = 11) -> Program:
+    """A program of `budget` entries per head in every layer."""
+
+    def of(name: str, allocation: str = "static", phases: str = "prefill") -> Program:
+        made = Program.uniform(model, SMALL[name], lambda _: budget).prefill
+        prefill, decode = made if "prefill" in phases else None, made if "decode" in phases else None
+        return Program(prefill, decode, create_allocation(allocation))
+
+    both = "prefill and decode"
+    if method == "random":
+        return Program.uniform(model, RandomEviction(3), lambda _: budget)
+    return {
+        "snapkv": lambda: of(SNAPKV),
+        "lava": lambda: of(LAVA, "lava"),
+        "adakv": lambda: of(SNAPKV, "adakv"),
+        "h2o, decode": lambda: of("h2o", phases=both),
+        "snapkv, decode": lambda: of(SNAPKV, phases=both),
+        "cake, decode": lambda: of("cake{'window': 3, 'kernel': 3}", "cake", both),
+        "tova, decode only": lambda: of("tova", phases="decode"),
+        "cam": lambda: of("cam{'sinks': 1, 'merge_next': 2}", phases=both),
+        "cam, decode only": lambda: of("cam{'base': 'h2o', 'expectation': True}", phases="decode"),
+        "cam, prompt only": lambda: of("cam{'sinks': 1, 'merge_next': 2}"),
+        "d2o": lambda: of("d2o{'sinks': 1}", phases=both),
+        "d2o, prompt only": lambda: of("d2o{'sinks': 1}"),
+    }[method]()
+
+
+def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A context and what follows it."""
+    ids, _ = prompts(1, LENGTH + COUNT, seed=seed)
+    return ids[:, :LENGTH], ids[:, LENGTH:]
+
+
+@torch.no_grad()
+def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> dict[int, QueryLosses]:
+    """Losses of single queries by layer."""
+    with running(model, NAME):
+        rules = layer_rules(model, plan, context)
+        stream = Stream(model, {layer: here.needs for layer, here in rules.items()}, context)
+        return {layer.index: query_losses(layer, rules[layer.index]) for layer in stream.follow(following)}
+
+
+# --- against independent computations ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following: Tensor) -> dict[int, Tensor]:
+    """|y - yhat|_1 [K] by layer from the model's own eager modules, with -inf on what is not `kept` [Hkv, T]."""
+    calls: dict[int, dict[str, Any]] = {}
+
+    def note(module: Any, _: Any, given: dict[str, Any]) -> None:
+        calls[module.layer_idx] = given
+
+    modules, found = attention_modules(model), {}
+    with running(model, "eager"):
+        cache = DynamicCache(config=model.config)
+        model(context, past_key_values=cache)
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+        model(following, past_key_values=copy.deepcopy(cache))
+        for hook in hooks:
+            hook.remove()
+        for layer, shown in kept.items():
+            hidden = (~shown).repeat_interleave(model.config.num_attention_heads // len(shown), 0)[:, None]
+            causal = torch.full((COUNT, LENGTH + COUNT), float("-inf")).triu(LENGTH + 1)
+            evicted = causal.expand(len(hidden), -1, -1).clone()
+            evicted[:, :, :LENGTH].masked_fill_(hidden, float("-inf"))
+            outputs = [
+                modules[layer](
+                    **{**calls[layer], "attention_mask": mask, "past_key_values": copy.deepcopy(cache)},
+                )[0]
+                for mask in (causal[None, None], evicted[None])
+            ]
+            found[layer] = (outputs[0] - outputs[1])[0].abs().sum(-1)
+    return found
+
+
+def held(cache: PlanCache, heads: int, length: int) -> dict[int, Tensor]:
+    """What a cache of one sequence holds, [Hkv, length] bool by layer."""
+    found = {}
+    for layer in cache.planned:
+        found[layer] = torch.zeros(heads, length, dtype=torch.bool)
+        for head in range(heads):
+            found[layer][head, cache.kept_positions(layer, 0, head)] = True
+    return found
+
+
+@torch.no_grad()
+def compressed(model: Any, plan: Program, context: Tensor) -> PlanCache:
+    """The real cache after the context."""
+    cache = PlanCache(model, plan)
+    with running(model, NAME):
+        model(context, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("method", ["random", "snapkv", "lava", "adakv"])
+def test_losses_are_those_of_masked_eager_attention(method: str, family: str) -> None:
+    model = build(family)
+    context, following = tokens()
+    plan = program(model, method)
+    kept = held(compressed(model, plan, context), describe(model).kv_heads, LENGTH)
+    expected = brute_force(model, kept, context, following)
+    found = losses_of(model, plan, context, following)
+    assert list(found) == list(expected) == list(describe(model).full_layers)
+    for layer, losses in found.items():
+        torch.testing.assert_close(losses.loss, expected[layer], atol=1e-4, rtol=1e-4)
+        assert losses.loss.min() > 1e-3
+
+
+def test_a_bias_of_the_output_projection_cancels() -> None:
+    model = build("llama", attention_bias=True)
+    for module in attention_modules(model):
+        torch.nn.init.normal_(module.o_proj.bias)  # type: ignore[union-attr, arg-type]
+    context, following = tokens()
+    plan = random_eviction(model, torch.ones_like(context))
+    expected = brute_force(model, {layer: kept[0] for layer, kept in plan.kept.items()}, context, following)
+    for layer, losses in losses_of(model, plan.program, context, following).items():
+        torch.testing.assert_close(losses.loss, expected[layer], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def outputs_of(model: Any, cache: Any, context: Tensor, following: Tensor, layer: int) -> Tensor:
+    """What one layer puts out for tokens that come one by one, [K, d_model]."""
+    noted: list[Tensor] = []
+    projection: Any = attention_modules(model)[layer].o_proj
+    hook = projection.register_forward_hook(lambda _, __, output: noted.append(output[0]))
+    with running(model, NAME):
+        feed(model, cache, [(context, torch.ones_like(context)), *one_by_one(following)])
+    hook.remove()
+    return torch.cat(noted[1:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("method", [*METHODS, *MERGING, "tova, decode only"])
+def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, family: str) -> None:
+    """What the first governed layer reads is the same under every plan."""
+    model = build(family)
+    layer = describe(model).full_layers[0]
+    plan = program(model, method)
+    context, following = tokens(1)
+    full = outputs_of(model, DynamicCache(config=model.config), context, following, layer)
+    planned = outputs_of(model, PlanCache(model, plan), context, following, layer)
+    expected = (full - planned).abs().sum(-1)
+    losses = losses_of(model, plan, context, following)[layer]
+    torch.testing.assert_close(losses.loss, expected, atol=2e-4, rtol=1e-4)
+    assert losses.loss[1:].min() > 1e-3
+    assert (losses.bounds is None) == (method in MERGING)
+
+
+@pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("name", ["h2o", "tova", SNAPKV, "keydiff"])
+def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str) -> None:
+    policy = SMALL[name]
+
+    @properties
+    @given(scenes().filter(lambda scene: not any(scene.pads)))
+    def same(scene: Scene) -> None:
+        layer = Layer(scene)
+        prefill, decode = (layer.rule(policy) if phases in (phase, "both") else None for phase in ("prefill", "decode"))
+        arguments = (layer.tokens(), layer.logits, rope)
+        found = replay(layer.observation(policy), prefill, decode, *arguments)
+        full = replay(layer.observation(policy), None, None, *arguments)
+        length, count = scene.length, scene.tokens
+        assert found.shown.shape == (len(scene.pads), scene.heads, count, length + count)
+        assert torch.equal(full.shown[0, 0], torch.ones(count, length + count).tril(length).bool())
+        assert not (found.shown & ~full.shown).any()
+        change = attention_change(
+            layer.tokens()[0], layer.key, layer.value, found.shown, layer.logits.scaling, scene.softcap
+        )
+        torch.testing.assert_close(change.outputs, full.outputs - found.outputs, atol=1e-5, rtol=1e-4)
+
+    same()
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
+    model = build(family)
+    for seed, budget in [(0, 3), (1, 11), (2, 30)]:
+        for losses in losses_of(model, program(model, method, budget), *tokens(seed)).values():
+            assert losses.bounds is not None
+            assert (losses.loss <= losses.bounds.by_head * (1 + 1e-4)).all()
+            assert (losses.bounds.by_head <= losses.bounds.by_layer * (1 + 1e-5)).all()
+            assert (losses.evicted_mass >= 0).all()
+            assert (losses.evicted_mass <= 1 + 1e-6).all()
+            assert losses.evicted_mass.max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [*METHODS, "tova, decode only", "cam, prompt only"])
+def test_budgets_above_the_length_lose_nothing(method: str, dtype: torch.dtype) -> None:
+    model = build("llama").to(dtype)
+    budget = 10**4 if method == "cake, decode" else LENGTH + COUNT  # layers share it, some get less
+    for losses in losses_of(model, program(model, method, budget), *tokens()).values():
+        assert losses.bounds is not None
+        for values in (losses.loss, losses.evicted_mass, *losses.bounds):
+            assert values.tolist() == [0.0] * COUNT
+
+
+@pytest.mark.parametrize("method", MERGING)
+def test_merging_loses_nothing_where_nothing_leaves(method: str) -> None:
+    for losses in losses_of(build("llama"), program(build("llama"), method, LENGTH + COUNT), *tokens()).values():
+        assert losses.loss.max() < 1e-3  # of outputs of some hundred; token by token rounds differently
+        assert losses.evicted_mass.tolist() == [0.0] * COUNT
+
+
+@pytest.mark.parametrize("method", ["random", "snapkv"])
+def test_the_evicted_mass_does_not_grow_with_the_budget(method: str) -> None:
+    """The loss may: renormalised attention can be right by accident."""
+    model = build("llama")
+    grew = False
+    before = losses_of(model, program(model, method, 6), *tokens())
+    for budget in range(7, LENGTH + 2):
+        after = losses_of(model, program(model, method, budget), *tokens())
+        for layer, losses in after.items():
+            assert (losses.evicted_mass <= before[layer].evicted_mass + 1e-6).all()
+            grew |= bool((losses.loss > before[layer].loss * 1.01).any())
+        before = after
+    assert grew, "if this is never so, the loss is monotone after all"
+
+
+# --- budgets that depend on the prompt --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["lava", "adakv", "cake, decode", "snapkv, decode"])
+def test_what_is_shown_of_the_context_is_what_the_real_cache_holds(method: str) -> None:
+    model = build("llama")
+    plan = program(model, method)
+    context, following = tokens(2)
+    cache = compressed(model, plan, context)
+    expected = held(cache, 2, LENGTH)
+    with running(model, NAME), torch.no_grad():
+        rules = layer_rules(model, plan, context)
+        stream = Stream(model, {layer: here.needs for layer, here in rules.items()}, context)
+        for layer in stream.follow(following):
+            shown = layer.replay(*rules[layer.index]).shown[0]
+            assert torch.equal(shown[:, 0, :LENGTH], expected[layer.index])
+    if method in ("lava", "adakv"):
+        assert cache.entries().unique().numel() > 1, "budgets should differ between heads or layers"
+
+
+def test_a_holder_that_does_not_fit_its_rules() -> None:
+    model = build("llama")
+    context, _ = tokens()
+    holder = compressed(model, program(model, "snapkv"), context).planned[0].holder
+    with running(model, NAME):
+        rules = layer_rules(model, program(model, "h2o, decode"), context)[0]
+    for wrong in (holder, None):
+        with pytest.raises(InternalError, match="does not hold what its program says"):
+            _decided(rules, wrong)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+TASK = tiny.listed((60, 3), (48, 1), name="one")
+OTHER = tiny.listed((52, 2), name="two")
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny.loaded(request.param)
+
+
+def programs(model: LoadedModel) -> dict[str, Program]:
+    return {name: program(model.model, name) for name in ("snapkv", "lava", "d2o")}
+
+
+def test_rows_come_by_task_layer_and_method(model: LoadedModel) -> None:
+    before, told = model.model.config._attn_implementation, []
+    rows = measure_losses(
+        model, programs(model), [TASK, OTHER], 2, progress=lambda done, total: told.append((done, total))
+    )
+    assert model.model.config._attn_implementation == before
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    layers = describe(model.model).full_layers
+    assert [(row.task, row.layer, row.method) for row in rows] == [
+        (task, layer, method) for task in ("one", "two") for layer in layers for method in programs(model)
+    ]
+    for row in rows:
+        assert row.loss > 0
+        assert 0 < row.evicted_mass < 1
+        if row.method == "d2o":
+            assert row.bound is row.bound_by_head is row.ratio is None
+        else:
+            assert row.bound is not None
+            assert row.bound_by_head is not None
+            assert row.loss < row.bound_by_head <= row.bound
+            assert row.ratio == pytest.approx(row.loss / row.bound)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) -> None:
+    plan = program(model.model, "snapkv")
+    expected: dict[int, list[Tensor]] = {}
+    for example in TASK.rows:
+        context = tiny.ids_of(example.context)
+        for query in example.queries:
+            question, answer = tiny.ids_of(query.question)[:, 1:], tiny.ids_of(query.answers[0])[:, 1:]
+            answer = answer[:, : query.max_new_tokens]
+            if protocol == QUESTION_AGNOSTIC:
+                parts = context, torch.cat([question, answer], 1)
+            else:
+                parts = torch.cat([context, question], 1), answer
+            for layer, losses in losses_of(model.model, plan, *parts).items():
+                expected.setdefault(layer, []).append(losses.loss)
+    rows = measure_losses(model, {"snapkv": plan}, [TASK], 2, protocol=protocol)
+    assert [row.layer for row in rows] == list(expected)
+    for row in rows:
+        losses = torch.cat(expected[row.layer])
+        assert row.queries == len(losses)
+        assert row.loss == pytest.approx(losses.mean().item(), rel=1e-4)
+
+
+def test_an_answer_is_cut_to_what_a_reply_may_have(model: LoadedModel) -> None:
+    row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("the calm fox . the calm fox",), 4),))
+    task = tiny.Listed("long", (row,))
+    found = measure_losses(model, {"snapkv": program(model.model, "snapkv")}, [task], 1, protocol=QUESTION_AWARE)
+    assert {loss.queries for loss in found} == {4}
+
+
+def test_the_full_cache_loses_nothing(model: LoadedModel) -> None:
+    rows = measure_losses(model, {"full": full_cache(model.model)}, [TASK], 1)
+    for row in rows:
+        assert (row.loss, row.evicted_mass, row.bound, row.bound_by_head, row.ratio) == (0, 0, 0, 0, None)
+
+
+def test_layers_that_a_plan_leaves_alone_have_no_row() -> None:
+    model = tiny.loaded()
+    plan = Program.from_plan(model.model, tiny.plan_for(model, [[10, 6], None, [7, 9], None], scaling="fixed"))
+    rows = measure_losses(model, {"some": plan, "all": program(model.model, "snapkv")}, [TASK], 1)
+    by_layer = [(row.layer, row.method) for row in rows]
+    assert by_layer == [(0, "some"), (0, "all"), (1, "all"), (2, "some"), (2, "all"), (3, "all")]
+
+
+def test_equal_requests_give_equal_losses(model: LoadedModel) -> None:
+    assert measure_losses(model, programs(model), [TASK], 1) == measure_losses(model, programs(model), [TASK], 1)
+
+
+# --- what cannot be measured ------------------------------------------------------------------------------------------
+
+
+def test_a_question_without_an_answer(model: LoadedModel) -> None:
+    row = dataclasses.replace(TASK.rows[0], queries=(*TASK.rows[0].queries, Query("recall", ())))
+    with pytest.raises(UsageError, match=r"task odd, example 0, question 3: .* no answers"):
+        measure_losses(model, programs(model), [tiny.Listed("odd", (row,))], 1)
+
+
+def test_a_model_that_computes_nan() -> None:
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
+    plan = {"random": program(model.model, "random")}
+    with pytest.raises(IncompatibleError, match=r"task one, example 0, question 0, method random: .* layer 2 is NaN"):
+        measure_losses(model, plan, [TASK], 1)
+
+
+def test_a_stream_needs_our_attention(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="needs the attention implementation 'kvsearch'"):
+        Stream(model.model, {}, torch.ones(1, 4, dtype=torch.long))
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    LayerLoss("one", "mine", 0, 10, 2.0, 0.25, 8.0, 4.0),
+    LayerLoss("one", "merged", 0, 10, 1.0, 0.25, None, None),
+    LayerLoss("one", "mine", 3, 10, 120.0, 0.5, 480.0, 360.0),
+    LayerLoss("two", "mine", 0, 30, 4.0, 0.75, 16.0, 8.0),
+]
+
+
+def shown(rows: Sequence[LayerLoss], protocol: Any = QUESTION_AGNOSTIC) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(losses_table("tiny", protocol, rows))
+    return capture.get()
+
+
+def test_every_task_weighs_the_same_in_the_table() -> None:
+    assert [(row.layer, row.method) for row in task_means(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
+    assert task_means(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
+    assert task_means(ROWS)[1:] == ROWS[1:3]
+
+
+def test_the_table() -> None:
+    lines = [line.split() for line in shown(ROWS).splitlines()]
+    assert ["0", "mine", "3", "12", "6", "0.250", "0.5000"] in lines
+    assert ["0", "merged", "1", "-", "-", "-", "0.2500"] in lines
+    assert ["3", "mine", "120", "480", "360", "0.250", "0.5000"] in lines
+    text = shown(ROWS)
+    assert "tiny: layer attention output loss, L1 (question-agnostic)" in text
+    for note in ("tokens of question and answer", "then over 2 tasks", "do not add up", "merges entries"):
+        assert note in text
+    alone = shown(ROWS[:1], QUESTION_AWARE)
+    assert "tokens of the answer" in alone
+    assert "tasks" not in alone
+    assert "merges" not in alone
+
+
+def test_json() -> None:
+    found = json.loads(json.dumps(losses_json(ROWS), allow_nan=False))
+    assert found[0] == {
+        "task": "one", "method": "mine", "layer": 0, "queries": 10, "loss": 2.0, "evicted_mass": 0.25, "bound": 8.0,
+        "bound_by_head": 4.0, "ratio": 0.25,
+    }  # fmt: skip
+    assert found[1]["bound"] is found[1]["ratio"] is None
+    assert len(found) == len(ROWS)
+
+
+# --- end to end -------------------------------------------------------------------------------------------------------
+
+
+def test_the_bundled_model() -> None:
+    loaded = load("bundled", LoadOptions())
+    policy = create_policy("snapkv", {"sinks": 4, "window": 8})
+    plans = {
+        "snapkv": Program.uniform(loaded.model, policy, lambda length: length // 5),
+        "lava": Program.uniform(
+            loaded.model, create_policy("lava", {"window": 8}), lambda length: length // 5, create_allocation("lava")
+        ),
+        "random": Program.uniform(loaded.model, RandomEviction(), lambda length: length // 5),
+    }
+    rows = measure_losses(loaded, plans, find_tasks("synthetic:multikey", 512), 1, protocol=QUESTION_AWARE)
+    assert len(rows) == 3 * len(describe(loaded.model).full_layers)
+    mass = {method: sum(row.evicted_mass for row in rows if row.method == method) for method in plans}
+    assert max(mass["snapkv"], mass["lava"]) < mass["random"]
+    assert all(row.ratio is not None and 0 < row.ratio < 1 for row in rows)
+    assert f"{rows[0].loss:.4g}" in shown(rows, QUESTION_AWARE)

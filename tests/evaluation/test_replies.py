@@ -1,0 +1,316 @@
+"""Replies from compressed batches: against single contexts, plain generation, and caches that saw one question only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.replies import Finished, NonFiniteError, Replies, left_padded
+from kvsearch.evaluation.shared_prefill import read
+from kvsearch.models.architecture import describe
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.strategies.baselines import equal_uniform, full_cache
+from tests import families as all_families
+from tests.families import FAMILIES, prompts
+from tests.runtime.helpers import feed, held_tokens, running
+
+LENGTHS, NEW = (23, 40, 31), 6
+families = pytest.mark.parametrize("family", FAMILIES)
+some_families = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+
+
+def build(family: str, **changes: Any) -> Any:
+    """Embeddings are not tied to the head (as Gemma's are), or a random model says its last token over and over."""
+    return all_families.build(family, tie_word_embeddings=False, **changes)
+
+
+def third(model: Any, window: int = 4) -> Program:
+    policy = create_policy("snapkv", {"window": window, "kernel": 3, "sinks": 2})
+    return Program.uniform(model, policy, lambda length: max(7, length // 3))
+
+
+def rows(lengths: Sequence[int], seed: int) -> list[Tensor]:
+    return [prompts(1, length, seed=seed + index)[0][0] for index, length in enumerate(lengths)]
+
+
+CONTEXTS, ASKED = rows(LENGTHS, 0), rows((3, 7, 5), 10)
+# sliding windows leave no room for padding between a context and its question
+QUESTIONS = {family: rows((5, 5, 5), 10) if family.startswith("gemma") else ASKED for family in FAMILIES}
+OTHERS = {family: rows((3, 3, 3) if family.startswith("gemma") else (6, 2, 4), 20) for family in FAMILIES}
+
+
+def replies_of(
+    model: Any,
+    program: Program,
+    contexts: list[Tensor],
+    stop: set[int] | None = None,
+    finished: Finished | None = None,
+) -> Replies:
+    replies = read(model, PlanCache(model, program), contexts, 0, stop or set())
+    replies.finished = finished
+    return replies
+
+
+def both_phases(model: Any) -> Program:
+    """A third of the prompt, and no more than that while the reply grows."""
+    shape = describe(model)
+    heads = len(shape.full_layers) * shape.kv_heads
+
+    def total(length: int) -> int:
+        return heads * (length // 3)
+
+    return equal_uniform(model, create_policy("tova"), total, total)
+
+
+def plain(model: Any, ids: Tensor, count: int) -> list[int]:
+    out = model.generate(ids[None], max_new_tokens=count, do_sample=False)
+    return [int(token) for token in out[0, len(ids) :]]
+
+
+# --- question-agnostic: questions that follow the context -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", [third, both_phases])
+@families
+def test_a_batch_replies_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
+    model, questions = build(family), QUESTIONS[family]
+    with running(model, NAME):
+        together = replies_of(model, program(model), CONTEXTS).ask(questions, [NEW] * 3)
+        for context, question, reply in zip(CONTEXTS, questions, together, strict=True):
+            alone = replies_of(model, program(model), [context]).ask([question], [NEW])
+            assert alone == [reply]
+    assert all(len(reply) == NEW for reply in together)
+
+
+@families
+def test_a_full_cache_replies_as_plain_generation_does(family: str) -> None:
+    model, questions = build(family), QUESTIONS[family]
+    with running(model, NAME):
+        together = replies_of(model, full_cache(model), CONTEXTS).ask(questions, [NEW] * 3)
+    for context, question, reply in zip(CONTEXTS, questions, together, strict=True):
+        assert plain(model, torch.cat([context, question]), NEW) == reply
+
+
+@some_families
+def test_a_compressed_cache_replies_as_greedy_decoding_token_by_token(family: str) -> None:
+    model, questions = build(family), QUESTIONS[family]
+    with running(model, NAME):
+        cache = PlanCache(model, third(model))
+        ids = [CONTEXTS[1][None], questions[1][None]]
+        logits = feed(model, cache, [(piece, torch.ones_like(piece)) for piece in ids])[-1]
+        mask, expected = torch.ones(1, sum(piece.shape[1] for piece in ids), dtype=torch.long), []
+        for _ in range(NEW):
+            expected.append(int(logits[0, -1].argmax()))
+            mask = torch.cat([mask, mask[:, :1]], 1)
+            token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
+            with torch.no_grad():
+                logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+        assert replies_of(model, third(model), CONTEXTS[1:2]).ask(questions[1:2], [NEW]) == [expected]
+
+
+@families
+def test_questions_do_not_see_each_other(family: str) -> None:
+    """Contexts are longer than the sliding window of Gemma (16): it must be brought back after every question."""
+    model, questions, others = build(family), QUESTIONS[family], OTHERS[family]
+    with running(model, NAME):
+        replies = replies_of(model, third(model), CONTEXTS)
+        first = replies.ask(questions, [NEW] * 3)
+        second = replies.ask(others, [NEW] * 3)
+        assert replies.ask(questions, [NEW] * 3) == first
+        assert replies_of(model, third(model), CONTEXTS).ask(others, [NEW] * 3) == second
+        assert first != second
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_padding_never_enters_a_sliding_window(family: str) -> None:
+    model = build(family)
+    with running(model, NAME), pytest.raises(UsageError, match="questions of different lengths"):
+        replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
+
+
+@families
+def test_a_question_is_forgotten_without_a_trace(family: str) -> None:
+    model, questions = build(family), QUESTIONS[family]
+    with running(model, NAME):
+        replies = replies_of(model, third(model), CONTEXTS)
+        cache = replies.cache
+        entries, length = cache.entries(), cache.get_seq_length()
+        columns = {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned}
+        replies.ask(questions, [NEW] * 3)
+        assert torch.equal(cache.entries(), entries)
+        assert cache.get_seq_length() == length
+        assert {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned} == columns
+        for layer in cache.layers:
+            assert layer.get_seq_length() == length
+
+
+def test_replies_end_before_a_stop_token() -> None:
+    model = build("llama")
+    with running(model, NAME):
+        whole = replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
+        stop = whole[1][2]
+        assert all(stop not in reply for reply in (whole[0], whole[2]))  # the others go on
+        cut = replies_of(model, third(model), CONTEXTS, {stop}).ask(ASKED, [NEW] * 3)
+        assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
+
+
+def test_a_batch_ends_when_all_its_replies_did() -> None:
+    model = build("llama")
+    calls: list[int] = []
+    with running(model, NAME):
+        whole = replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
+        replies = replies_of(model, third(model), CONTEXTS, {reply[0] for reply in whole})
+        handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+        assert replies.ask(ASKED, [NEW] * 3) == [[], [], []]
+        handle.remove()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_replies_are_as_long_as_allowed(count: int) -> None:
+    model = build("llama")
+    with running(model, NAME):
+        replies = replies_of(model, third(model), CONTEXTS)
+        short = replies.ask(ASKED, [count] * 3)
+        assert short == [reply[:count] for reply in replies.ask(ASKED, [NEW] * 3)]
+
+
+# --- question-aware: the prompt's own continuation -----------------------------------------------------------------
+
+
+@families
+def test_a_full_cache_continues_prompts_as_plain_generation_does(family: str) -> None:
+    model = build(family)
+    with running(model, NAME):
+        together = replies_of(model, full_cache(model), CONTEXTS).reply([NEW] * len(CONTEXTS))
+    assert together == [plain(model, context, NEW) for context in CONTEXTS]
+
+
+@pytest.mark.parametrize("program", [third, both_phases])
+@families
+def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
+    model = build(family)
+    limits = [NEW, NEW + 3, NEW - 2]
+    with running(model, NAME):
+        together = replies_of(model, program(model), CONTEXTS)
+        replies, held = together.reply(limits), together.most
+        for row, context in enumerate(CONTEXTS):
+            alone = replies_of(model, program(model), [context])
+            assert alone.reply(limits[row : row + 1]) == [replies[row]]
+            assert alone.most == [held[row]]
+    assert [len(reply) for reply in replies] == limits
+
+
+@some_families
+def test_a_compressed_prompt_goes_on_as_greedy_decoding_token_by_token(family: str) -> None:
+    """The first token is that of the full prompt: its own attention sees all of it."""
+    model = build(family)
+    prompt = CONTEXTS[1]
+    with running(model, NAME):
+        cache = PlanCache(model, third(model))
+        pieces, expected = [(prompt[None], torch.ones_like(prompt[None]))], []
+        logits = feed(model, cache, pieces)[-1]
+        mask = pieces[0][1]
+        for _ in range(NEW):
+            expected.append(int(logits[0, -1].argmax()))
+            mask = torch.cat([mask, mask[:, :1]], 1)
+            token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
+            with torch.no_grad():
+                logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+        assert replies_of(model, third(model), [prompt]).reply([NEW]) == [expected]
+    whole = plain(model, prompt, NEW)
+    assert expected[0] == whole[0]
+    assert expected != whole  # eviction shows from the second token on
+
+
+def test_a_prompt_is_read_once_and_gives_the_first_token() -> None:
+    model = build("llama")
+    fed: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
+    with running(model, NAME):
+        replies_of(model, third(model), CONTEXTS).reply([NEW] * 3)
+    assert fed == [max(LENGTHS), *[1] * (NEW - 1)]
+
+
+def test_continuations_end_before_a_stop_token() -> None:
+    model = build("llama")
+    with running(model, NAME):
+        whole = replies_of(model, third(model), CONTEXTS).reply([NEW] * 3)
+        stop = whole[0][1]
+        assert all(stop not in reply for reply in whole[1:])
+        cut = replies_of(model, third(model), CONTEXTS, {stop}).reply([NEW] * 3)
+    assert cut == [whole[0][:1], *whole[1:]]
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_reply_ends_with_what_finished_it() -> None:
+    model = build("llama")
+    with running(model, NAME):
+        whole = replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
+        pair = whole[2][1:3]
+        seen: list[list[int]] = []
+
+        def finished(reply: list[int]) -> bool:
+            seen.append(list(reply))
+            return reply[-2:] == pair
+
+        cut = replies_of(model, third(model), CONTEXTS, finished=finished).ask(ASKED, [NEW] * 3)
+    assert cut == [whole[0], whole[1], whole[2][:3]]
+    assert max(len(reply) for reply in seen if reply[0] == whole[2][0]) == 3  # it is not asked again
+
+
+def test_a_batch_ends_when_all_its_replies_are_finished() -> None:
+    model = build("llama")
+    fed: list[int] = []
+    with running(model, NAME):
+        replies = replies_of(model, third(model), CONTEXTS, finished=lambda reply: len(reply) == 2)
+        model.register_forward_pre_hook(lambda *_: fed.append(1))
+        assert [len(reply) for reply in replies.reply([NEW] * 3)] == [2, 2, 2]
+    assert len(fed) == 1
+
+
+def test_nan_is_refused() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("inf")
+    with running(model, NAME), pytest.raises(IncompatibleError, match="NaN or infinite logits"):
+        replies_of(model, third(model), CONTEXTS)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_sequence_that_breaks_a_model_is_known(row: int) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = float("nan")
+    clean = [tokens.clamp(max=95) for tokens in CONTEXTS]
+    broken = [torch.cat([tokens, torch.tensor([96])]) if at == row else tokens for at, tokens in enumerate(clean)]
+    asked = [tokens.clamp(max=95) for tokens in ASKED]
+    with running(model, NAME):
+        with pytest.raises(NonFiniteError) as caught:
+            replies_of(model, full_cache(model), broken)
+        assert caught.value.row == row
+        asked[row][0] = 96
+        with pytest.raises(NonFiniteError) as caught:
+            replies_of(model, full_cache(model), clean).ask(asked, [1, 1, 1])
+        assert caught.value.row == row
+
+
+def test_a_prompt_longer_than_the_model_takes() -> None:
+    model = build("llama", max_position_embeddings=40)
+    with running(model, NAME), pytest.raises(IncompatibleError, match="has 40 tokens, the model takes at most 40"):
+        replies_of(model, third(model), CONTEXTS)
+
+
+def test_left_padded() -> None:
+    ids, mask = left_padded([torch.tensor([5, 6]), torch.tensor([7]), torch.tensor([8, 9, 10])], 4, "cpu")
+    assert ids.tolist() == [[4, 5, 6], [4, 4, 7], [8, 9, 10]]
+    assert mask.tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]

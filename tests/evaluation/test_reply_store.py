@@ -1,0 +1,450 @@
+"""Runs that are kept: whatever moment one is cut short at, it goes on to the same report, and nothing is done twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
+from kvsearch.evaluation.compare import Evaluation, Settings, Study, prepare
+from kvsearch.evaluation.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
+from kvsearch.evaluation.reply_places import Place
+from kvsearch.evaluation.reply_store import Ledger, read_replies
+from kvsearch.evaluation.run_directory import CONFIG, LEDGER, check_directories, difference, open_run
+from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.report.evaluation import as_json
+from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import Size
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from tests import tiny
+
+ONE = Sample(
+    "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
+    *Cost(40, 1024.5, 47, 0.125, 0.1 + 0.2),
+)  # fmt: skip
+TASKS = [tiny.listed((60, 3), (48, 1), (70, 2), name="one"), tiny.listed((90, 1), (66, 2), name="two")]
+METHODS = "pyramid,lava,streaming"
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def evaluation(
+    model: LoadedModel, methods: str = METHODS, phases: str = "prefill", tasks: Sequence[Any] = TASKS, **settings: Any
+) -> Evaluation:
+    contenders = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
+    return prepare(model, contenders, contenders[1].name, tasks, Settings(**{"seed": 3, "batch": 2, **settings}))
+
+
+def report(study: Study) -> bytes:
+    return canonical_json(as_json(study))
+
+
+def kept(one: Evaluation, directory: Path, **how: Any) -> Study:
+    with open_run(directory, one.config(), **how) as ledger:
+        return one.run(ledger=ledger)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    two = replace(ONE, key="0-2", reply="", score=1.0)
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.add([("k1", ONE), ("k2", two)])
+        ledger.add([("k1", replace(ONE, task="again"))], reused=True)
+    with Ledger(tmp_path / "l") as ledger:
+        assert list(ledger.samples.values()) == [ONE, two, replace(ONE, task="again")]
+        assert ledger.samples[Place.of(ONE)].reply_seconds == ONE.reply_seconds
+        assert ledger.reused == {Place("again", "0-1", 2, "lava@8")}
+    assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
+    assert (tmp_path / "l").read_bytes().count(b"\n") == 2
+
+
+class Full:
+    """A file on a disk that has room for a few bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.add([("k1", ONE)])
+        monkeypatch.setattr(ledger, "_file", Full(ledger._file, 30))
+        with pytest.raises(EnvironmentFault) as caught:
+            ledger.add([("k2", replace(ONE, key="2"))])
+        assert str(caught.value) == (
+            f"cannot write {tmp_path / 'l'}: no space left on device, free some space, then give the same command "
+            "again: 1 replies are kept"
+        )
+    assert not (tmp_path / "l").read_bytes().endswith(b"\n")
+    with Ledger(tmp_path / "l") as ledger:
+        assert list(ledger.samples.values()) == [ONE]
+
+
+def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+        ledger.add([("k2", replace(ONE, key="2"))])
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for size in range(first, len(data)):
+        path.write_bytes(data[:size])
+        with Ledger(path) as ledger:
+            assert list(ledger.samples.values()) == [ONE]
+            ledger.add([("k3", replace(ONE, key="3"))])
+        with Ledger(path) as ledger:
+            assert [sample.key for sample in ledger.samples.values()] == ["0-1", "3"]
+
+
+@pytest.mark.parametrize("broken", [b"\0\0\0\n", b'{"reused": fal\n', b"\xff\n"])
+def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+    good = path.read_bytes()
+    path.write_bytes(good + broken)
+    with Ledger(path) as ledger:
+        assert list(ledger.samples.values()) == [ONE]
+    assert path.read_bytes() == good
+    path.write_bytes(good + broken + good)
+    with pytest.raises(UsageError, match=r"line 2 is damaged \(it is no JSON\): restore the file, or start anew"):
+        Ledger(path)
+
+
+def tampered(line: bytes, **changes: Any) -> bytes:
+    """A line whose first sample has other values."""
+    found = json.loads(line)
+    found["samples"][0] |= changes
+    return json.dumps(found).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: b"{}\n", "it is not an object of reused and samples"),
+        (lambda _: b"[]\n", "it is not an object of reused and samples"),
+        (lambda _: b'{"reused": 0, "samples": []}\n', "reused is true or false"),
+        (lambda _: b'{"reused": true, "samples": 3}\n', "samples is a list"),
+        (lambda _: b'{"reused": false, "samples": [{"id": "k"}]}\n', "a sample lacks a field or has one too many"),
+        (lambda line: tampered(line, reply=None), "reply is not a str"),
+        (lambda line: tampered(line, question="2"), "question is not a int"),
+        (lambda line: tampered(line, entries=True), "entries is not a int"),
+        (lambda line: tampered(line, truncated=1), "truncated is not a bool"),
+        (lambda line: tampered(line, score=float("nan")), "score is not a float"),
+        (lambda line: tampered(line, bytes=[1]), "bytes is not a float"),
+        (lambda line: tampered(line, more=1), "one too many"),
+        (lambda line: tampered(line, id=5), "id is not a str"),
+    ],
+)
+def test_a_whole_line_with_other_content_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], words: str
+) -> None:
+    path = tmp_path / "l"
+    with Ledger(path) as ledger:
+        ledger.add([("k1", ONE)])
+    good = path.read_bytes()
+    path.write_bytes(good + change(good))
+    for read in (Ledger, read_replies):
+        with pytest.raises(UsageError, match="line 2 is damaged") as found:
+            read(path)
+        assert words in str(found.value)
+        assert "\n" not in str(found.value)
+
+
+def test_a_reply_under_another_key_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model, "pyramid,lava")
+    kept(one, tmp_path)
+    lines = (tmp_path / LEDGER).read_bytes().splitlines(keepends=True)
+    samples = json.loads(lines[1])["samples"]
+    other = next(item["id"] for item in samples if item["id"] != samples[0]["id"])
+    (tmp_path / LEDGER).write_bytes(b"".join([lines[0], tampered(lines[1], id=other), *lines[2:]]))
+    with pytest.raises(UsageError, match=r"line 2 is damaged \(the key of full on one is not that of this run\)"):
+        kept(one, tmp_path)
+
+
+def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "l"), pytest.raises(UsageError, match="another kvsearch is writing to"):
+        Ledger(tmp_path / "l", anew=True)
+    Ledger(tmp_path / "l").__exit__(None, None, None)
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "phases", "memory"),
+    [
+        (QUESTION_AGNOSTIC, "prefill", None),
+        (QUESTION_AWARE, "both", None),  # every method replies alone: many lines
+        (QUESTION_AGNOSTIC, "prefill", 60_000),  # prompts are read several times
+    ],
+)
+def test_a_run_goes_on_to_the_same_report(
+    model: LoadedModel, tmp_path: Path, protocol: Protocol, phases: str, memory: int | None
+) -> None:
+    """Cut between lines of the ledger, and in the middle of them."""
+    tasks = TASKS if phases == "prefill" else TASKS[1:]
+    one = evaluation(model, "pyramid,lava", phases, tasks, protocol=protocol, max_memory=memory)
+    whole = report(one.run())
+    assert report(kept(one, tmp_path / "run")) == whole
+    data = (tmp_path / "run" / LEDGER).read_bytes()
+    lines = data.splitlines(keepends=True)
+    assert len(lines) > 2
+    for number, line in enumerate(lines):
+        (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:number]) + line[: len(line) // 2 * (number % 2)])
+        assert report(kept(one, tmp_path / "run")) == whole
+        again = (tmp_path / "run" / LEDGER).read_bytes().splitlines()
+        assert [told(item) for item in again] == [told(item) for item in lines]
+
+
+def told(line: bytes) -> list[Any]:
+    """A line but for what depends on the clock."""
+    samples = json.loads(line)["samples"]
+    return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
+
+
+def test_nothing_that_is_finished_is_done_again(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model, phases="both")
+    kept(one, tmp_path / "run")
+    path = tmp_path / "run" / LEDGER
+    lines = path.read_bytes().splitlines(keepends=True)
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    kept(one, tmp_path / "run")
+    assert calls == []
+    path.write_bytes(b"".join(lines[:-1]))
+    kept(one, tmp_path / "run")
+    last = len(calls)
+    path.write_bytes(b"")
+    kept(one, tmp_path / "run")
+    handle.remove()
+    assert 0 < 5 * last < len(calls) - last
+
+
+def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
+    """Another metric makes no other run: replies from the ledger are scored anew, and a warning says so once."""
+
+    @dataclass(frozen=True)
+    class Generous(tiny.Listed):
+        metric: str = "generous"
+
+        def score(self, reply: str, query: Query) -> float:
+            return 0.75
+
+    one = evaluation(model, tasks=TASKS[:1])
+    kept(one, tmp_path / "run")
+    generous = evaluation(model, tasks=[Generous(TASKS[0].name, TASKS[0].rows)])
+    with pytest.warns(KvsearchWarning, match="task one by exact: all its replies are now scored by generous"):
+        again = kept(generous, tmp_path / "run")
+    assert {sample.score for sample in again.samples} == {0.75}
+    assert as_json(again)["tasks"][0]["metric"] == "generous"
+    config = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert config["tasks"]["one"]["metric"] == "generous"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept(generous, tmp_path / "run")
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model)
+    open_run(tmp_path / "run", one.config()).__exit__(None, None, None)
+    config = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert config["schema"] == CONFIG_SCHEMA
+    assert config["model"] == model.fingerprint.model_dump()
+    assert (config["dtype"], config["device"], config["protocol"]) == ("float32", "cpu", "question-agnostic")
+    assert (config["seed"], config["batch"], config["samples"], config["max_memory"]) == (3, 2, 20, None)
+    assert set(config["versions"]) == {"kvsearch", "torch", "transformers"}
+    assert config["methods"]["lava@8"]["allocation"]["name"] == "lava"
+    assert config["methods"]["lava@8"]["sha256"] != config["methods"]["lava@0.6"]["sha256"]
+    assert config["tasks"]["one"]["questions"] == 6
+    assert (tmp_path / "run" / LEDGER).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 4}, "seed is 3 there, 4 here"),
+        ({"batch": 3}, "batch is 2 there, 3 here"),
+        ({"max_memory": 10**6}, "max_memory is None there, 1000000 here"),
+        ({"protocol": QUESTION_AWARE}, "protocol is 'question-agnostic' there, 'question-aware' here"),
+        ({"phases": "both"}, "methods.lava@0.6.phases is 'prefill' there, 'both' here"),
+        ({"methods": "pyramid,streaming"}, "methods.lava@0.6 is only there"),
+        ({"methods": "pyramid,lava,streaming,tova"}, "methods.tova@0.6 is only here"),
+        ({"tasks": TASKS[:1]}, "tasks.two is only there"),
+        ({"tasks": [TASKS[0], tiny.listed((80, 1), (66, 2), name="two")]}, "tasks.two.rows_sha256 is "),
+        ({"samples": 2}, "samples is 20 there, 2 here"),
+    ],
+)
+def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    open_run(tmp_path, evaluation(model).config()).__exit__(None, None, None)
+    with pytest.raises(UsageError, match="holds another run") as found:
+        open_run(tmp_path, evaluation(model, **changes).config())
+    message = str(found.value)
+    assert words in message
+    assert "--reuse" in message
+    assert "\n" not in message
+
+
+def test_force_starts_anew(model: LoadedModel, tmp_path: Path) -> None:
+    kept(evaluation(model), tmp_path)
+    (tmp_path / "report.json").write_text("old")
+    other = evaluation(model, "streaming,lava")
+    study = kept(other, tmp_path, force=True)
+    assert report(study) == report(other.run())
+    assert not (tmp_path / "report.json").exists()
+    assert len(read_replies(tmp_path / LEDGER)) == other.replies
+    assert report(kept(other, tmp_path)) == report(study)
+
+
+def test_differences_are_named_by_place() -> None:
+    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
+    assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
+    assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
+
+
+def test_the_first_item_that_differs_is_shown() -> None:
+    """Never two values that look the same because they are cut."""
+    many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
+    other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
+    assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
+    assert difference({"patterns": many}, {"patterns": many[:2]}) == "patterns has 3 items there, 2 here"
+    assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
+    assert difference({"a": [[*range(30)]]}, {"a": [[*range(29), 7]]}) == "a.0.29 is 29 there, 7 here"
+    assert difference({"a": [*range(30)]}, {"a": None}) == f"a is {str([*range(30)])[:40]}... there, None here"
+    long = "x" * 60
+    assert difference({"a": f"{long}1"}, {"a": f"{long}2"}) == f"a is ...{'x' * 20}1' there, ...{'x' * 20}2' here"
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text('{"method": "lukv"}')
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / ".kvsearch-12.tmp").write_text("{")
+    for output, reuse, words in (
+        ("file", None, "is a file"),
+        ("full", None, "holds something else than an evaluation"),
+        ("new", "full", "is no directory of an evaluation"),
+        ("new", "new", "are the same directory"),
+        (None, "full", "--reuse needs --output"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_directories(output and tmp_path / output, reuse and tmp_path / reuse, CONFIG_SCHEMA)
+    check_directories(tmp_path / "torn", None, CONFIG_SCHEMA)
+    check_directories(tmp_path / "new", None, CONFIG_SCHEMA)
+
+
+# --- replies of another run ------------------------------------------------------------------------------------------
+
+
+def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Path) -> None:
+    """One more method, one more task, other names and another order of tasks: only what is new is done."""
+    kept(evaluation(model, "pyramid,lava", tasks=TASKS[:1], batch=1), tmp_path / "old")
+    renamed = tiny.Listed("renamed", tuple(replace(row, key=f"k{row.key}") for row in TASKS[0].rows))
+    more = evaluation(model, "streaming,pyramid,lava", tasks=[TASKS[1], renamed])
+    study = kept(more, tmp_path / "new", reuse=tmp_path / "old")
+    fresh = more.run()
+    assert [replace(s, bytes=0.0) for s in study.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
+    lines = [json.loads(line) for line in (tmp_path / "new" / LEDGER).read_text().splitlines()]
+    reused = {(item["task"], item["method"]) for line in lines if line["reused"] for item in line["samples"]}
+    methods = {"full", "pyramid@8", "lava@8", "pyramid@0.6", "lava@0.6"}
+    assert reused == {("renamed", method) for method in methods}
+    done = {(item["task"], item["method"]) for line in lines if not line["reused"] for item in line["samples"]}
+    assert not reused & done
+    assert len(reused | done) == 14
+
+
+def test_a_run_with_replies_of_another_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
+    kept(evaluation(model, "pyramid,lava"), tmp_path / "old")
+    more = evaluation(model, "pyramid,tova,streaming", phases="prefill")
+    whole = report(kept(more, tmp_path / "new", reuse=tmp_path / "old"))
+    lines = (tmp_path / "new" / LEDGER).read_bytes().splitlines(keepends=True)
+    for number in range(len(lines)):
+        (tmp_path / "new" / LEDGER).write_bytes(b"".join(lines[:number]))
+        assert report(kept(more, tmp_path / "new", reuse=tmp_path / "old")) == whole
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert report(kept(more, tmp_path / "new")) == whole  # the other directory is not needed any more
+    handle.remove()
+    assert calls == []
+
+
+def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) -> None:
+    one = evaluation(model)
+    (task, other), contenders = one.encoded, one.contenders
+    prompt = task.prompts[0]
+    question, second = prompt.questions[:2]
+    keys = ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(task, prompt, question)
+    assert len(set(keys.values())) == len(contenders)
+    assert ReplyKeys(model, contenders[:2], QUESTION_AGNOSTIC).of(task, prompt, question)["full"] == keys["full"]
+    stopping = replace(task, task=replace(TASKS[0], stops=("x",)))
+    longer = replace(question, query=replace(question.query, max_new_tokens=9))
+    moved = replace(prompt, context=prompt.context[:-1])
+    joined = replace(question, ids=prompt.with_question(question)[len(moved.context) :])
+    assert moved.with_question(joined).tolist() == prompt.with_question(question).tolist()
+    named = LoadedModel("tiny", model.model, model.tokenizer, model.fingerprint.model_copy(update={"name": "other"}))
+    assert ReplyKeys(named, contenders, QUESTION_AGNOSTIC).of(task, prompt, question) == keys
+    changed = tiny.loaded(num_hidden_layers=3)
+    chatty = LoadedModel("tiny", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    others = [
+        ReplyKeys(model, contenders, QUESTION_AWARE).of(task, prompt, question),
+        ReplyKeys(changed, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
+        ReplyKeys(chatty, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
+        *(
+            ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(*asked)
+            for asked in (
+                (task, prompt, second), (stopping, prompt, question), (task, prompt, longer), (task, moved, joined),
+                (other, other.prompts[0], other.prompts[0].questions[0]),
+            )
+        ),
+    ]  # fmt: skip
+    assert all(found["lava@8"] != keys["lava@8"] for found in others)
+
+
+def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
+    assert tokenizer_hash(model.tokenizer) == tokenizer_hash(tiny.loaded().tokenizer)
+    assert tokenizer_hash(tiny.chat_tokenizer()) != tokenizer_hash(model.tokenizer)
+    longer = tiny.loaded().tokenizer
+    longer.add_tokens(["unheard"])
+    assert tokenizer_hash(longer) != tokenizer_hash(model.tokenizer)
+
+    def rows(task: tiny.Listed) -> str:
+        return rows_hash(encode_tasks(model, [task], 9)[0])
+
+    first, *rest = TASKS[0].rows
+    right = replace(first, queries=(replace(first.queries[0], answers=("anchor",)), *first.queries[1:]))
+    changes: list[dict[str, Any]] = [{"rows": (right, *rest)}, {"stops": ("x",)}, {"prompt": "mark {question}"}]
+    changed = [replace(TASKS[0], **change) for change in changes]
+    assert len({rows(task) for task in [TASKS[0], *changed]}) == 4
+    assert rows(replace(TASKS[0], name="other")) == rows(TASKS[0])
+    assert environment(model)["dtype"] == "float32"

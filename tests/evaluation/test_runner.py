@@ -1,0 +1,348 @@
+"""Tasks under several programs: every question once, the same at any batch size, with all that is said of a reply."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.budgets.lava import LAVa
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.reply_places import Known
+from kvsearch.evaluation.runner import run, run_encoded, stop_tokens
+from kvsearch.evaluation.samples import Sample
+from kvsearch.evaluation.shared_prefill import held_entries
+from kvsearch.models.loading import LoadedModel
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.baselines import full_cache
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, Reading
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+from tests import tiny
+from tests.families import prompts
+from tests.runtime.helpers import feed, running
+
+
+def third(model: Any, window: int = 4) -> Program:
+    policy = create_policy("snapkv", {"window": window, "kernel": 3, "sinks": 2})
+    return Program.uniform(model, policy, lambda length: max(7, length // 3))
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8}), (0, {0, 2})])
+def test_stop_tokens(configured: Any, expected: set[int]) -> None:
+    model = tiny.loaded()
+    model.model.generation_config.eos_token_id = configured
+    assert stop_tokens(model) == expected
+
+
+def test_stop_tokens_of_a_tokenizer_without_any() -> None:
+    model = tiny.loaded()
+    model.tokenizer.eos_token = None
+    assert stop_tokens(model) == set()
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
+
+
+def programs(model: LoadedModel) -> dict[str, Program]:
+    return {"full": full_cache(model.model), "third": third(model.model)}
+
+
+def without_bytes(samples: Sequence[Sample]) -> list[Sample]:
+    """Padding inside blocks depends on the batch."""
+    ordered = sorted(samples, key=lambda sample: (sample.method, sample.key, sample.question))
+    return [dataclasses.replace(sample, bytes=0.0) for sample in ordered]
+
+
+def test_methods_answer_the_same_questions(model: LoadedModel) -> None:
+    samples = run(model, programs(model), [TASK, tiny.listed((50, 2), name="other")], 4)
+    by_method = [
+        [(s.task, s.key, s.question, s.context_tokens) for s in samples if s.method == method]
+        for method in programs(model)
+    ]
+    assert by_method[0] == by_method[1]
+    asked = [(s.key, s.question) for s in samples if (s.task, s.method) == ("listed", "full")]
+    assert sorted(asked) == [(str(e), q) for e, n in enumerate((3, 1, 2, 4)) for q in range(n)]
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_size_of_a_batch_changes_no_reply(batch: int, model: LoadedModel) -> None:
+    whole = run(model, programs(model), [TASK], 4, batch=8)
+    assert without_bytes(run(model, programs(model), [TASK], 4, batch=batch)) == without_bytes(whole)
+
+
+def test_replies_are_as_long_as_each_question_allows(model: LoadedModel) -> None:
+    for sample in run(model, programs(model), [TASK], 4):
+        query = TASK.rows[int(sample.key)].queries[sample.question]
+        assert len(sample.reply.split()) <= query.max_new_tokens
+
+
+def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
+    heads = 4 * 2
+    for sample in run(model, programs(model), [TASK], 4, batch=1):
+        length = len(TASK.rows[int(sample.key)].context.split()) + 1
+        assert sample.context_tokens == length
+        assert sample.entries == heads * (length if sample.method == "full" else length // 3)
+        # 16 fp32 numbers for a key and for a value, an int32 position; uniform budgets need no padding
+        assert sample.bytes == sample.entries * (2 * 16 * 4 + 4)
+        assert type(sample.entries) is int
+        assert type(sample.score) is float
+
+
+def test_layers_outside_the_plan_count_in_full(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[10, 6], None, [7, 9], None], scaling="fixed")
+    cache = PlanCache(model.model, plan)
+    ids, mask = prompts(2, 30, pads=9)
+    with running(model.model, NAME):
+        feed(model.model, cache, [(ids, mask)])
+    assert held_entries(model.model, cache, [21, 30]) == [32 + 2 * 2 * 21, 32 + 2 * 2 * 30]
+
+
+def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
+    samples = run(model, programs(model), [TASK], 2)
+    right = {(s.key, s.question): s.reply for s in samples if s.method == "third"}
+    rows = tuple(
+        dataclasses.replace(
+            row,
+            queries=tuple(
+                dataclasses.replace(q, answers=("never", right[row.key, i])) for i, q in enumerate(row.queries)
+            ),
+        )
+        for row in TASK.rows[:2]
+    )
+    again = run(model, programs(model), [tiny.Listed("listed", rows)], 2)
+    assert {s.score for s in again if s.method == "third"} == {1.0}
+    assert all(s.score == float(s.reply == right[s.key, s.question]) for s in again)
+
+
+def test_progress_and_samples(model: LoadedModel) -> None:
+    told: list[tuple[int, int]] = []
+    samples = run(model, programs(model), [TASK], 3, batch=2, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
+    assert {sample.key for sample in samples} == {"0", "1", "2"}
+
+
+def test_the_model_is_left_as_it_was_found_when_something_fails(model: LoadedModel) -> None:
+    def fail(length: int) -> Any:
+        raise IncompatibleError("no budgets today")
+
+    broken = Program(PhaseProgram({0: third(model.model).policies[0]}, fail))
+    with pytest.raises(IncompatibleError, match="no budgets today"):
+        run(model, {"broken": broken}, [TASK], 1)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_a_tokenizer_without_padding_token(model: LoadedModel) -> None:
+    bare = LoadedModel("bare", model.model, tiny.tokenizer(), model.fingerprint)
+    bare.tokenizer.pad_token = None
+    expected = without_bytes(run(model, programs(model), [TASK], 4))
+    assert without_bytes(run(bare, programs(model), [TASK], 4)) == expected
+
+
+# --- stop texts ------------------------------------------------------------------------------------------------------
+
+
+LONG = dataclasses.replace(
+    TASK,
+    rows=tuple(
+        dataclasses.replace(row, queries=tuple(dataclasses.replace(q, max_new_tokens=12) for q in row.queries))
+        for row in TASK.rows
+    ),
+)
+
+
+def by_question(samples: Sequence[Sample]) -> dict[tuple[str, str, int], Sample]:
+    return {(sample.method, sample.key, sample.question): sample for sample in samples}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+    """Of two words, so that no single token is one; some replies have it, some do not."""
+    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    told = whole["third", "3", 1].reply.split()
+    stop, never = f"{told[2]} {told[3]}", "anchor bell anchor"
+    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4, protocol=protocol)
+    ended = 0
+    for key, sample in by_question(stopped).items():
+        before, found, _ = whole[key].reply.partition(stop)
+        assert sample.reply == before
+        ended += bool(found)
+        assert sample.reply_tokens == (len((before + found).split()) if found else whole[key].reply_tokens)
+    assert 0 < ended < len(stopped)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+    one = dataclasses.replace(LONG, rows=LONG.rows[1:2])
+    full = {"full": full_cache(model.model)}
+    (whole,) = run(model, full, [one], 1, protocol=protocol)
+    stop = whole.reply.split()[1]
+    assert whole.reply_tokens == 12
+    fed: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: fed.append(1))
+    (cut,) = run(model, full, [dataclasses.replace(one, stops=(stop,))], 1, protocol=protocol)
+    handle.remove()
+    assert len(fed) == (3 if protocol == QUESTION_AGNOSTIC else 2)  # what is read, and one token of two
+    assert cut.most == whole.most - 10 * 8
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_white_space_ends_a_reply_only_after_something_was_said(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, protocol: Protocol
+) -> None:
+    """As if the first two words of every reply were newlines, and so the fifth."""
+    whole = by_question(run(model, {"full": full_cache(model.model)}, [LONG], 4, protocol=protocol))
+
+    def lines(_: PromptFormat, ids: list[int]) -> str:
+        return "".join("\n" if at in (0, 1, 4) else f"{WORDS[token]} " for at, token in enumerate(ids))
+
+    monkeypatch.setattr(PromptFormat, "decode", lines)
+    stopped = run(model, {"full": full_cache(model.model)}, [dataclasses.replace(LONG, stops=("\n",))], 4,
+                  protocol=protocol)  # fmt: skip
+    assert len(stopped) == len(whole)
+    for key, sample in by_question(stopped).items():
+        assert sample.reply_tokens == min(5, whole[key].reply_tokens)
+        assert sample.reply.split() == whole[key].reply.split()[2:4]
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("place", ["context", "question"])
+def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str) -> None:
+    broken = tiny.loaded()
+    with torch.no_grad():
+        broken.model.model.embed_tokens.weight[WORDS.index("navy")] = float("nan")
+    clean = [
+        dataclasses.replace(
+            row,
+            context=row.context.replace("navy", "red"),
+            queries=tuple(dataclasses.replace(q, question=q.question.replace("navy", "red")) for q in row.queries),
+        )
+        for row in TASK.rows
+    ]
+    row = clean[2]
+    if place == "context":
+        clean[2], asked = dataclasses.replace(row, context=row.context + " navy"), 0
+    else:
+        queries = (row.queries[0], dataclasses.replace(row.queries[1], question="? navy"))
+        clean[2], asked = dataclasses.replace(row, queries=queries), 1
+    method = "" if place == "context" or protocol == QUESTION_AWARE else ", method full"
+    words = f"task listed{method}, example 2, question {asked}: the model emits NaN"
+    with pytest.raises(IncompatibleError, match=words):
+        run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
+
+
+@pytest.mark.parametrize("score", [float("nan"), 1.5, -0.1])
+def test_a_metric_out_of_its_range(model: LoadedModel, score: float) -> None:
+    class Odd(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return score
+
+    with pytest.raises(UsageError, match="task odd, example 0, question 0: the metric gives"):
+        run(model, programs(model), [Odd("odd", TASK.rows)], 1)
+
+
+class Failing(tiny.Listed):
+    """Its metric cannot judge a reply that says anything."""
+
+    def score(self, reply: str, query: Query) -> float:
+        if reply:
+            raise UsageError("what is this?")
+        return 0.0
+
+
+@dataclasses.dataclass
+class Noted:
+    """A journal that remembers nothing of earlier runs."""
+
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+
+    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
+        return Known()
+
+    def note(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
+        self.samples += samples
+
+
+def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel) -> None:
+    full = {"full": full_cache(model.model)}
+    good, bad = Noted(), Noted()
+    samples = run_encoded(model, full, encode_tasks(model, [TASK], 2), QUESTION_AGNOSTIC, journal=good)
+    assert good.samples == samples
+    with pytest.raises(UsageError, match=r"^task listed, example 0, question 0: what is this\?$"):
+        run_encoded(model, full, encode_tasks(model, [Failing("listed", TASK.rows)], 2), QUESTION_AGNOSTIC, journal=bad)
+    assert bad.samples == [dataclasses.replace(sample, score=0.0) for sample in samples]
+
+
+def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:
+    samples = run(model, {"full": full_cache(model.model)}, [TASK], 4, max_length=70)
+    for row in TASK.rows:
+        mine = [sample for sample in samples if sample.key == row.key]
+        allowed = [query.max_new_tokens for query in row.queries]
+        longest = max(sample.prompt_tokens + limit for sample, limit in zip(mine, allowed, strict=True))
+        whole = len(row.context.split()) + 1
+        assert {sample.truncated for sample in mine} == {mine[0].context_tokens < whole}
+        assert longest == 70 if mine[0].truncated else longest < 70
+    assert {sample.truncated for sample in samples} == {True, False}
+
+
+# --- many methods at once --------------------------------------------------------------------------------------------
+
+
+def many(model: LoadedModel) -> dict[str, Program]:
+    """Programs that can and that cannot reply together."""
+    snapkv, h2o = create_policy("snapkv", {"window": 4}), create_policy("h2o")
+    lava = create_policy("lava", {"window": 3})
+    some = {f"snapkv {n}": Program.uniform(model.model, snapkv, lambda _, n=n: n) for n in (6, 9, 12)}  # type: ignore[misc]
+    phase = Program.uniform(model.model, h2o, lambda _: 8).prefill
+    return {
+        "full": full_cache(model.model),
+        "h2o, both": Program(phase, phase),
+        **some,
+        "lava": Program.uniform(model.model, lava, lambda _: 8, LAVa()),
+    }
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("memory", [None, 1, 40_000])
+def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol, memory: int | None) -> None:
+    programs = many(model)
+    encoded = encode_tasks(model, [TASK], 4)
+    together = run_encoded(model, programs, encoded, protocol, 3, memory=memory)
+    alone = {method: run_encoded(model, {method: one}, encoded, protocol, 3) for method, one in programs.items()}
+    assert sorted(together, key=by_method) == sorted([s for method in alone for s in alone[method]], key=by_method)
+    assert len(together) == len(programs) * len(alone["full"])
+
+
+def by_method(sample: Sample) -> tuple[str, str, int]:
+    return sample.method, sample.key, sample.question
+
+
+def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> None:
+    read: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    encoded = encode_tasks(model, [TASK], 4)
+    longest = max(len(prompt.context) for prompt in encoded[0].prompts)
+    for memory, times in ((None, 1), (1, len(many(model)))):
+        read.clear()
+        run_encoded(model, many(model), encoded, QUESTION_AGNOSTIC, 4, memory=memory)
+        assert read.count(longest) == times
+    handle.remove()

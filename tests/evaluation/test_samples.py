@@ -1,0 +1,90 @@
+"""The file of all replies."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.evaluation.samples import Cost, Sample, check_samples_file, token_hash, write_samples
+
+ONE = Sample(
+    "qa", "c", "plan", "question-aware", "0-1", 2, 'he said "a, b"\nand left', 0.25, "ab12", True, 100, 120, 7,
+    *Cost(40, 1024.5, 47, 0.125, 0.5),
+)  # fmt: skip
+TWO = replace(ONE, reply="", score=1.0, truncated=False)
+
+
+def test_costs_are_the_last_fields() -> None:
+    assert Cost._fields == tuple(field.name for field in fields(Sample))[-len(Cost._fields) :]
+
+
+def test_seconds_make_no_other_sample() -> None:
+    assert replace(ONE, prefill_seconds=9.0, reply_seconds=9.0) == ONE
+    assert replace(ONE, prompt_sha256="cd34") != ONE
+
+
+def test_csv(tmp_path: Path) -> None:
+    write_samples([ONE, TWO], tmp_path / "samples.csv")
+    data = (tmp_path / "samples.csv").read_bytes()
+    assert b"\r" not in data
+    with (tmp_path / "samples.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [field.name for field in fields(Sample)]
+    assert rows[0] == {name: str(value) for name, value in asdict(ONE).items()}
+    assert rows[1]["reply"] == ""
+
+
+ODD = ("\r", "a\rb", "\n", "\r\n", '"', '""quoted"" "', "", "\x00", "a\x00b,c", "\u2028", "007")
+
+
+def test_every_reply_comes_back_from_csv(tmp_path: Path) -> None:
+    write_samples([replace(ONE, reply=reply) for reply in ODD], tmp_path / "samples.csv")
+    with (tmp_path / "samples.csv").open(newline="", encoding="utf-8") as file:
+        assert tuple(row["reply"] for row in csv.DictReader(file)) == ODD
+    read = pd.read_csv(tmp_path / "samples.csv", keep_default_na=False, dtype={"reply": str})
+    assert tuple(read["reply"]) == ODD
+    assert list(read["entries"]) == [40] * len(ODD)
+    assert list(read["truncated"]) == [True] * len(ODD)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_lone_surrogates_become_their_escapes(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"samples.{suffix}"
+    write_samples([replace(ONE, reply="a\ud800b\U0001f600", key="\udfff")], path)
+    read = pd.read_csv(path) if suffix == "csv" else pd.read_parquet(path)
+    assert (read["reply"][0], read["key"][0]) == ("a\\ud800b\U0001f600", "\\udfff")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    write_samples([ONE, TWO], tmp_path / "samples.parquet")
+    rows = pd.read_parquet(tmp_path / "samples.parquet").to_dict("records")
+    assert rows == [asdict(ONE), asdict(TWO)]
+
+
+@pytest.mark.parametrize("name", ["samples.json", "samples", "samples.csv.gz"])
+def test_other_files(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"name a \.csv or \.parquet file"):
+        check_samples_file(tmp_path / name)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_samples_file(tmp_path / "new.csv")
+    with pytest.raises(UsageError, match="its folder does not exist"):
+        check_samples_file(tmp_path / "none" / "new.csv")
+    check_samples_file(tmp_path / "new.parquet")
+    monkeypatch.setattr("kvsearch.evaluation.samples.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match="parquet needs pyarrow, install it"):
+        check_samples_file(tmp_path / "new.parquet")
+
+
+def test_the_hash_of_a_prompt() -> None:
+    data = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
+    assert token_hash(torch.tensor([1, 256])) == hashlib.sha256(data).hexdigest()
+    assert token_hash(torch.tensor([1, 256])) != token_hash(torch.tensor([1, 256, 0]))

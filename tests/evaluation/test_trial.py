@@ -1,0 +1,207 @@
+"""Trials: plans that are the same run once, and what some gain on others is the plain paired mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.statistics import Difference, contrast, summarize
+from kvsearch.evaluation.trial import Prepared, Trial, prepare_trial
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import Size
+from kvsearch.tasks.base import Query
+from tests import tiny
+
+FLAT, STEEP = [[15, 15]] * 4, [[9, 9], [21, 21]] * 2
+
+
+@dataclass(frozen=True)
+class Lottery(tiny.Listed):
+    """Any reply has some score: a random model's are never right."""
+
+    def score(self, reply: str, query: Query) -> float:
+        return sum(map(ord, reply)) % 11 / 10
+
+
+def lottery(name: str, *shapes: tuple[int, int]) -> Lottery:
+    return Lottery(name, tiny.listed(*shapes, name=name).rows)
+
+
+TASKS = [lottery("one", (60, 2), (48, 1), (70, 3)), lottery("two", (66, 2), (52, 1))]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Prepared:
+    return prepare_trial(model, plans, TASKS, Settings(3, seed=4, batch=2))
+
+
+@pytest.fixture(scope="module")
+def trial(model: LoadedModel) -> Trial:
+    flat, steep = tiny.plan_for(model, FLAT), tiny.plan_for(model, STEEP)
+    again = flat.model_copy(update={"provenance": flat.provenance.model_copy(update={"method": "other", "seed": 99})})
+    return prepared(model, {"flat": flat, "again": again, "steep": steep}).run()
+
+
+def scores(trial: Trial, label: str, task: str) -> list[float]:
+    return [sample.score for sample in trial.study.samples if (sample.method, sample.task) == (label, task)]
+
+
+def test_equal_plans_run_once(trial: Trial) -> None:
+    assert trial.study.labels == ["full", "flat", "steep"]
+    assert trial.labels == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
+    assert trial.score("again") == trial.score("flat")
+    assert len(trial.study.samples) == 3 * sum(task.questions for task in trial.study.coverage)
+
+
+def test_plans_that_differ_in_a_policy_only_both_run(model: LoadedModel) -> None:
+    flat = tiny.plan_for(model, FLAT)
+    content = flat.model_dump()
+    content["prefill"]["layers"][2]["policy"] = {"name": "streaming", "params": {"sinks": 2}}
+    found = prepared(model, {"flat": flat, "other": Plan.model_validate(content)})
+    assert [one.label for one in found.evaluation.contenders] == ["full", "flat", "other"]
+
+
+def test_scores_are_means_over_tasks(trial: Trial) -> None:
+    assert trial.tasks == ("one", "two")
+    for name, label in trial.labels.items():
+        by_task = {task: fmean(scores(trial, label, task)) for task in trial.tasks}
+        assert trial.by_task(name) == pytest.approx(by_task)
+        assert trial.score(name).mean == pytest.approx(fmean(by_task.values()))
+    assert trial.score("flat").mean != trial.score("steep").mean  # else these tests would say nothing
+
+
+def test_a_gain_is_the_paired_mean(trial: Trial) -> None:
+    mine, theirs = ([np.array(scores(trial, label, task)) for task in trial.tasks] for label in ("flat", "steep"))
+    differences = [one - other for one, other in zip(mine, theirs, strict=True)]
+    found = trial.gain("again", ["steep"])
+    assert found.mean == pytest.approx(fmean(each.mean() for each in differences))
+    signs = np.sign(np.concatenate(differences))
+    assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
+
+
+def test_a_gain_on_several_is_that_on_their_mean(trial: Trial) -> None:
+    """One of them is the strategy itself, under another name."""
+    found, alone = trial.gain("flat", ["steep", "again", "full"]), trial.gain("flat", ["steep"])
+    assert found.mean == pytest.approx((alone.mean + 0 + trial.gain("flat", ["full"]).mean) / 3)
+    assert found.low <= found.mean <= found.high
+
+
+def test_nothing_is_gained_on_oneself(trial: Trial) -> None:
+    questions = sum(task.questions for task in trial.study.coverage)
+    assert trial.gain("flat", ["again"]) == Difference(0.0, 0.0, 0.0, 0, questions, 0)
+
+
+def test_contenders_of_another_size_have_scores_too(model: LoadedModel) -> None:
+    others = sweep(model, find_methods("streaming", []), [Size(9)])[1:]
+    found = prepare_trial(model, {"flat": tiny.plan_for(model, FLAT)}, TASKS, Settings(2, batch=2), others).run()
+    assert found.score("streaming@9").mean == pytest.approx(fmean(found.by_task("streaming@9").values()))
+    assert found.score("flat").mean == pytest.approx(fmean(found.by_task("flat").values()))
+    assert found.gain("flat", ["streaming@9"]).mean == pytest.approx(
+        found.score("flat").mean - found.score("streaming@9").mean
+    )
+
+
+def test_names_are_taken_once(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, FLAT)
+    with pytest.raises(UsageError, match="are called 'full'"):
+        prepared(model, {"full": plan})
+    others = sweep(model, find_methods("streaming", []), [Size(9)])[1:]
+    with pytest.raises(UsageError, match="are called 'streaming@9'"):
+        prepare_trial(model, {"streaming@9": plan}, TASKS, Settings(2), others)
+
+
+def test_gains_are_over_texts_and_not_over_keys(model: LoadedModel) -> None:
+    """The same questions under one key for each text, and under a key of their own."""
+    apart = [
+        replace(
+            task,
+            rows=tuple(
+                replace(row, key=f"{row.key}/{number}", queries=(query,))
+                for row in task.rows
+                for number, query in enumerate(row.queries)
+            ),
+        )
+        for task in TASKS
+    ]
+    plans = {name: tiny.plan_for(model, table) for name, table in (("flat", FLAT), ("steep", STEEP))}
+    one, other = (prepare_trial(model, plans, tasks, Settings(12, seed=4)).run() for tasks in (TASKS, apart))
+    assert one.study.distinct == other.study.distinct
+    assert len({sample.key for sample in other.study.samples}) > len({sample.key for sample in one.study.samples})
+    found, wanted = (trial.gain("flat", ["steep"]) for trial in (other, one))
+    assert (found.mean, found.wins, found.losses) == pytest.approx((wanted.mean, wanted.wins, wanted.losses))
+    assert found.high - found.low == pytest.approx(wanted.high - wanted.low, rel=0.2)
+
+
+# --- contrasts -------------------------------------------------------------------------------------------------------
+
+
+def samples(scores: Sequence[Sequence[float]], method: str, task: str = "t") -> list[Sample]:
+    """A list of question scores per context."""
+    rest = ("", False, 100, 110, 3, *Cost(10, 1.0, 10, 0.5, 0.5))
+    return [
+        Sample(task, "c", method, "question-agnostic", str(context), question, "", score, *rest)
+        for context, row in enumerate(scores)
+        for question, score in enumerate(row)
+    ]
+
+
+def test_a_contrast_by_hand() -> None:
+    """Task t: differences .5 - (.1 + .3) / 2 and 1 - (0 + .6) / 2; task u: 0 - (.2 + .2) / 2. Tasks weigh the same."""
+    asked = [
+        *samples([[0.5], [1.0]], "a"), *samples([[0.1], [0.0]], "b"), *samples([[0.3], [0.6]], "c"),
+        *samples([[0.0]], "a", "u"), *samples([[0.2]], "b", "u"), *samples([[0.2]], "c", "u"),
+        *samples([[0.9], [0.9]], "unasked"),
+    ]  # fmt: skip
+    found = contrast(asked, {"a": 1.0, "b": -0.5, "c": -0.5})
+    assert found.mean == pytest.approx(((0.3 + 0.7) / 2 - 0.2) / 2)
+    assert (found.wins, found.ties, found.losses) == (2, 0, 1)
+    assert (found.low, found.high) == pytest.approx(((0.3 - 0.2) / 2, (0.7 - 0.2) / 2))
+
+
+def test_the_interval_of_paired_coins() -> None:
+    """400 contexts, the difference is 1 or 0: 0.5 +- 1.96 * 0.5 / 20, however much all contexts differ."""
+    base = [[float(i % 7)] for i in range(400)]
+    better = [[row[0] + i % 2] for i, row in enumerate(base)]
+    found = contrast([*samples(better, "a"), *samples(base, "b")], {"a": 1.0, "b": -1.0})
+    assert found.mean == pytest.approx(0.5)
+    assert (found.low, found.high) == pytest.approx((0.451, 0.549), abs=0.006)
+    assert (found.wins, found.ties, found.losses) == (200, 200, 0)
+
+
+scored = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=2), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(scored)
+def test_a_contrast_of_two_is_their_difference(rows: list[list[float]]) -> None:
+    shuffled = [list(reversed(row)) for row in reversed(rows)]
+    asked = [*samples(rows, "a"), *samples(shuffled, "b")]
+    found = contrast(asked, {"a": 1.0, "b": -1.0}, seed=3)
+    wanted = summarize(asked, "a", seed=3)[0].differences["b"]
+    assert (found.mean, found.low, found.high) == pytest.approx((wanted.mean, wanted.low, wanted.high), abs=1e-9)
+    assert (found.wins, found.ties, found.losses) == (wanted.wins, wanted.ties, wanted.losses)
+    assert found.low - 1e-9 <= found.mean <= found.high + 1e-9
+    turned = contrast(asked, {"a": -1.0, "b": 1.0}, seed=3)
+    assert (turned.mean, turned.low, turned.high) == pytest.approx((-found.mean, -found.high, -found.low), abs=1e-9)
+
+
+def test_methods_that_were_not_asked_the_same() -> None:
+    asked = samples([[0.5], [1.0]], "a")
+    with pytest.raises(InternalError, match="did not answer the same questions"):
+        contrast([*asked, *(replace(one, method="b") for one in asked[:1])], {"a": 1.0, "b": -1.0})

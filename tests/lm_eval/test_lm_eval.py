@@ -1,0 +1,468 @@
+"""lm-evaluation-harness under plans: against its own model, against kvsearch's replies, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.evaluation.likelihood import score
+from kvsearch.evaluation.shared_prefill import read
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan, sha256_of
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
+from kvsearch.strategies.baselines import full_cache
+from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
+from tests.tiny import chat_tokenizer, document, loaded, plan_for
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from kvsearch.lm_eval.model import PlannedLM
+from kvsearch.lm_eval.package import simple_evaluate
+from kvsearch.lm_eval.requests import Encoder
+from kvsearch.lm_eval.tasks import TaskNames, as_plain, evaluate_tasks
+
+CLOSE = 1e-4
+LAYERS, HEADS = 4, 2
+NAMES = ("small_generate", "small_choose", "small_likelihood")
+CHAT = "{{ bos_token }} {% for message in messages %}recall {{ message['content'] }} . {% endfor %}"
+WORDS = "code amber set vote bell recall mark alpha beta gamma"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describing the machine takes the harness a second each time."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return loaded("llama", tie_word_embeddings=False)
+
+
+def full_plan(model: LoadedModel) -> Plan:
+    return plan_for(model, [[40, 40]] * LAYERS)
+
+
+def small_plan(model: LoadedModel) -> Plan:
+    return plan_for(model, [[9, 7], None, [8, 8], [6, 10]])
+
+
+def program(model: LoadedModel) -> Program:
+    return Program.from_plan(model.model, small_plan(model))
+
+
+def find(folder: Path, *names: str) -> TaskNames:
+    return TaskNames.find(names, [folder], own=False)
+
+
+def request(text: str, second: Any, kind: str = "loglikelihood", document: int = 3) -> Instance:
+    return Instance(kind, {}, (text, second), 0, metadata=("toy", document, 1))
+
+
+def prompt(text: str = WORDS, **options: Any) -> Instance:
+    return request(text, {"until": [], "max_gen_toks": 6, **options}, "generate_until")
+
+
+def planned(model: LoadedModel, **options: Any) -> PlannedLM:
+    return PlannedLM(model, program(model), **options)
+
+
+# --- the harness' own model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 1}, {"max_length": 70}], ids=str)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_full_plan_gives_what_the_harness_own_model_gives(
+    model: LoadedModel, folder: Path, options: dict[str, int], chat: bool
+) -> None:
+    if chat:
+        model = replace(model, tokenizer=chat_tokenizer(CHAT))
+    names = find(folder, *NAMES, "small_shots")
+    ours = evaluate_tasks(model, full_plan(model), names.load(), chat_template=chat, samples=True, **options)
+    own = HFLM(model.model, tokenizer=model.tokenizer, batch_size=1, max_length=options.get("max_length"))
+    results = simple_evaluate(
+        model=own, tasks=list(names.load().items), task_manager=names.manager, apply_chat_template=chat
+    )
+    theirs = as_plain(results)
+    assert ours["samples"].keys() == theirs["samples"].keys()
+    for task, samples in ours["samples"].items():
+        for mine, other in zip(samples, theirs["samples"][task], strict=True):
+            assert mine["arguments"] == other["arguments"]
+            assert_equal(mine["resps"], other["resps"])
+    assert ours["results"] == theirs["results"]
+    cut = {task: found["truncated"] for task, found in ours["kvsearch"]["held"].items()}
+    assert all(cut.values()) if "max_length" in options else not any(cut.values())
+
+
+def held(results: dict[str, Any], word: str) -> list[dict[str, Any]]:
+    """What the cache held in tasks with a word in their names."""
+    return [found for task, found in results["kvsearch"]["held"].items() if word in task]
+
+
+def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
+    """Replies in every letter, log-likelihoods closely."""
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine[0], str):
+            assert mine == other
+            assert mine[0]
+        else:
+            assert mine[0][0] == pytest.approx(other[0][0], abs=CLOSE)
+            assert mine[0][1] == other[0][1]
+
+
+# --- under a plan ----------------------------------------------------------------------------------------------------
+
+
+def test_results_say_what_they_were_made_with(model: LoadedModel, folder: Path) -> None:
+    plan = small_plan(model)
+    results = evaluate_tasks(model, plan, find(folder, *NAMES).load(), limit=3, seed=2)
+    assert results["n-samples"]["small_choose"] == {"original": DOCUMENTS, "effective": 3}
+    assert results["results"]["small_generate"]["exact_match,none"] in (0.0, 1 / 3, 2 / 3, 1.0)
+    assert results["config"]["fewshot_seed"] == 1236
+    assert results["config"]["random_seed"] == 2
+    assert "samples" not in results
+    made = results["kvsearch"]
+    assert made["plan_sha256"] == sha256_of(plan)
+    assert made["model"] == model.fingerprint.model_dump()
+    assert made["protocol"] == "question-aware"
+    assert made["max_length"] == 512
+    assert made["held"].keys() == set(NAMES)
+    assert json.loads(json.dumps(results, allow_nan=False)) == results
+
+
+def test_what_the_cache_held_is_counted(model: LoadedModel, folder: Path) -> None:
+    results = evaluate_tasks(model, small_plan(model), find(folder, "small_generate", "small_choose").load())
+    prefill = program(model).prefill
+    assert prefill is not None
+    lengths = [1 + len(f"{row['context']} {row['question']}".split()) for row in rows()]
+    entries = [prefill.entries(length) + HEADS * length for length in lengths]  # one layer is not planned
+    [generated] = held(results, "generate")
+    assert generated == {
+        "prompts": DOCUMENTS, "truncated": 0, "single_tokens": 0, "tokens": pytest.approx(sum(lengths) / DOCUMENTS),
+        "entries": pytest.approx(sum(entries) / DOCUMENTS),
+        "full_entries": pytest.approx(LAYERS * HEADS * sum(lengths) / DOCUMENTS),
+    }  # fmt: skip
+    assert generated["entries"] < generated["full_entries"] / 2
+    [chosen] = held(results, "choose")
+    assert chosen["prompts"] == DOCUMENTS + 1  # five choices share a context, all documents the empty one
+    assert chosen["single_tokens"] == 1
+    assert chosen["tokens"] == pytest.approx((sum(lengths) - DOCUMENTS + 1) / (DOCUMENTS + 1))
+
+
+def test_replies_are_those_of_the_compressed_prompt(model: LoadedModel) -> None:
+    texts = [" ".join(document(length, seed).words[1:]) for seed, length in enumerate((60, 90, 40))]
+    got = planned(model).generate_until([prompt(text, max_gen_toks=8) for text in texts])
+    for text, reply in zip(texts, got, strict=True):
+        ids = torch.tensor(model.tokenizer(text)["input_ids"])
+        with running(model.model):
+            alone = read(model.model, PlanCache(model.model, program(model)), [ids], 0, {2}).reply([8])[0]
+        assert reply == model.tokenizer.decode(alone, skip_special_tokens=True)
+    assert got != PlannedLM(model, full_cache(model.model)).generate_until([prompt(text) for text in texts])
+
+
+def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> None:
+    text = " ".join(document(80, 1).words[1:])
+    asked = [request(text, f" {choice}") for choice in ("amber", "code amber bell", "vote")]
+    lm = planned(model)
+    got = lm.loglikelihood(asked)
+    context = model.tokenizer(text)["input_ids"]
+    answers = [model.tokenizer(item.args[1], add_special_tokens=False)["input_ids"] for item in asked]
+    with running(model.model):
+        expected = score(model.model, program(model), [context], [answers], 0)[0]
+    assert got == [tuple(answer) for answer in expected.likelihoods]
+    assert [holding.entries for holding in lm.holdings] == [expected.entries]
+    everything = PlannedLM(model, full_cache(model.model)).loglikelihood(asked)
+    assert all(abs(one[0] - other[0]) > 10 * CLOSE for one, other in zip(got, everything, strict=True))
+
+
+def test_requests_are_answered_in_their_order(model: LoadedModel) -> None:
+    texts = [" ".join(document(20 + 9 * seed, seed).words[1:]) for seed in range(7)]
+    prompts = [prompt(text, until=["bell"] if number % 2 else []) for number, text in enumerate(texts)]
+    pairs = [request(text, f" {word}") for text in texts for word in ("amber", "alpha beta")]
+    order = random.Random(0).sample(range(7), 7)
+    replies = planned(model, batch=3).generate_until(prompts)
+    assert planned(model, batch=2).generate_until([prompts[at] for at in order]) == [replies[at] for at in order]
+    answers = planned(model, batch=3).loglikelihood(pairs)
+    backwards = planned(model, batch=2).loglikelihood(pairs[::-1])[::-1]
+    assert [logprob for logprob, _ in answers] == pytest.approx([logprob for logprob, _ in backwards], abs=CLOSE)
+    assert len(set(replies)) == len(replies)
+    assert len(set(answers)) == len(answers)
+
+
+def test_the_longest_prompts_are_read_first(model: LoadedModel) -> None:
+    """So that what does not fit into memory shows at once, and little is padded."""
+    lm = planned(model, batch=2)
+    lm.generate_until([prompt(" ".join([WORDS] * times)) for times in (2, 5, 1, 4)])
+    lm.loglikelihood([request(" ".join([WORDS] * times), " amber") for times in (2, 5, 1)])
+    assert [holding.tokens for holding in lm.holdings] == [51, 41, 21, 11, 50, 20, 10]
+
+
+def test_progress_is_told_in_batches(model: LoadedModel) -> None:
+    told: list[tuple[int, int]] = []
+    lm = planned(model, batch=2, progress=lambda done, total: told.append((done, total)))
+    lm.generate_until([prompt(f"{WORDS} {word}") for word in ("amber", "alpha", "beta")])
+    lm.loglikelihood([request(WORDS, " amber"), request(WORDS, " beta")])
+    assert told == [(1, 2), (2, 2), (1, 1)]
+
+
+# --- the ends of replies ---------------------------------------------------------------------------------------------
+
+
+def test_replies_end_where_they_are_told_to(model: LoadedModel) -> None:
+    whole = planned(model).generate_until([prompt()])[0].split()
+    assert len(whole) == len(set(whole)) == 6
+    for options, expected in [
+        ({"max_gen_toks": 2}, whole[:2]),
+        ({"max_gen_toks": None, "max_new_tokens": 3}, whole[:3]),
+        ({"until": [whole[3], whole[2]]}, whole[:2]),
+        ({"until": whole[4]}, whole[:4]),
+        ({"until": ["", "nothing"]}, whole),
+        ({"do_sample": False, "temperature": 1.0, "top_p": 0.9, "num_beams": 1}, whole),
+    ]:
+        assert planned(model).generate_until([prompt(**options)])[0].split() == expected
+
+
+def test_a_special_token_ends_a_reply(model: LoadedModel) -> None:
+    """The text of a reply has no special tokens, so that a stop of that kind must be seen before."""
+    lm = planned(model)
+    ids = model.tokenizer(lm.generate_until([prompt()])[0], add_special_tokens=False)["input_ids"]
+    head = model.model.lm_head.weight
+    with torch.no_grad():
+        before = head[3].clone()
+        head[3] = 1.01 * head[ids[2]]  # <unk> takes the place of the third word
+        try:
+            assert planned(model).generate_until([prompt(until=["<unk>"])])[0].split() == [
+                model.tokenizer.decode([token]) for token in ids[:2]
+            ]
+        finally:
+            head[3] = before
+
+
+# --- token ids ------------------------------------------------------------------------------------------------------
+
+
+def spaced_tokenizer() -> Any:
+    """Words with the space before them as one token, " " where no word follows; nothing is put in front."""
+    words = Tokenizer(WordLevel({"<end>": 0, "code": 1, " amber": 2, " ": 3, "amber": 4, "?": 5}, unk_token="?"))
+    words.pre_tokenizer = Split(Regex(r"<end>| ?\w+| "), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="?")
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "ids", "text"),
+    [
+        ("code", " amber", (1,), (2,)),
+        ("code ", "amber", (1,), (2,)),  # the space begins the continuation
+        ("code code", "", (1, 5), ()),
+        ("", "amber", (0,), (4,)),  # nothing precedes: the end of a text stands for the start of the next
+        ("", "<end>code", (0,), (1,)),
+        (" ", "amber", (0,), (2,)),
+    ],
+)
+def test_where_a_context_ends(context: str, continuation: str, ids: tuple[int, ...], text: tuple[int, ...]) -> None:
+    encoder, asked = Encoder(spaced_tokenizer(), None), request(context, continuation)
+    if text:
+        assert encoder.pair(asked) == (("toy", ids, False), text)
+    else:
+        with pytest.raises(IncompatibleError, match="the continuation is empty"):
+            encoder.pair(asked)
+
+
+# --- what has no meaning under a plan --------------------------------------------------------------------------------
+
+
+def test_the_response_cache_is_refused(model: LoadedModel, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"response cache \(use_cache\) does not know the plan"):
+        names = find(folder, "small_choose")
+        tasks = list(names.load().items)
+        simple_evaluate(
+            model=planned(model), tasks=tasks, task_manager=names.manager, use_cache=str(tmp_path / "cache")
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("small_rolling", UsageError, "task small_rolling: .*no context before them that a plan could compress"),
+        ("small_unsafe", UsageError, "task small_unsafe runs the code that a model writes"),
+        ("small_sampling", UsageError, "task small_sampling samples its replies"),
+        ("small_broken", UsageError, "task 'small_broken' cannot be loaded .*'guess'"),
+    ],
+)
+def test_tasks_that_cannot_run_are_refused_when_they_are_loaded(
+    folder: Path, name: str, fault: type[KvsearchError], message: str
+) -> None:
+    with pytest.raises(fault, match=message) as caught:
+        find(folder, name).load()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_that_must_be_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentFault, match="the dataset of task 'small_remote' cannot be read: check the network"):
+        find(folder, "small_remote").load()
+
+
+def test_rolling_likelihoods_are_refused(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match=r"task toy: it asks .*loglikelihood_rolling"):
+        planned(model).loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (WORDS,), 0, ("toy", 0, 1))])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": True}, "samples its replies"),
+        ({"temperature": 0.7}, "samples its replies"),
+        ({"num_beams": 4, "repetition_penalty": 1.2}, "cannot honour: num_beams, repetition_penalty"),
+        ({"max_gen_toks": 0}, "replies of 0 tokens"),
+        ({"max_gen_toks": 512}, "a reply of up to 512 tokens leaves no room for its prompt within 512"),
+    ],
+)
+def test_replies_that_cannot_be_made(model: LoadedModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"task toy, document 3.*{message}"):
+        planned(model).generate_until([prompt(**options)])
+
+
+def test_texts_without_tokens_or_room(model: LoadedModel) -> None:
+    lm = planned(model, max_length=8)
+    for text in ("", " "):
+        with pytest.raises(IncompatibleError, match="task toy, document 3: the continuation is empty"):
+            lm.loglikelihood([request(WORDS, text)])
+    with pytest.raises(IncompatibleError, match="a continuation of 10 tokens is longer than the 8"):
+        lm.loglikelihood([request("code", f" {WORDS}")])
+    assert lm.loglikelihood([request(WORDS, " a b c d e f g h")])[0][0] < 0
+    assert [(holding.tokens, holding.truncated) for holding in lm.holdings] == [(1, True)]
+
+
+def test_texts_without_a_start(model: LoadedModel) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.bos_token = tokenizer.eos_token = None
+    lm = planned(replace(model, tokenizer=tokenizer))
+    assert lm.eot_token_id is None
+    with pytest.raises(IncompatibleError, match="the context is empty, and the tokenizer has no start of a text"):
+        lm.loglikelihood([request("", " amber")])
+    with pytest.raises(IncompatibleError, match="the prompt is empty once it is tokenised"):
+        lm.generate_until([prompt("")])
+    assert len(lm.generate_until([prompt(WORDS)])[0].split()) == 6
+
+
+def test_the_document_that_breaks_a_model_is_named(folder: Path) -> None:
+    broken = loaded("llama", tie_word_embeddings=False)
+    lm = planned(broken)
+    with torch.no_grad():
+        broken.model.model.embed_tokens.weight[3] = float("nan")  # unknown words
+    asked = [request(WORDS, " amber", document=1), request(f"{WORDS} quark", " amber", document=7)]
+    with pytest.raises(IncompatibleError, match="task toy, document 7: the model emits NaN"):
+        lm.loglikelihood(asked)
+    with pytest.raises(IncompatibleError, match="task toy, document 3: the model emits NaN"):
+        lm.generate_until([prompt(f"{WORDS} quark")])
+
+
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+
+
+def test_a_tokenizer_without_a_chat_template(model: LoadedModel, folder: Path) -> None:
+    with pytest.raises(UsageError, match="the tokenizer has no chat template"):
+        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), chat_template=True)
+
+
+def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
+    lm = planned(replace(model, tokenizer=chat_tokenizer(STRICT)))
+    said = [{"role": "system", "content": "code"}, {"role": "user", "content": "amber"}]
+    with pytest.warns(KvsearchWarning, match="refuses system messages") as warned:
+        assert lm.apply_chat_template(said) == "amber"
+        assert lm.apply_chat_template(said) == "amber"
+    assert len(warned) == 1
+    never = planned(replace(model, tokenizer=chat_tokenizer("{{ raise_exception('never') }}")))
+    with pytest.raises(IncompatibleError, match="the chat template refuses a prompt: never"):
+        never.apply_chat_template(said[1:])
+
+
+# --- finding tasks ---------------------------------------------------------------------------------------------------
+
+
+def test_names_may_have_wildcards_and_are_taken_once(folder: Path) -> None:
+    assert find(folder, "small_s*", "small_choose", "small_shots").names == (
+        "small_sampling", "small_shots", "small_choose",
+    )  # fmt: skip
+
+
+def test_groups_are_reported_as_groups(model: LoadedModel, folder: Path) -> None:
+    results = evaluate_tasks(model, small_plan(model), find(folder, "small_group").load(), limit=2)
+    assert results["groups"].keys() == {"small_group"}
+    assert results["group_subtasks"] == {"small_group": ["small_choose", "small_shots"]}
+    assert results["kvsearch"]["held"].keys() == {"small_choose", "small_shots"}
+
+
+def test_a_task_that_is_asked_for_twice(model: LoadedModel, folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up .*Duplicate task 'small_choose'"):
+        evaluate_tasks(model, small_plan(model), find(folder, "small_group", "small_choose").load())
+
+
+def test_names_that_are_not_there(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"unknown task 'smal_chose'; did you mean 'small_choose'\?") as caught:
+        find(folder, "small_shots", "smal_chose")
+    assert "and 6 more, which `lm-eval ls tasks` lists" in str(caught.value)
+    with pytest.raises(UsageError, match="unknown task '12345': `lm-eval ls tasks` lists the tasks"):
+        find(folder, "12345")
+    with pytest.raises(UsageError, match="there is no task to evaluate"):
+        find(folder)
+    with pytest.raises(UsageError, match=r"there is no folder .*nowhere"):
+        find(folder / "nowhere", "small_choose")
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up \(RuntimeError: no such luck\)"):
+        evaluate_tasks(model, small_plan(model), find(folder, "small_failing").load(), limit=1)
+
+
+def test_our_bug_is_not_blamed_on_the_harness(
+    model: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("kvsearch.lm_eval.model.score", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), limit=1)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_a_plan_of_another_model(folder: Path) -> None:
+    tasks = find(folder, "small_choose").load()
+    with pytest.raises(IncompatibleError, match="this plan"):
+        evaluate_tasks(loaded("qwen2"), small_plan(loaded("llama")), tasks)
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    found = {"a": float("nan"), "b": [float("-inf"), 1.5], "c": {1}, "d": torch.float32}
+    assert as_plain(found) == {"a": None, "b": [None, 1.5], "c": [1], "d": "torch.float32"}

@@ -1,0 +1,106 @@
+"""Plans are compared head by head, and in everything else that changes what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.plan import BudgetChange, PlanDiff, SettingChange, diff
+from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
+
+TOTALS = {"decode": [None, None, [8, 8]]}
+
+
+def with_policies(*policies: tuple[str, dict[str, Any]] | None) -> dict[str, Any]:
+    phase = phase_dict([None if policy is None else [4, 4] for policy in policies])
+    for layer, policy in zip(phase["layers"], policies, strict=True):
+        if policy is not None:
+            layer["policy"] = {"name": policy[0], "params": policy[1]}
+    return phase
+
+
+def test_a_plan_does_not_differ_from_itself() -> None:
+    plan = make_plan(decode=phase_dict([None, None, [7, 7]]))
+    assert diff(plan, plan) == PlanDiff((), ())
+    assert not diff(plan, plan)
+
+
+def test_budgets_are_compared_head_by_head() -> None:
+    before = make_plan([[10, 6], None, [4, 12]])
+    after = make_plan([[10, 7], [5, 5], [4, 12]], decode=phase_dict([None, None, [8, 8]]))
+    assert diff(before, after).budgets == (
+        BudgetChange("prefill", 0, 1, 6, 7),
+        BudgetChange("prefill", 1, 0, None, 5),
+        BudgetChange("prefill", 1, 1, None, 5),
+        BudgetChange("decode", 2, 0, None, 8),
+        BudgetChange("decode", 2, 1, None, 8),
+    )
+    values = [change[3:] for change in diff(after, before).budgets]
+    assert values == [(7, 6), (5, None), (5, None), (8, None), (8, None)]
+
+
+def test_totals_of_each_phase() -> None:
+    after = make_plan([[10, 7], None, [4, 12]], decode=phase_dict([None, None, [8, 8]]))
+    totals = [change for change in diff(make_plan(), after).settings if change.name == "total"]
+    assert totals == [SettingChange("total", 32, 33, "prefill"), SettingChange("total", None, 16, "decode")]
+
+
+def test_budgets_may_differ_at_the_same_total() -> None:
+    found = diff(make_plan([[10, 6], None, [4, 12]]), make_plan([[6, 10], None, [4, 12]]))
+    assert found
+    assert (found.settings, len(found.budgets)) == ((), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"length": 50}, [("length", 40, 50)]),
+        ({"floor": 2}, [("floor", 4, 2)]),
+        ({"scaling": "fixed", "length": None}, [("scaling", "proportional", "fixed"), ("length", 40, None)]),
+        (
+            {"allocation": {"name": "lava", "params": {"layers": "planned"}}},
+            [("allocation", "static", "lava"), ("allocation.layers", None, "planned")],
+        ),
+        (
+            {"model": model_dict(weights_sha256="0" * 64)},
+            [("model.weights_sha256", model_dict()["weights_sha256"], "0" * 64)],
+        ),
+    ],
+)
+def test_settings_of_the_whole_plan(changes: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
+    found = diff(make_plan(), make_plan(**changes))
+    assert found == PlanDiff(tuple(SettingChange(*change) for change in expected))
+    assert found
+
+
+def test_policies_and_parameters_are_grouped_by_layers() -> None:
+    snapkv, wider, h2o = ("snapkv", {"window": 4}), ("snapkv", {"window": 8}), ("h2o", {"sinks": 1})
+    before = make_plan([[4, 4]] * 4, prefill=with_policies(snapkv, snapkv, snapkv, snapkv))
+    after = make_plan([[4, 4]] * 4, prefill=with_policies(wider, h2o, snapkv, wider))
+    assert diff(before, after).settings == (
+        SettingChange("policy.window", 4, 8, "prefill", (0, 3)),
+        SettingChange("policy", "snapkv", "h2o", "prefill", (1,)),
+        SettingChange("policy.window", 4, None, "prefill", (1,)),
+        SettingChange("policy.sinks", None, 1, "prefill", (1,)),
+    )
+
+
+def test_the_policy_of_a_layer_that_only_one_plan_has() -> None:
+    found = diff(make_plan(), make_plan(decode=with_policies(None, ("tova", {"sinks": 0}), None)))
+    assert found.settings == (
+        SettingChange("total", None, 8, "decode"),
+        SettingChange("policy", None, "tova", "decode", (1,)),
+        SettingChange("policy.sinks", None, 0, "decode", (1,)),
+    )
+
+
+def test_names_and_provenance_do_not_matter() -> None:
+    other = make_plan(model=model_dict(name="other", revision="main"), provenance={**PROVENANCE, "seed": 8})
+    assert not diff(make_plan(), other)
+
+
+def test_models_of_another_shape_are_not_compared() -> None:
+    with pytest.raises(IncompatibleError, match="other layers or heads"):
+        diff(make_plan(), make_plan([[4, 4]]))

@@ -1,0 +1,192 @@
+"""Tables as text: which columns, what is marked, and how it is written."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.averages import MACRO, blocks_of
+from kvsearch.evaluation.compare import Settings, Study
+from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.report.table_files import all_tables, check_table_file, latex, markdown, on_screen, write_tables
+from kvsearch.report.tables import Cell, Group, TextTable, difference_table, find_columns, score_table, screen_columns
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.methods import Size
+from kvsearch.tasks.encode import Coverage
+from tests.evaluation.shown import rendered
+
+MEANS = {  # of two tasks of one category and one of another
+    "full": (1.0, 0.8, 0.6), "uniform@8": (0.5, 0.25, 0.125), "lava@8": (0.625, 0.25, 0.0),
+    "uniform@0.5": (0.75, 0.5, 0.25), "lava@0.5": (0.5, 0.5, 0.25),
+}  # fmt: skip
+TASKS = {"a_1": "qa", "b": "qa", "c": "code"}
+SIZES: dict[str, Size] = {"8": Size(8), "0.5": Size(ratio=0.5)}
+
+
+def contender(label: str) -> Contender:
+    name, _, size = label.partition("@")
+    phase = PhaseProgram({}, lambda length: np.full((0, 1), length))
+    return Contender(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
+
+
+def study(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Study:
+    """Both questions of a task score the same."""
+    samples = [
+        Sample(task, category, label, "question-agnostic", str(n), 0, "", score, "", False, 9, 9, 1,
+               *Cost(72 if label == "full" else 16, 1024.0, 80, 0.1, 0.1))
+        for label, means in MEANS.items()
+        for (task, category), score in zip(tasks.items(), (means * 9)[: len(tasks)], strict=True)
+        for n in range(2)
+    ]  # fmt: skip
+    contenders = tuple(map(contender, MEANS))
+    covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
+    named = {MACRO: tuple(tasks), **averages}
+    blocks = blocks_of(samples, contenders, subject, named, 0)
+    metrics = dict.fromkeys(tasks, "exact")
+    return Study("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
+
+
+def shown(table: TextTable) -> list[list[str]]:
+    return [[("*" if cell.best else "") + cell.text for cell in row] for group in table.groups for row in group.rows]
+
+
+def test_scores_in_percent_with_the_best_of_each_block() -> None:
+    table = score_table(study(), "tasks")
+    assert table.title == "m: score in percent (question-agnostic, phases: prefill)"
+    assert table.header == ["method", "a_1", "b", "c", "qa", "code", "macro"]
+    assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
+    assert shown(table) == [
+        ["full", "100.00", "80.00", "60.00", "90.00", "60.00", "80.00"],
+        ["uniform", "50.00", "25.00", "*12.50", "37.50", "*12.50", "29.17"],
+        ["lava", "*62.50", "25.00", "0.00", "*43.75", "0.00", "29.17"],
+        ["uniform", "*75.00", "50.00", "25.00", "*62.50", "25.00", "*50.00"],
+        ["lava", "50.00", "50.00", "25.00", "50.00", "25.00", "41.67"],
+    ]
+
+
+def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed alike is marked alike, and not at all where no method is worse."""
+    rows = shown(score_table(study(), "averages"))
+    assert [row[-1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
+    for label in ("h2o@8", "tova@8"):
+        monkeypatch.setitem(MEANS, label, (0.625, 0.0, 0.0))
+    # blocks are of neighbours in the list
+    monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
+    rows = shown(score_table(study(), "tasks"))[1:5]
+    assert [row[1] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
+
+
+def test_columns() -> None:
+    assert score_table(study(), "categories").header == ["method", "qa", "code", "macro"]
+    assert score_table(study(), "averages").header == ["method", "macro"]
+    named = study(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
+    assert score_table(named, "averages").header == ["method", "macro = whole", "paper = other"]
+    assert shown(score_table(named, "averages"))[1] == ["uniform", "29.17", "31.25"]
+    alone = study(tasks={"a_1": "qa"})
+    for columns in ("tasks", "categories", "averages"):
+        assert score_table(alone, find_columns(columns)).header == ["method", "a_1"]
+    with pytest.raises(UsageError, match="unknown columns 'task'; did you mean 'tasks'"):
+        find_columns("task")
+    assert screen_columns(study()) == "tasks"
+    assert screen_columns(study(tasks={f"t{n}": "qa" for n in range(13)})) == "categories"
+
+
+def test_differences_to_the_subject() -> None:
+    table = difference_table(study(), "tasks")
+    assert "paired difference to uniform" in table.title
+    (full, lava), (_, other) = (group.rows for group in table.groups)
+    assert [cell.text for cell in lava] == [
+        "lava", "+12.50 [+12.50, +12.50] 2 / 0 / 0", "+0.00 [+0.00, +0.00] 0 / 2 / 0",
+        "-12.50 [-12.50, -12.50] 0 / 0 / 2",
+        "+6.25 [+6.25, +6.25] 2 / 2 / 0", "-12.50 [-12.50, -12.50] 0 / 0 / 2", "+0.00 [+0.00, +0.00] 2 / 2 / 2",
+    ]  # fmt: skip
+    assert (full[0].text, full[1].text) == ("full", "+50.00 [+50.00, +50.00] 2 / 0 / 0")
+    assert other[1].text == "-25.00 [-25.00, -25.00] 0 / 0 / 2"
+    to_full = difference_table(study("full"), "tasks")
+    assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
+
+
+SMALL = TextTable(
+    "m_1: 50% | more",
+    ["method", "a_1"],
+    [
+        Group("", [[Cell("full"), Cell("1.00")]]),
+        Group("8 a|b", [[Cell("ada-2"), Cell("-1.00 [-2.00, +3.00]", best=True)]]),
+    ],
+    ("all & sundry",),
+)  # fmt: skip
+
+
+def test_markdown() -> None:
+    assert markdown(SMALL).splitlines() == [
+        "**m_1: 50% | more**",
+        "",
+        "| method | a_1 |",
+        "| --- | ---: |",
+        "| full | 1.00 |",
+        "| *8 a\\|b* |  |",
+        "| ada-2 | **-1.00 [-2.00, +3.00]** |",
+        "",
+        "- all & sundry",
+    ]
+
+
+def test_latex() -> None:
+    assert latex(SMALL).splitlines() == [
+        r"\begin{table}",
+        r"\centering",
+        r"\caption{m\_1: 50\% | more. All \& sundry.}",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"method & a\_1 \\",
+        r"\midrule",
+        r"full & 1.00 \\",
+        r"\midrule",
+        r"\multicolumn{2}{l}{\emph{8 a|b}} \\",
+        r"ada-2 & \textbf{$-$1.00 [$-$2.00, +3.00]} \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+
+
+def test_the_screen() -> None:
+    text = rendered(map(on_screen, all_tables(study())))
+    for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
+        assert part in text
+    assert "[bold]" not in text
+    assert "+0.00 [+0.00, +0.00] 2 / 2 / 2" in text  # brackets are no markup
+    assert "0.222" in text  # 16 of 72 entries
+
+
+def test_csv_has_every_number(tmp_path: Path) -> None:
+    write_tables(study(), tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * 6
+    (one,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("0.5", "lava", "a_1"))
+    assert (float(one["score"]), float(one["difference"]), one["losses"]) == (0.5, -0.25, "2")
+    assert (one["kind"], one["questions"], one["subject"], float(one["entries"])) == ("task", "2", "uniform", 16)
+    assert {(row["protocol"], row["phases"]) for row in rows} == {("question-agnostic", "prefill")}
+    (own,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("8", "uniform", "qa"))
+    assert (own["kind"], own["difference"], own["wins"]) == ("category", "", "")
+
+
+@pytest.mark.parametrize(("name", "start"), [("t.md", "**m: score"), ("t.tex", "\\begin{table}")])
+def test_files(tmp_path: Path, name: str, start: str) -> None:
+    write_tables(study(), tmp_path / name)
+    text = (tmp_path / name).read_text()
+    assert text.startswith(start)
+    assert text.count("question-agnostic, phases: prefill") == 3
+
+
+@pytest.mark.parametrize("name", ["t.html", "t", "none/t.md"])
+def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"name a \.md, \.csv or \.tex file|its folder does not exist"):
+        check_table_file(tmp_path / name)

@@ -1,0 +1,269 @@
+"""The bank against the runtime: the same logits, losses, order of candidates and replies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvsearch.evaluation.runner import run_encoded, stop_tokens
+from kvsearch.evaluation.shared_prefill import compressed
+from kvsearch.models.loading import LoadedModel, load
+from kvsearch.policies import create_policy
+from kvsearch.runtime.attention import running
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.passes import Pass
+from kvsearch.search.bank.prefill import base_policies, windows_of
+from kvsearch.search.bank.prepared import PreparedSamples
+from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.bank.store import SampleStore
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.protocol import Protocol
+from tests import tiny
+from tests.families import FAMILIES
+from tests.runtime.helpers import TOLERANCE, assert_close
+from tests.search.bank.cases import (
+    PROTOCOLS,
+    SNAPKV,
+    encoded,
+    losses_of,
+    program_of,
+    random_candidates,
+    runtime_logits,
+    samples_of,
+    table_shape,
+)
+
+families = pytest.mark.parametrize("family", FAMILIES)
+protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+def loaded(family: str) -> LoadedModel:
+    """Embeddings are not tied to the head, or a random model says its last token over and over."""
+    return tiny.loaded(family, tie_word_embeddings=False)
+
+
+@protocols
+@families
+def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
+    """Prompts, questions and answers of different lengths in one pass, other budgets in every head."""
+    model = loaded(family)
+    samples, candidates = samples_of(model, protocol), random_candidates(model, 4, 100)
+    policies = base_policies(model.model, SNAPKV)
+    store = SampleStore(10**9)
+    prepared = PreparedSamples(model.model, policies, windows_of(model.model), samples, 100, store, full=False)
+    with running(model.model):
+        prepared.read()
+        portion = prepared.portion(range(len(samples)), [100] * len(policies))
+        found = Pass(model.model, portion, np.stack(candidates)).forced()
+    assert found is not None
+    for number, sample in enumerate(samples):
+        expected = torch.stack(runtime_logits(model, sample, candidates))
+        rows = sample.predicting
+        assert_close(found[:, number, found.shape[2] - rows :], expected[:, len(sample.answer) - rows :])
+
+
+@protocols
+@families
+def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
+    model = loaded(family)
+    samples, candidates = samples_of(model, protocol), random_candidates(model, 8, 60, seed=1)
+    with CandidateBank(model, SNAPKV, samples, cap=60) as bank:
+        found = bank.losses(candidates)
+    expected = np.stack([losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples], axis=1)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    assert found.mean(1).argsort().tolist() == expected.mean(1).argsort().tolist()
+    assert np.ptp(expected, axis=0).min() > 100 * TOLERANCE  # candidates do differ
+
+
+def test_200_candidates_on_the_bundled_model() -> None:
+    model = load("bundled")
+    samples = bank_samples(encoded(model, (300, 1), (280, 1)), "question-agnostic")
+    candidates = random_candidates(model, 200, 128)
+    with CandidateBank(model, SNAPKV, samples, cap=128) as bank:
+        found = bank.losses(candidates)
+    expected = np.empty((200, 2))
+    for number, sample in enumerate(samples):
+        for first in range(0, 200, 50):
+            logits = runtime_logits(model, sample, candidates[first : first + 50])
+            expected[first : first + 50, number] = losses_of(sample, logits)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    assert found.mean(1).argsort().tolist() == expected.mean(1).argsort().tolist()
+
+
+@protocols
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_questions_and_answers_longer_than_a_sliding_window(family: str, protocol: Protocol) -> None:
+    model, context = loaded(family), " ".join(tiny.document(70).words[1:])
+    queries = (
+        Query("recall " * 25, ("mark " * 9,), 9),
+        Query("mark " * 3, ("recall code " * 12,), 24),
+        Query("? mark", ("mark",)),
+    )
+    task = tiny.Listed("long", (Example("long", "0", context, queries),))
+    samples = bank_samples(encode_tasks(model, [task], 1), protocol)
+    candidates = random_candidates(model, 3, 60)
+    with CandidateBank(model, SNAPKV, samples, cap=60) as bank:
+        found = bank.losses(candidates)
+    expected = [losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples]
+    np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "params"),
+    [
+        ("h2o", {"sinks": 2}),  # two stages
+        ("criticalkv", {}),
+        ("keydiff", {}),
+        ("expected_attention", {}),
+        ("streaming", {}),
+    ],
+)
+def test_policies_of_every_kind(policy: str, params: dict[str, Any]) -> None:
+    model, chosen = loaded("llama"), create_policy(policy, params)
+    samples, candidates = samples_of(model, "question-agnostic", (70, 1), (50, 1)), random_candidates(model, 4, 60)
+    with CandidateBank(model, chosen, samples, cap=60) as bank:
+        found = bank.losses(candidates)
+    expected = [losses_of(sample, runtime_logits(model, sample, candidates, chosen)) for sample in samples]
+    np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
+
+
+@protocols
+@families
+def test_budgets_of_the_whole_prompt_are_the_full_cache(family: str, protocol: Protocol) -> None:
+    model = loaded(family)
+    samples = samples_of(model, protocol)
+    everything = [np.full(table_shape(model), budget) for budget in (100, 10**6)]
+    with CandidateBank(model, SNAPKV, samples, cap=100, full=True) as bank:
+        found, divergence = bank.losses(everything), bank.losses(everything, objective="kl")
+        np.testing.assert_allclose(found, [bank.full_losses()] * 2, atol=TOLERANCE)
+    assert np.abs(divergence).max() < 1e-6
+    for number, sample in enumerate(samples):
+        whole = torch.cat([sample.prompt, sample.following])[None]
+        with torch.no_grad():
+            logits = model.model(whole).logits[0, -len(sample.answer) :]
+        np.testing.assert_allclose(found[:, number], losses_of(sample, [logits])[0], atol=TOLERANCE)
+
+
+@protocols
+def test_divergence_is_that_of_the_runtime(protocol: Protocol) -> None:
+    model = loaded("qwen3")
+    samples, candidates = samples_of(model, protocol), random_candidates(model, 3, 40)
+    with CandidateBank(model, SNAPKV, samples, cap=40, full=True) as bank:
+        found = bank.losses(candidates, objective="kl")
+    full = [np.full(table_shape(model), 10**6)]
+    for number, sample in enumerate(samples):
+        right = runtime_logits(model, sample, full)[0].double().log_softmax(-1)
+        for row, logits in enumerate(runtime_logits(model, sample, candidates)):
+            apart = right.exp() * (right - logits.double().log_softmax(-1))
+            assert found[row, number] == pytest.approx(float(apart.sum(-1).mean()), abs=TOLERANCE)
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol, candidates: Any) -> Any:
+    """Token ids by candidate and sample as the evaluator generates them, one sample at a time."""
+    programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
+    found: list[list[list[int]]] = [[] for _ in candidates]
+    with running(model.model):
+        for sample in bank_samples([task], protocol):
+            stop, finished = stop_tokens(model), sample.finished if task.task.stops else None
+            for joint in compressed(model.model, programs, [sample.prompt], 0, stop, finished):
+                limits = [sample.limit] * len(joint.methods)
+                asked = [sample.asked] * len(joint.methods)
+                replies = joint.replies.ask(asked, limits) if len(sample.asked) else joint.replies.reply(limits)
+                for method, reply in zip(joint.methods, replies, strict=True):
+                    found[int(method)].append(reply)
+    return found
+
+
+def longer(task: TaskPrompts, tokens: int, **changes: Any) -> TaskPrompts:
+    """The same prompts with replies of up to `tokens` tokens; `changes` are of the task."""
+    prompts = []
+    for prompt in task.prompts:
+        questions = (
+            dataclasses.replace(one, query=dataclasses.replace(one.query, max_new_tokens=tokens + one.number))
+            for one in prompt.questions
+        )
+        prompts.append(dataclasses.replace(prompt, questions=tuple(questions)))
+    return dataclasses.replace(task, task=dataclasses.replace(task.task, **changes), prompts=tuple(prompts))
+
+
+@protocols
+@families
+def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> None:
+    model = loaded(family)
+    task = longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)  # beyond Gemma's window of 16
+    candidates = random_candidates(model, 3, 70)
+    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+        found = bank.generate(candidates)
+    assert found == evaluator_replies(model, task, protocol, candidates)
+    assert len({tuple(reply) for row in found for reply in row if reply}) > len(found[0]) // 2
+
+
+@protocols
+def test_replies_end_where_those_of_the_evaluator_end(protocol: Protocol) -> None:
+    """At a stop token, which is not a part of the reply, and with a token that brings a stop text."""
+    model = loaded("llama")
+    task = longer(encoded(model, (60, 2), (90, 1))[0], 8)
+    candidates = random_candidates(model, 3, 70)
+    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+        whole = bank.generate(candidates)
+    reply = next(reply for row in whole for reply in row if reply and len(set(reply)) > 4)
+    model.model.generation_config.eos_token_id = reply[3]
+    task = longer(task, 8, stops=(model.tokenizer.decode([reply[1]]),))
+    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+        cut = bank.generate(candidates)
+    assert cut == evaluator_replies(model, task, protocol, candidates)
+    assert cut != whole
+
+
+@protocols
+def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
+    model = load("bundled")
+    task = encoded(model, (300, 2), (250, 2), (280, 2))[0]
+    candidates = [*random_candidates(model, 3, 80), *random_candidates(model, 3, 8)]
+    samples = bank_samples([task], protocol)
+    programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
+    expected = {
+        (sample.method, sample.key, sample.question): sample.score
+        for sample in run_encoded(model, programs, [task], protocol)
+    }
+    with CandidateBank(model, SNAPKV, samples, cap=80) as bank:
+        found = bank.scores(candidates)
+        np.testing.assert_array_equal(bank.values("metric", candidates), found)
+    for number in range(len(candidates)):
+        assert found[number].tolist() == [
+            expected[str(number), sample.reading.prompt.key, sample.question.number] for sample in samples
+        ]
+    assert set(found.flatten()) == {0.0, 1.0}
+
+
+# --- what a result must not depend on ---------------------------------------------------------------------------------
+
+
+@families
+def test_companions_change_nothing(family: str) -> None:
+    """Bit for bit on a CPU: a search that goes on elsewhere, in other company, must find the same."""
+    model = loaded(family)
+    samples, candidates = samples_of(model, "question-agnostic"), random_candidates(model, 5, 100)
+    with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
+        together = bank.losses(candidates)
+        alone = np.concatenate([bank.losses([candidate]) for candidate in candidates])
+        backwards = bank.losses(candidates[::-1])[::-1]
+    np.testing.assert_array_equal(alone, together)
+    np.testing.assert_array_equal(backwards, together)
+
+
+@families
+def test_the_order_of_the_samples_changes_nothing(family: str) -> None:
+    model = loaded(family)
+    samples, candidates = samples_of(model, "question-agnostic"), random_candidates(model, 3, 50)
+    with CandidateBank(model, SNAPKV, samples, cap=50) as bank:
+        whole, some = bank.losses(candidates), bank.losses(candidates, samples=[4, 0, 2, 0])
+    np.testing.assert_allclose(some, whole[:, [4, 0, 2, 0]], atol=TOLERANCE)

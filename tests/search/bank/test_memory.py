@@ -1,0 +1,184 @@
+"""What fits at a time, and smaller pieces where memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.search.bank import memory as bank_memory
+from kvsearch.search.bank.memory import (
+    Block,
+    Need,
+    Sizes,
+    Splitting,
+    Work,
+    blocks,
+    check_fits,
+    default_memory,
+    is_out_of_memory,
+)
+from tests.families import build
+
+LLAMA, GEMMA = Sizes(build("llama"), ()), Sizes(build("gemma3"), (16, 16))
+WORKS = st.lists(
+    st.builds(
+        Work, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_stored_entries_by_hand() -> None:
+    """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
+    work = Work(prompt=100, width=30, read=5, own=5, rows=2)
+    assert LLAMA.stored(work) == 4 * 30 * 256
+    assert GEMMA.stored(work) == (2 * 30 + 2 * 15) * 256
+    assert LLAMA.stored(Work(20, 30, 5, 5, 2)) == 4 * 20 * 256
+    assert GEMMA.stored(Work(10, 30, 5, 5, 2)) == 4 * 10 * 256
+
+
+def test_more_of_anything_takes_more() -> None:
+    base = Work(prompt=100, width=30, read=5, own=5, rows=2)
+    need = LLAMA.need(base)
+    for more in (Work(100, 40, 5, 5, 2), Work(100, 30, 6, 6, 2), Work(100, 30, 5, 6, 2), Work(100, 30, 5, 5, 3)):
+        other = LLAMA.need(more)
+        assert (other.shared, other.each) != (need.shared, need.each)
+        assert other.shared >= need.shared
+        assert other.each >= need.each
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@given(WORKS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
+@settings(max_examples=150, deadline=None)
+def test_blocks_hold_every_sample_once_and_fit(works: list[Work], candidates: int, room: float, tokens: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bank_memory, "PASS_TOKENS", tokens)
+        memory = int(room * check_fits(LLAMA, works, 10**12))
+        found = list(blocks(works, LLAMA, candidates, memory))
+        again = list(blocks(works, LLAMA, candidates + 3, memory))
+    assert sorted(itertools.chain(*(block.samples for block in found))) == list(range(len(works)))
+    assert [block.samples for block in again] == [block.samples for block in found]
+    for block in found:
+        needs = [LLAMA.need(works[index]) for index in block.samples]
+        count = len(needs)
+        taken = count * (max(need.shared for need in needs) + block.candidates * max(need.each for need in needs))
+        assert taken <= memory
+        assert 1 <= block.candidates <= candidates
+        read = count * block.candidates * max(need.read for need in needs)
+        assert read <= tokens or count * block.candidates == 1
+
+
+def test_candidates_are_shared_out_evenly() -> None:
+    need = LLAMA.need(Work(100, 30, 5, 5, 2))
+    memory = need.shared + 5 * need.each
+    assert list(blocks([Work(100, 30, 5, 5, 2)], LLAMA, 12, memory)) == [Block([0], 4)]
+
+
+def test_what_is_alike_is_read_together() -> None:
+    works = [Work(100, 30, read, read, 1) for read in (9, 3, 9, 3)]
+    need = LLAMA.need(works[0])
+    memory = 2 * (need.shared + bank_memory.TOGETHER * need.each)
+    assert [block.samples for block in blocks(works, LLAMA, 8, memory)][-1] == [0, 2]
+
+
+def test_too_little_memory_says_how_much_it_takes() -> None:
+    works = [Work(100, 30, 5, 5, 2), Work(200, 90, 5, 5, 2)]
+    need = LLAMA.need(works[1])
+    least = need.shared + need.each
+    assert check_fits(LLAMA, works, least) == least
+    with pytest.raises(UsageError, match=f"takes {least:,} bytes, there are {least - 7:,}: raise --max-memory by at l"):
+        check_fits(LLAMA, works, least - 7)
+    with pytest.raises(UsageError, match="lower the largest budget"):
+        list(blocks(works, LLAMA, 1, least - 7))
+
+
+def test_samples_of_a_block_are_padded_to_the_largest() -> None:
+    assert Need(2, 10, 7, 3).with_one(Need(1, 8, 9, 1)) == Need(3, 10, 9, 3)
+
+
+# --- where memory runs out --------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Does what has at most `most` samples x candidates, and notes it."""
+
+    def __init__(self, most: int, loads: int = 99) -> None:
+        self.most, self.loads = most, loads
+        self.done: list[tuple[int, int]] = []
+        self.tried: list[tuple[int, int]] = []
+
+    def load(self, samples: list[int]) -> list[int]:
+        if len(samples) > self.loads:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return samples
+
+    def act(self, loaded: list[int], samples: list[int], some: slice) -> None:
+        assert loaded == samples
+        count = some.stop - some.start
+        self.tried.append((len(samples), count))
+        if len(samples) * count > self.most:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        self.done += [(sample, candidate) for sample in samples for candidate in range(some.start, some.stop)]
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 60), st.integers(1, 9))
+def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: int, loads: int) -> None:
+    worker = Worker(most, loads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
+        Splitting().run(Block(list(range(samples)), candidates), candidates, worker.load, worker.act)
+    assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
+
+
+def test_candidates_are_halved_first_and_stay_so() -> None:
+    worker, splitting = Worker(9), Splitting()
+    splitting.run(Block([0, 1, 2], 8), 8, worker.load, worker.act)
+    assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
+    assert len(worker.done) == 24
+    worker.tried = []
+    splitting.run(Block([3, 4], 8), 8, worker.load, worker.act)
+    assert worker.tried == [(2, 2)] * 4
+
+
+def test_a_single_sample_and_candidate_that_do_not_fit() -> None:
+    worker = Worker(0)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        Splitting().run(Block([0, 1], 4), 4, worker.load, worker.act)
+
+
+def test_other_errors_are_raised_at_once() -> None:
+    def act(*_: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        Splitting().run(Block([0], 4), 4, lambda samples: samples, act)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (MemoryError(), True),
+        (RuntimeError("shape mismatch"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_default_memory_of_a_cpu() -> None:
+    assert default_memory(torch.device("cpu")) == 8 * 2**30

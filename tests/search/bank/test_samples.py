@@ -1,0 +1,111 @@
+"""Samples: what is compressed, what follows, which rows predict the answer, and what makes two samples the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.samples import token_hash
+from kvsearch.models.loading import LoadedModel
+from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.encode import encode_tasks
+from tests import tiny
+from tests.search.bank.cases import PROTOCOLS, without_answers
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def of_queries(model: LoadedModel, protocol: Any, *queries: Query, **changes: Any) -> list[BankSample]:
+    context = " ".join(tiny.document(40).words[1:])
+    task = tiny.Listed("asked", (Example("asked", "7", context, queries),), **changes)
+    return bank_samples(encode_tasks(model, [task], 1), protocol)
+
+
+def words(model: LoadedModel, ids: torch.Tensor) -> str:
+    return model.tokenizer.decode(ids.tolist())
+
+
+def test_question_agnostic_the_question_follows(model: LoadedModel) -> None:
+    sample = of_queries(model, "question-agnostic", Query("? code", ("mark recall .",)))[0]
+    assert words(model, sample.asked) == "? code"
+    assert words(model, sample.answer) == "mark recall ."
+    assert words(model, sample.following) == "? code mark recall"
+    assert sample.predicting == 3
+    assert words(model, sample.prompt).startswith("<bos>")
+    assert "?" not in words(model, sample.prompt)
+
+
+def test_question_aware_the_prompt_predicts_the_first_token(model: LoadedModel) -> None:
+    sample = of_queries(model, "question-aware", Query("? code", ("mark recall .",)))[0]
+    assert len(sample.asked) == 0
+    assert words(model, sample.prompt).endswith("? code")
+    assert words(model, sample.following) == "mark recall"
+    assert sample.predicting == 2
+
+
+def test_an_answer_of_one_token(model: LoadedModel) -> None:
+    agnostic, aware = (of_queries(model, protocol, Query("? code", ("mark",)))[0] for protocol in PROTOCOLS)
+    assert (words(model, agnostic.following), agnostic.predicting) == ("? code", 1)
+    assert (len(aware.following), aware.predicting) == (0, 0)
+
+
+def test_the_first_answer_counts_as_far_as_a_reply_may_go(model: LoadedModel) -> None:
+    query = Query("? code", ("mark recall .", "code"), max_new_tokens=2, prefix=" =")
+    sample = of_queries(model, "question-agnostic", query)[0]
+    assert words(model, sample.answer) == "mark recall"
+    assert words(model, sample.asked) == "? code ="
+    assert sample.limit == 2
+
+
+def test_questions_without_answers_have_none(model: LoadedModel) -> None:
+    assert [(len(sample.answer), sample.predicting) for sample in without_answers(model)] == [(0, 0)]
+
+
+def test_samples_come_by_task_example_and_question(model: LoadedModel) -> None:
+    tasks = encode_tasks(model, [tiny.listed((60, 2), (50, 1)), tiny.listed((40, 1), name="other")], 2)
+    for protocol in PROTOCOLS:
+        assert [sample.place for sample in bank_samples(tasks, protocol)] == [
+            "task listed, example 0, question 0",
+            "task listed, example 0, question 1",
+            "task listed, example 1, question 0",
+            "task other, example 0, question 0",
+        ]
+
+
+def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
+    queries = Query("? code", ("mark",)), Query("? item", ("mark",))
+    agnostic, aware = (of_queries(model, protocol, *queries) for protocol in PROTOCOLS)
+    one, two = agnostic
+    assert one.prompt_sha256 == two.prompt_sha256 == one.context_sha256 == token_hash(one.prompt)
+    assert one.sha256 != two.sha256
+    assert [sample.sha256 for sample in aware] == [sample.sha256 for sample in agnostic]
+    assert [sample.context_sha256 for sample in aware] == [sample.context_sha256 for sample in agnostic]
+    assert aware[0].prompt_sha256 == aware[0].sha256 != aware[1].prompt_sha256
+
+
+def test_replies_end_at_a_stop_text_and_are_cut_there(model: LoadedModel) -> None:
+    sample = of_queries(model, "question-agnostic", Query("? code", ("mark",)), stops=(" .",))[0]
+    reply = model.tokenizer("mark .", add_special_tokens=False)["input_ids"]
+    assert [sample.finished(reply[:1]), sample.finished(reply)] == [False, True]
+    assert sample.score(reply) == 1.0
+    assert sample.score(reply[1:]) == 0.0
+    free = dataclasses.replace(
+        sample, task=dataclasses.replace(sample.task, task=dataclasses.replace(sample.task.task, stops=()))
+    )
+    assert not free.finished(reply)
+
+
+def test_a_metric_that_fails_names_the_question(model: LoadedModel) -> None:
+    sample = of_queries(model, "question-agnostic", Query("? code", ("mark",)))[0]
+    broken = dataclasses.replace(sample.task.task, metric="none")
+    sample = dataclasses.replace(sample, task=dataclasses.replace(sample.task, task=broken))
+    with pytest.raises(UsageError, match="task asked, example 7, question 0: the metric fails with KeyError"):
+        sample.score([5])

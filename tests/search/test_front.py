@@ -1,0 +1,119 @@
+"""Several budgets in one search."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.report.search import front_as_json, front_tables
+from kvsearch.search.completion import extrapolate
+from kvsearch.search.front import Point, PreparedFront, prepare_front
+from kvsearch.search.ledger import Ledger, Spent
+from kvsearch.search.settings import Limits
+from kvsearch.search.start_plans import Base
+from kvsearch.search.workers import make_executor
+from tests.search.evolving import CONTEXTS, POLICY, settings_of, splits
+from tests.search.searching import Silent, timeless, told
+
+BUDGETS = 8, 16, 24
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("bundled")
+
+
+def prepare(loaded: LoadedModel, *budgets: int) -> PreparedFront:
+    base = Base.of(loaded, POLICY)
+    return prepare_front(base, settings_of(generations=1), budgets, splits(), Settings(CONTEXTS), {})
+
+
+def run(front: PreparedFront, path: Path, watcher: Silent | None = None, limits: Limits | None = None) -> list[Point]:
+    with make_executor(front.first, LoadOptions(), cap=front.cap) as executor, Ledger(path) as ledger:
+        return front.run(executor, ledger, limits or Limits(), watcher or Silent())
+
+
+@pytest.fixture(scope="module")
+def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Point], Path, Silent]:
+    path, watcher = tmp_path_factory.mktemp("front") / "ledger.jsonl", Silent()
+    return run(prepare(loaded, 24, 8, 16, 8), path, watcher), path, watcher
+
+
+def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Point], Path, Silent]) -> None:
+    points, _, watcher = found
+    assert [point.budget for point in points] == list(BUDGETS)
+    assert [point.evolved.choice.plan.total for point in points] == [24 * budget for budget in BUDGETS]
+    assert [stage for stage in watcher.stages if "start" in stage] == [f"budget {n}: start plans" for n in BUDGETS]
+    assert watcher.ends == [f"budget {n}: all stages are finished" for n in BUDGETS]
+
+
+def test_each_begins_with_the_result_before(found: tuple[list[Point], Path, Silent]) -> None:
+    points, _, _ = found
+    assert "scaled-8" not in points[0].prepared.starts
+    for before, point in pairwise(points):
+        frame = point.prepared.frame
+        scaled = extrapolate(before.evolved.choice.table, point.budget, frame.floors, frame.caps)
+        assert any(np.array_equal(scaled, table) for table in point.prepared.starts.values())
+        scores = {name: point.evolved.choice.trial.score(name).mean for name in point.evolved.choice.finalists}
+        assert scores[point.evolved.choice.name] == max(scores.values())
+
+
+def test_the_report_is_asked_once_of_everything(found: tuple[list[Point], Path, Silent]) -> None:
+    points, _, _ = found
+    assert len({id(point.evolved.report.study) for point in points}) == 1
+    assert "expanded" not in points[0].evolved.report.labels
+    for point in points[1:]:
+        assert {"full", "evolved", "uniform", "pyramid", "streaming", "expanded"} <= set(point.evolved.report.labels)
+
+
+def test_the_front_as_json_and_as_a_table(found: tuple[list[Point], Path, Silent]) -> None:
+    points, _, _ = found
+    data = front_as_json(points, Spent(1, 2, 3.0))
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert list(data["budgets"]) == ["8", "16", "24"]
+    assert data["budgets"]["16"]["budgets"] == points[1].evolved.choice.table.tolist()
+    assert "expanded" in data["budgets"]["24"]["gains"]
+    (table,) = front_tables(points)
+    rows = [[cell.text for cell in row] for row in table.groups[0].rows]
+    assert [row[:2] for row in rows] == [["full", ""], ["8", "192"], ["16", "384"], ["24", "576"]]
+    assert rows[1][3] == ""
+    assert all(rows[2])
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_front_that_is_cut_ends_the_same(
+    share: float, found: tuple[list[Point], Path, Silent], loaded: LoadedModel, tmp_path: Path
+) -> None:
+    points, whole, _ = found
+    lines = whole.read_bytes().splitlines(keepends=True)
+    (tmp_path / "l").write_bytes(b"".join(lines[: int(share * len(lines))]) + b'{"kind"')
+    again = run(prepare(loaded, *BUDGETS), tmp_path / "l")
+    assert [told(one.evolved.outcome) for one in again] == [told(one.evolved.outcome) for one in points]
+    assert [one.evolved.choice.plan for one in again] == [one.evolved.choice.plan for one in points]
+    assert timeless(tmp_path / "l") == timeless(whole)
+
+
+def test_limits_are_for_all_budgets_together(loaded: LoadedModel, tmp_path: Path) -> None:
+    points = run(prepare(loaded, 8, 16), tmp_path / "l", limits=Limits(evaluations=5))
+    assert [point.evolved.outcome.ended for point in points] == ["5 candidates were evaluated, as many as allowed"] * 2
+    assert points[1].evolved.choice.name in points[1].prepared.starts
+
+
+@pytest.mark.parametrize("budgets", [(16,), (16, 16)])
+def test_one_budget_is_no_front(budgets: tuple[int, ...], loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="a front needs two different budgets or more"):
+        prepare(loaded, *budgets)
+
+
+def test_every_budget_is_checked(loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="500 entries per kv head keep all of the longest prompt"):
+        prepare(loaded, 16, 500)
+    with pytest.raises(UsageError, match="a budget of 3 is below the 4 entries"):
+        prepare(loaded, 16, 3)

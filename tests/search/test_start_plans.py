@@ -1,0 +1,103 @@
+"""Plans of a search: what it starts from, and what its result is written as."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.search.start_plans import Base, start_tables
+from tests import tiny
+from tests.plan.builders import make_plan
+
+POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny.loaded()
+
+
+@pytest.fixture(scope="module")
+def base(loaded: LoadedModel) -> Base:
+    return Base.of(loaded, POLICY)
+
+
+def test_a_policy_for_all_layers(base: Base) -> None:
+    assert base.heads == (4, 2)
+    assert base.floors.tolist() == [[6, 6]] * 4
+    assert base.by_layer == dict.fromkeys(range(4), POLICY)
+
+
+def test_the_policies_of_a_plan(loaded: LoadedModel) -> None:
+    plan = tiny.plan_for(loaded, list(SHAPED))
+    assert Base.of(loaded, plan).policies == (POLICY,) * 4
+
+
+def test_a_plan_leaves_sliding_layers_alone() -> None:
+    """Gemma 2: every other layer has a sliding window."""
+    loaded = tiny.loaded("gemma2")
+    base = Base.of(loaded, POLICY)
+    assert base.heads == (2, 2)
+    table = np.array([[10, 14], [20, 12]])
+    plan = base.plan(table, {"budget": 14}, seed=3)
+    assert [row.budget if row else None for row in plan.prefill.layers] == [None, (10, 14), None, (20, 12)]
+    Program.from_plan(loaded.model, plan)
+
+
+def test_the_plan_of_a_table(base: Base) -> None:
+    table = np.array(SHAPED)
+    plan = base.plan(table, {"budget": 14, "parity": False}, seed=3)
+    assert plan.total == table.sum()
+    assert plan.scaling == "fixed"
+    assert plan.floor == 6
+    np.testing.assert_equal(budgets_at(plan, "prefill", 1000), table)
+    np.testing.assert_equal(budgets_at(plan, "prefill", 50), table)
+    assert plan.provenance is not None
+    assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
+    assert plan.provenance.settings == {"budget": 14, "parity": False}
+
+
+class TestStarts:
+    def test_uniform_and_pyramid_have_the_total(self, base: Base) -> None:
+        found = start_tables(base, 20, {})
+        assert list(found) == ["uniform", "pyramid"]
+        assert (found["uniform"] == 20).all()
+        assert found["pyramid"].sum() == 160
+        assert (np.diff(found["pyramid"][:, 0]) < 0).all()
+
+    def test_plans_are_scaled(self, base: Base, loaded: LoadedModel) -> None:
+        plan = tiny.plan_for(loaded, list(SHAPED))
+        found = start_tables(base, 30, {"mine": plan})
+        assert found["mine"].sum() == 240
+        assert found["mine"].min() >= 6
+        np.testing.assert_equal(start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
+
+    def test_equal_tables_are_there_once(self, base: Base, loaded: LoadedModel) -> None:
+        plan = tiny.plan_for(loaded, [[20, 20]] * 4)
+        assert list(start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
+
+    def test_a_budget_below_the_window(self, base: Base) -> None:
+        with pytest.raises(
+            UsageError, match=r"a budget of 5 is below the 6 entries that snapkv always keeps: .*--budget.*--set window"
+        ):
+            start_tables(base, 5, {})
+
+    def test_a_plan_of_another_model(self, base: Base) -> None:
+        with pytest.raises(IncompatibleError, match="start plan other was made for another model"):
+            start_tables(base, 20, {"other": tiny.plan_for(tiny.loaded("qwen2"), list(SHAPED))})
+
+    def test_a_plan_with_full_layers(self, base: Base, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
+            start_tables(base, 20, {"mine": tiny.plan_for(loaded, [None, *SHAPED[1:]])})
+
+    def test_a_plan_that_evicts_while_decoding(self, base: Base, loaded: LoadedModel) -> None:
+        prefill = tiny.plan_for(loaded, list(SHAPED)).model_dump(mode="json")
+        plan = make_plan(list(SHAPED), model=prefill["model"], prefill=prefill["prefill"], decode=prefill["prefill"])
+        with pytest.raises(UsageError, match="start plan mine is no static plan of the prefill phase alone"):
+            start_tables(base, 20, {"mine": plan})

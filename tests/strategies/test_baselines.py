@@ -1,0 +1,122 @@
+"""Baselines hold exactly what the plan holds, at every prompt length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvsearch.errors import UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
+from kvsearch.policies import Observation, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.strategies.baselines import BASELINES, RandomEviction, baselines, equal_uniform, full_cache
+from tests import tiny
+from tests.families import prompts
+from tests.runtime.helpers import feed, running
+
+LENGTHS = (1, 5, 13, 39, 40, 41, 200)
+RAGGED: list[list[int] | None] = [[10, 7], [25, 6], [31, 12], [9, 40]]
+PARTIAL: list[list[int] | None] = [None, [10, 7], None, [9, 40]]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def held(model: LoadedModel, program: Program, length: int) -> int:
+    """Entries of all full-attention layers after a real prompt."""
+    with running(model.model, NAME):
+        cache = PlanCache(model.model, program)
+        feed(model.model, cache, [prompts(1, length)])
+    return sum(int(cache.planned[i].holder.entries().sum()) if i in cache.planned else 2 * length for i in range(4))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("scaling", ["proportional", "fixed"])
+@pytest.mark.parametrize("budgets", [RAGGED, PARTIAL])
+def test_equal_entries_at_every_length(budgets: Any, scaling: str, length: int, model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, budgets, scaling=scaling)
+    program = Program.from_plan(model.model, plan)
+    wanted = held(model, program, length)
+    for name, baseline in baselines(model.model, program).items():
+        assert baseline.prefill is not None
+        table = baseline.prefill.table(length)
+        assert table.sum() == wanted, name
+        assert table.max() - table.min() <= 1
+        assert table.max() <= length
+        assert held(model, baseline, length) == wanted, name
+
+
+def plan_of(model: LoadedModel, *names: str) -> Program:
+    """A plan whose layers have these policies in turn."""
+    plan: dict[str, Any] = tiny.plan_for(model, RAGGED).model_dump()
+    for index, layer in enumerate(plan["prefill"]["layers"]):
+        layer["policy"] = {"name": names[index % len(names)], "params": {"sinks": 4}}
+        layer["budget"] = [40, 38]  # room for SnapKV's window
+    plan["total"] = 4 * 78
+    return Program.from_plan(model.model, Plan.model_validate(plan))
+
+
+def test_names_and_policies(model: LoadedModel) -> None:
+    found = baselines(model.model, plan_of(model, "keydiff"))
+    assert tuple(found) == BASELINES
+    policies = {name: set(program.policies) for name, program in found.items()}
+    assert policies == {
+        "uniform": {create_policy("keydiff", {"sinks": 4})},
+        "snapkv": {create_policy("snapkv", {"sinks": 4})},
+        "streaming": {create_policy("streaming")},
+        "random": {RandomEviction()},
+    }
+    assert all(program.layers == (0, 1, 2, 3) for program in found.values())
+
+
+def test_only_what_was_asked_for_in_that_order(model: LoadedModel) -> None:
+    assert list(baselines(model.model, plan_of(model, "keydiff"), ("random", "uniform"))) == ["random", "uniform"]
+    assert baselines(model.model, plan_of(model, "keydiff"), ()) == {}
+
+
+@pytest.mark.parametrize(("policy", "twin"), [("snapkv", "snapkv"), ("streaming", "streaming")])
+def test_a_baseline_that_equals_another_is_left_out(policy: str, twin: str, model: LoadedModel) -> None:
+    assert list(baselines(model.model, plan_of(model, policy))) == [name for name in BASELINES if name != twin]
+
+
+def test_a_plan_of_several_policies_has_no_uniform_counterpart(model: LoadedModel) -> None:
+    assert list(baselines(model.model, plan_of(model, "keydiff", "snapkv"))) == ["snapkv", "streaming", "random"]
+
+
+def test_unknown_names(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="unknown baseline 'snapvk'; did you mean 'snapkv'"):
+        baselines(model.model, plan_of(model, "keydiff"), ("uniform", "snapvk"))
+
+
+def test_the_full_cache_keeps_everything(model: LoadedModel) -> None:
+    assert held(model, full_cache(model.model), 33) == 8 * 33
+
+
+def test_what_does_not_divide_goes_to_the_first_heads(model: LoadedModel) -> None:
+    program = equal_uniform(model.model, create_policy("streaming"), lambda length: 8 * 3 + 5)
+    assert program.prefill is not None
+    table = program.prefill.table(20)
+    assert table.tolist() == [[4, 4], [4, 4], [4, 3], [3, 3]]
+
+
+def observation(batch: int = 1, length: int = 50) -> Observation:
+    keys = torch.zeros(batch, 2, length, 4)
+    return Observation(keys, keys, torch.ones(batch, length, dtype=torch.bool), 1.0)
+
+
+def test_random_eviction_is_random_by_seed_alone() -> None:
+    state = torch.get_rng_state()
+    scores = RandomEviction().score(observation())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(RandomEviction().score(observation()), scores)
+    assert not torch.equal(RandomEviction(seed=1).score(observation()), scores)
+    assert not torch.equal(scores[0, 0], scores[0, 1])
+    assert len(np.unique(scores.numpy())) == scores.numel()
+    assert RandomEviction().sink_count == 4

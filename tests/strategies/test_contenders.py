@@ -1,0 +1,443 @@
+"""Methods by name: what they stand for, that all of a size hold the same, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.evaluation.averages import MACRO, blocks_of, named_averages
+from kvsearch.evaluation.compare import Settings, prepare
+from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.totals import check_totals
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan, Profile, ProfileMetadata, save_plan
+from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.profile import save_profile
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.strategies.baselines import RandomEviction
+from kvsearch.strategies.contenders import Contender, sweep
+from kvsearch.strategies.direct import direct_plan, pyramid
+from kvsearch.strategies.from_profile import Target, plan_from_profile
+from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
+from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method, Size
+from kvsearch.strategies.request import read_contest
+from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS
+from kvsearch.tasks.longbench.task import LongBenchTask
+from tests import tiny
+
+HEADS = (4, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def one(name: str, *typed: str) -> Method:
+    (method,) = find_methods(name, typed)
+    return method
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_names_stand_for() -> None:
+    uniform, pyramidal, lava, layers, h2o = find_methods("uniform, pyramid,lava,lava-uniform,h2o")
+    assert (uniform.policy, uniform.allocation) == (create_policy("snapkv"), None)
+    assert pyramidal.policy == create_policy("pyramidkv")
+    assert pyramidal.layout == Formula(Pyramid(20.0, 8), 8)
+    assert (lava.policy, lava.allocation) == (create_policy("lava"), LAVa())
+    assert layers.allocation == LAVa(layers="planned")
+    assert (h2o.policy, h2o.allocation) == (create_policy("h2o"), None)
+    assert one("ada-pyramid").allocation == AdaKV()
+
+
+def test_another_policy_under_the_budgets_of_a_method() -> None:
+    method = one("pyramid:keydiff", "window=4")
+    assert method.policy == create_policy("keydiff", {"window": 4})
+    assert method.layout == Formula(Pyramid(20.0, 4), 4)
+    assert one("uniform:cake").policy == create_policy("cake")
+    assert one("uniform:cake").allocation is None
+
+
+def test_settings_of_all_and_of_one() -> None:
+    found = {m.name: m for m in find_methods(
+        "uniform,pyramid,h2o,cake,lava", ["window=6", "pyramid.window=9", "pyramid.beta=5", "floor_share=0", "tau1=2"]
+    )}  # fmt: skip
+    windows = {name: method.policy.window_count for name, method in found.items()}
+    assert windows == {"uniform": 6, "pyramid": 9, "h2o": 1, "cake": 6, "lava": 6}
+    assert found["pyramid"].layout == Formula(Pyramid(5.0, 9), 9)
+    assert found["lava"].allocation == LAVa(floor_share=0.0)
+    assert found["cake"].allocation is not None
+    assert found["cake"].allocation.parameters() == {"tau1": 2.0, "tau2": 1.0, "window": 0}
+
+
+@pytest.mark.parametrize(
+    ("names", "typed", "problem"),
+    [
+        ("unifrom", (), "unknown method 'unifrom'; did you mean 'uniform'"),
+        ("uniform,,lava", (), "empty name"),
+        ("full,uniform", (), "the full cache is always there"),
+        ("lava:snapk", (), "method lava:snapk: unknown policy 'snapk'; did you mean 'snapkv'"),
+        ("h2o:snapkv", (), "unknown method 'h2o'"),
+        ("lava,lava", (), "the method lava is given twice"),
+        ("uniform,h2o,snapkv", (), "the methods uniform and snapkv are the same"),
+        ("uniform", ("windw=3",), "--set windw: none of these methods"),
+        ("uniform", ("window=3", "window=4"), "--set window is given twice"),
+        ("uniform", ("lava.window=3",), "--set lava.window: no method is called 'lava'"),
+        ("uniform,lava", ("lava.windw=3",), "method lava has no setting 'windw'; did you mean 'window'"),
+        ("lava-uniform", ("lava-uniform.layers=dynamic",), "no setting 'layers'"),
+        ("random", ("random.sinks=3",), "method random has no setting 'sinks'"),
+        ("uniform", ("window=big",), "method uniform: policy snapkv: window must be int"),
+        ("pyramid", ("beta=big",), "method pyramid: beta must be float"),
+        ("lava", ("floor_share=2",), r"method lava: floor_share must be in \[0, 1\]"),
+        ("lukv=none", (), "there is no file none"),
+        ("uniform=none", (), "a profile cannot be called 'uniform'"),
+        ("=none", (), "a profile cannot be called ''"),
+    ],
+)
+def test_bad_methods(names: str, typed: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        find_methods(names, typed)
+
+
+def test_sizes() -> None:
+    assert find_sizes("128, 64", "0.5") == [Size(128), Size(64), Size(ratio=0.5)]
+    assert [str(size) for size in find_sizes("128", "0.85")] == ["128", "0.85"]
+    assert [size.words for size in find_sizes("1,2", "0.85")] == [
+        "1 entry per kv head", "2 entries per kv head", "85% evicted",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budgets", "ratios", "problem"),
+    [
+        (None, None, "give --budgets"),
+        ("12a", None, "budget '12a' is not a number such as 128"),
+        ("1.5", None, "budget '1.5' is not a number"),
+        ("", None, "budget '' is not a number"),
+        ("0", None, "a budget of 0 keeps nothing"),
+        (None, "1.5", r"outside \(0, 1\)"),
+        (None, "nan", r"outside \(0, 1\)"),
+        ("64,64", None, "the size 64 is given twice"),
+    ],
+)
+def test_bad_sizes(budgets: str | None, ratios: str | None, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        find_sizes(budgets, ratios)
+
+
+def test_budgets_below_what_is_protected() -> None:
+    with pytest.raises(UsageError, match="method lava: 20 entries per kv head is below the 32 that lava always keeps"):
+        one("lava").check([Size(20)])
+    one("lava", "window=20").check([Size(20)])
+    with pytest.raises(UsageError, match="method lava:d2o: allocation: d2o merges what it evicts"):
+        one("lava:d2o").check([Size(ratio=0.5)])
+
+
+# --- totals ----------------------------------------------------------------------------------------------------------
+
+
+EVERY = [name for name in method_names() if name != "duo_attention"]
+
+
+@pytest.fixture(scope="module")
+def every(model: LoadedModel) -> list[Method]:
+    return find_methods(",".join(name for name in EVERY if name != "snapkv"), ["window=4", "sinks=2"])
+
+
+@pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
+def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: list[Method], phases: str) -> None:
+    sizes = [Size(8), Size(33), Size(ratio=0.7)]
+    contenders = sweep(model, every, sizes, phases)
+    assert len(contenders) == 1 + len(sizes) * len(every)
+    check_totals(model, contenders, range(1, 60))
+    for contender in contenders[1:]:
+        assert contender.size is not None
+        assert contender.label == f"{contender.name}@{contender.size}"
+        assert (contender.program.prefill is not None, contender.program.decode is not None) == (
+            phases != "decode", phases != "prefill",
+        )  # fmt: skip
+        for length in (1, 7, 8, 20, 33, 59):
+            total = contender.size.total(length, 8)
+            if contender.program.prefill is not None:
+                table = contender.program.prefill.table(length)
+                assert table.sum() == min(total, 8 * length)
+                assert table.max() <= length
+            if contender.program.decode is not None:
+                assert contender.program.decode.table(length).sum() == total
+
+
+@given(st.integers(1, 80), st.integers(1, 90), st.sampled_from(["uniform", "pyramid", "pyramid:keydiff"]))
+@settings(max_examples=60, deadline=None)
+def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: int, name: str) -> None:
+    method = one(name, "window=5")
+    total = min(Size(budget).total(length, 8), 8 * length)
+    budgets = method.layout.budgets(total, length, HEADS)
+    assert budgets.sum() == total
+    assert budgets.min() >= min(5, budget, length)
+    assert budgets.max() <= length
+
+
+def test_the_pyramid_gets_flatter_in_short_prompts() -> None:
+    layout = one("pyramid", "window=2", "beta=4").layout
+    assert layout.budgets(8 * 6, 100, HEADS)[:, 0].tolist() == [9, 7, 5, 3]
+    assert layout.budgets(8 * 6, 7, HEADS)[:, 0].tolist() == [7, 6, 6, 5]
+    assert layout.budgets(8 * 6, 6, HEADS)[:, 0].tolist() == [6, 6, 6, 6]
+
+
+def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None:
+    for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
+        method = one(name, "window=4")
+        made = pyramid(method.policy) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
+        plan = direct_plan(model, method.policy, Target(budget=12), ["prefill"], made)
+        program = Program.from_plan(model.model, plan)
+        mine = method.program(model, Size(12))
+        assert program.prefill is not None
+        assert mine.prefill is not None
+        assert np.array_equal(program.prefill.table(70), mine.prefill.table(70))
+        assert program.policies == mine.policies
+
+
+def test_ratios_below_what_is_protected(model: LoadedModel) -> None:
+    contenders = sweep(model, [one("uniform")], [Size(ratio=0.99)])
+    problem = (
+        r"method uniform: ratio 0.99 leaves 5.125 entries per kv head of a prompt of 512 tokens, which is below the 32 "
+        r"that snapkv always keeps \(0 sinks, 32 recent\): keep more, or lower them with --set"
+    )
+    with pytest.raises(UsageError, match=problem):
+        check_totals(model, contenders, [512, 300, 512])
+    assert check_totals(model, contenders, [512, 300, 300, 3200]) == [
+        "uniform at ratio 0.99: 3 of 4 prompts (300 to 512 tokens) are so short that it holds less than the 32 entries "
+        "per kv head that snapkv always keeps"
+    ]
+    assert check_totals(model, contenders, [3200, 5000]) == []
+    with pytest.raises(UsageError, match="below the 32"):
+        check_totals(model, sweep(model, [one("uniform")], [Size(ratio=0.99)], "decode"), [512])
+    assert check_totals(model, sweep(model, [one("uniform", "window=5")], [Size(ratio=0.99)]), [512]) == []
+
+
+def test_notes_on_short_prompts_reach_the_study(model: LoadedModel) -> None:
+    contenders = sweep(model, [one("uniform", "window=20")], [Size(ratio=0.6)])
+    study = prepare(model, contenders, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
+    (note,) = (note for note in study.notes if "at ratio" in note)
+    assert note.startswith("uniform at ratio 0.6: 1 of 2 prompts (")
+
+
+@dataclass(frozen=True)
+class Generous(RandomEviction):
+    """Never evicts heads with even budgets."""
+
+    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
+        return budget % 2 == 0
+
+
+def test_heads_that_are_never_evicted_are_found_out(model: LoadedModel) -> None:
+    method = replace(one("random"), policy=Generous())
+    check_totals(model, sweep(model, [method], [Size(7)]), [40, 50])
+    with pytest.raises(UsageError, match="random would hold 320 entries of a prompt of 40 tokens, 8 entries per kv he"):
+        check_totals(model, sweep(model, [method], [Size(8)]), [40])
+    check_totals(model, sweep(model, [method], [Size(7)], "decode"), [40, 50])
+    with pytest.raises(UsageError, match="hold 328 entries while it replies to a prompt of 40 tokens, 8 entries per"):
+        check_totals(model, sweep(model, [method], [Size(8)], "decode"), [40])
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+
+def profile(model: LoadedModel, **changes: Any) -> Profile:
+    """Local ratios around every global one, for prompts of 50 tokens."""
+    offsets = np.linspace(-0.009, 0.009, 8).reshape(HEADS)
+    grid = np.arange(1, 100)[:, None, None] / 100
+    table = (grid + offsets * np.minimum(grid, 1 - grid) * 100).astype(np.float32)
+    plan = tiny.plan_for(model, [[15, 15]] * 4)
+    metadata = ProfileMetadata.model_validate(
+        {
+            "model": model.fingerprint.model_dump(), "method": "lukv", "length": 50, "questions": 2, "floor": 1,
+            "policy": {"name": "keydiff", "params": {"window": 1}}, "layers": [0, 1, 2, 3],
+            "provenance": plan.provenance.model_dump(), **changes,
+        }
+    )  # fmt: skip
+    return Profile(metadata, {"evicted_ratio": table})
+
+
+def test_a_profile_is_looked_up(model: LoadedModel, tmp_path: Path) -> None:
+    made = profile(model)
+    (tmp_path / "run").mkdir()
+    save_profile(made, tmp_path / "run" / "profile.safetensors")
+    method = one(f"lukv={tmp_path / 'run'}")
+    assert method.policy == create_policy("keydiff", {"window": 1})
+    for budget, length in ((12, 50), (12, 40), (30, 50)):
+        prefill = method.program(model, Size(budget)).prefill
+        assert prefill is not None
+        plan = plan_from_profile(made, Target(budget=budget, length=length))
+        assert prefill.table(length).tolist() == [list(row or ()) for row in plan.budgets("prefill")]
+        assert len(set(prefill.table(length).flatten())) > 3
+    prefill = method.program(model, Size(12)).prefill
+    assert prefill is not None
+    assert prefill.table(9).tolist() == [[9, 9]] * 4
+    assert method.definition(Size(12), "prefill")["budgets"]["calibrated"] == "lukv"
+    with pytest.raises(UsageError, match="keeps the settings that it was calibrated with"):
+        find_methods(f"lukv={tmp_path / 'run'}", ["lukv.window=3"])
+    with pytest.raises(UsageError, match="none of these methods"):
+        find_methods(f"lukv={tmp_path / 'run'}", ["kernel=3"])
+    with pytest.warns(
+        KvsearchWarning, match="method lukv keeps window=1 of its profile: --set window=3 is for the others"
+    ):
+        (_, same) = find_methods(f"uniform,lukv={tmp_path / 'run'}", ["window=3"])
+    assert same.policy == method.policy
+
+
+def test_a_profile_of_another_model(model: LoadedModel) -> None:
+    method = Method("lukv", create_policy("keydiff"), Calibrated(profile(model)), source=Path("runs/x"))
+    other = tiny.loaded("qwen2")
+    with pytest.raises(IncompatibleError, match="the profile runs/x was made for another model"):
+        method.program(other, Size(12))
+
+
+# --- plans beside methods --------------------------------------------------------------------------------------------
+
+
+def written(model: LoadedModel, tmp_path: Path, name: str = "mine", budget: int = 15, **changes: Any) -> Path:
+    plan = tiny.plan_for(model, [[budget - 3, budget + 3]] * 4, **changes)
+    save_plan(plan, tmp_path / f"{name}.json")
+    return tmp_path / f"{name}.json"
+
+
+def test_a_plan_joins_the_size_it_has(model: LoadedModel, tmp_path: Path) -> None:
+    fixed = written(model, tmp_path, scaling="fixed")
+    share = written(model, tmp_path, "share", 10)
+    contest = read_contest([fixed, share], "uniform,streaming", "20,15", "0.75", settings=["window=4"])
+    labels = [contender.label for contender in contest.contenders(model)]
+    assert labels == [
+        "full", "uniform@20", "streaming@20", "uniform@15", "streaming@15", "mine@15",
+        "uniform@0.75", "streaming@0.75", "share@0.75",
+    ]  # fmt: skip
+    told = contest.as_json()
+    assert (told["subject"], told["phases"], told["plans"]) == ("uniform", "prefill", ["mine", "share"])
+    assert told["sizes"] == [{"budget": 20}, {"budget": 15}, {"ratio": 0.75}]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, "nothing to compare: give --methods"),
+        ({"budgets": "64"}, "--budgets are for --methods"),
+        ({"settings": ["window=4"], "phases": "both"}, "--phases and --set are for --methods"),
+        ({"methods": "lava"}, "give --budgets"),
+        ({"methods": "lava", "budgets": "64", "baselines": "snapkv"}, "--baselines go with --plan alone"),
+        ({"methods": "lava", "budgets": "64", "phases": "prefil"}, "unknown phases 'prefil'; did you mean 'prefill'"),
+        ({"methods": "lava", "budgets": "64", "subject": "lav"}, "unknown subject 'lav'; did you mean 'lava'"),
+        ({"methods": "lava", "budgets": "8"}, "below the 32"),
+    ],
+)
+def test_options_that_do_not_go_together(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        read_contest(**given)
+
+
+def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -> None:
+    fixed = written(model, tmp_path, scaling="fixed")
+
+    def ask(path: Path, methods: str = "streaming", budgets: str = "15", **more: Any) -> None:
+        read_contest([path], methods, budgets, **more)
+
+    ask(fixed)
+    with pytest.raises(UsageError, match="plan mine holds 120 in prefill, which is none of the sizes"):
+        ask(fixed, budgets="16")
+    with pytest.raises(UsageError, match="plan mine evicts in prefill, the methods in prefill and decode"):
+        ask(fixed, phases="both")
+    named = written(model, tmp_path, "streaming", scaling="fixed")
+    with pytest.raises(UsageError, match=r"cannot be called streaming\.json: the name is taken by a method"):
+        ask(named)
+    with pytest.raises(UsageError, match="unknown subject 'mine'"):
+        ask(fixed, budgets="15,16", subject="mine")
+    partly = Plan.model_validate(tiny.plan_for(model, [[15, 15], None, [15, 15], None], scaling="fixed").model_dump())
+    save_plan(partly, tmp_path / "partly.json")
+    contest = read_contest([tmp_path / "partly.json"], "streaming", "15")
+    with pytest.raises(IncompatibleError, match=r"plan partly leaves layers \[1, 3\] their full cache"):
+        contest.contenders(model)
+
+
+# --- averages --------------------------------------------------------------------------------------------------------
+
+
+def test_averages_of_papers() -> None:
+    every = [LongBenchTask(name) for name in LONGBENCH_TASKS]
+    assert list(named_averages(every)) == [MACRO, *AVERAGES]
+    english = [task for task in every if task.name in LONGBENCH_ENGLISH]
+    assert named_averages(english) == {MACRO: LONGBENCH_ENGLISH, "lukv": LONGBENCH_ENGLISH, "evolkv": LONGBENCH_ENGLISH}
+    assert list(named_averages(english[:3])) == [MACRO]
+    others = [tiny.Listed(name, ()) for name in LONGBENCH_TASKS]  # of the same names, but not LongBench's
+    assert list(named_averages(others)) == [MACRO]
+
+
+def scored(task: str, method: str, *scores: float) -> list[Sample]:
+    cost = Cost(1, 1.0, 1, 0.0, 0.0)
+    return [
+        Sample(task, "c", method, "question-agnostic", str(n), 0, "", score, "", False, 1, 1, 1, *cost)
+        for n, score in enumerate(scores)
+    ]
+
+
+def contender(model: LoadedModel, name: str, size: Size | None = None) -> Contender:
+    return Contender(name, Program(), {}, size)
+
+
+def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
+    samples = [
+        sample
+        for method, shift in (("full", 0.0), ("a@8", 0.1), ("b@8", 0.2), ("a@9", 0.3), ("b@9", 0.4))
+        for task, score in (("x", 0.1), ("y", 0.2), ("z", 0.6))
+        for sample in scored(task, method, score + shift, score + shift)
+    ]
+    contenders = [contender(model, "full")]
+    contenders += [contender(model, name, Size(budget)) for budget in (8, 9) for name in ("a", "b")]
+    averages = {MACRO: ("x", "y", "z"), "paper": ("x", "y"), "same": ("z", "y", "x")}
+    first, second = blocks_of(samples, contenders, "a", averages)
+    assert [row.task for row in first.rows] == ["x", "y", "z", MACRO, "paper", "same"]
+    means = {row.task: row.scores["b@9"].mean for row in second.rows}
+    assert means[MACRO] == means["same"] == pytest.approx(0.7)
+    assert means["paper"] == pytest.approx(0.55)
+    assert (first.subject, second.methods) == ("a@8", {"a": "a@9", "b": "b@9"})
+    assert second.difference(second.overall, "b@9").mean == pytest.approx(0.1)
+    assert second.difference(second.overall, "full").losses == 6
+    (alone, _) = blocks_of(samples, contenders, FULL, averages)
+    assert alone.difference(alone.overall, "a@8").mean == pytest.approx(0.1)
+
+
+# --- one evaluation --------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
+    task = tiny.listed((60, 2), (48, 1))
+    methods = find_methods("pyramid,adakv,cake,lava,h2o", ["window=3"])
+    contenders = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
+    study = prepare(model, contenders, "pyramid", [task], Settings(batch=2)).run()
+    lengths = {sample.key: sample.context_tokens for sample in study.samples}
+    for sample in study.samples:
+        if sample.method != "full":
+            size = Size(8) if sample.method.endswith("@8") else Size(ratio=0.5)
+            assert sample.entries == size.total(lengths[sample.key], 8)
+            assert sample.most <= sample.entries + 8 * 2  # a step's own token, and a question is fed at once
+    assert [block.size for block in study.blocks] == [Size(8), Size(ratio=0.5)]
+    alone = sweep(model, [methods[3]], [Size(8)], "both")
+    again = prepare(model, alone, "lava", [task], Settings(batch=2)).run()
+    assert [s for s in again.samples if s.method == "lava@8"] == [s for s in study.samples if s.method == "lava@8"]
+
+
+def test_no_two_names_stand_for_the_same() -> None:
+    definitions = [sha256_of(one(name).definition(Size(64), "prefill")) for name in METHODS]
+    assert len(set(definitions)) == len(METHODS)

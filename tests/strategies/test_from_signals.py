@@ -1,0 +1,466 @@
+"""PolyKV's strategies: the paper's arithmetic, exact totals, candidates that are respected, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.plan import Phase, Profile, budgets_at, canonical_json
+from kvsearch.runtime.plan_checks import check_plan
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
+from kvsearch.strategies.direct import PHASES
+from kvsearch.strategies.from_profile import Target, total_entries
+from kvsearch.strategies.from_signals import FULL, Chosen, Strategy, choose, plan_of, strategy_plan
+from tests.plan.builders import PROVENANCE, model
+from tests.signals.profiles import make_signals, signal_metadata
+
+FLOORS = {"snapkv": 4, "streaming": 3, "tova": 1, "full": 0}
+ONE_HEAD = signal_metadata(model(layers=4, kv_heads=1))
+
+
+def by_layer(*layers: list[float], phases: int = 2, budgets: int = 1, samples: int = 3) -> np.ndarray:
+    """The same [L, R] values in all samples, budgets and phases."""
+    table = np.array(layers, dtype=np.float32)
+    return np.broadcast_to(table, (samples, budgets, phases, *table.shape))
+
+
+def entropies(*values: float) -> np.ndarray:
+    return np.broadcast_to(np.array(values, dtype=np.float32), (3, 2, len(values)))
+
+
+def prefill(profile: Profile, strategy: Strategy, target: Target) -> Chosen:
+    return choose(SignalTable(profile), strategy, target)["prefill"]
+
+
+def names(chosen: Chosen) -> list[str]:
+    return [pattern.name for pattern in chosen.patterns]
+
+
+# --- patterns -------------------------------------------------------------------------------------------------------
+
+COSINES = by_layer([0.9, 0.5, 0.7], [0.1, 0.2, 0.3], [0.8, 0.8, 0.2], [0.6, 0.9, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (Strategy(), ["snapkv", "tova", "snapkv", "streaming"]),
+        (Strategy(inverse_route=True), ["streaming", "snapkv", "tova", "snapkv"]),
+        (Strategy(exclude=("snapkv",)), ["tova", "tova", "streaming", "streaming"]),
+        (Strategy(exclude=("snapkv", "tova")), ["streaming"] * 4),
+        (Strategy(None), ["snapkv"] * 4),
+        (Strategy(None, policy="tova"), ["tova"] * 4),
+        (Strategy("error"), ["tova", "streaming", "snapkv", "snapkv"]),
+    ],
+)
+def test_every_layer_takes_its_best_pattern_and_of_equal_ones_the_first(
+    strategy: Strategy, expected: list[str]
+) -> None:
+    errors = by_layer([0.9, 0.5, 0.3], [0.3, 0.2, 0.3], [0.1, 0.2, 0.3], [0.1, 0.2, 0.3])
+    profile = make_signals(cosine=COSINES, relative_error=errors)
+    assert names(prefill(profile, strategy, Target(budget=20))) == expected
+
+
+def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -> None:
+    cosine = COSINES.copy()
+    cosine[:, :, 1] = cosine[:, :, 1, ::-1]
+    entropy = np.stack([entropies(1, 2, 3, 4)[:, 0], entropies(4, 3, 2, 1)[:, 1]], axis=1)
+    strategy = Strategy(budgets="entropy", phases="both", least=4)
+    table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, entropy=entropy))
+    chosen = choose(table, strategy, Target(budget=10))
+    assert names(chosen["decode"]) == names(chosen["prefill"])[::-1]
+    assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14]] * 2
+    alone = choose(table, replace(strategy, phases="decode"), Target(budget=10))
+    assert alone["decode"].budgets.ravel().tolist() == [14, 11, 9, 6]
+
+
+def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
+    """nll of the chosen pattern: layer 0 loses under its prefill pattern, layer 3 under its decode pattern."""
+    cosine, nll = by_layer(*[[0.9, 0.1, 0]] * 4).copy(), np.ones((3, 1, 2, 4, 3))
+    cosine[:, :, 1] = np.array([0.1, 0.9, 0])
+    nll[..., 0, 0], nll[..., 3, 1] = 2, 2
+    profile = make_signals(ONE_HEAD, cosine=cosine, nll=nll, full_nll=np.ones(3))
+    chosen = choose(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Target(budget=10))
+    assert [names(part)[0] for part in chosen.values()] == ["snapkv", "streaming"]
+    for part in chosen.values():
+        assert part.budgets.ravel().tolist() == [28, 4, 4, 4]
+
+
+def test_the_larger_floor_of_both_phases_holds() -> None:
+    cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
+    cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
+    profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
+    chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Target(budget=10))
+    assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
+    assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]
+    with pytest.raises(UsageError, match="3 entries per kv head is below the 4 that snapkv in decode layer 1 always"):
+        choose(SignalTable(profile), Strategy(phases="both"), Target(budget=3))
+
+
+def test_signals_are_read_at_the_nearest_measured_budget() -> None:
+    profile = make_signals(signal_metadata(budgets=(16, 64)))
+    near = [choose(SignalTable(profile), Strategy(), Target(budget=budget))["prefill"] for budget in (31, 33)]
+    cosine = profile.arrays["cosine"].mean(axis=0)
+    for chosen, values in zip(near, (cosine[0, 0], cosine[1, 0]), strict=True):
+        patterns = profile.metadata.signals.patterns  # type: ignore[union-attr]
+        assert list(chosen.patterns) == [patterns[index] for index in values.argmax(axis=-1)]
+    assert strategy_plan(profile, Strategy(), Target(ratio=0.7)).provenance.settings["signal_budget"] == 64
+
+
+def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself() -> None:
+    metadata = signal_metadata(patterns={"tova": {}, "full": {}, "snapkv": {"window": 4}})
+    profile = make_signals(metadata, cosine=by_layer(*[[0.5, 1.0, 0.6]] * 4))
+    assert set(names(prefill(profile, Strategy(), Target(budget=20)))) == {"snapkv"}
+    with pytest.raises(UsageError, match="cannot use policy 'full' in every layer: the full cache evicts nothing"):
+        prefill(profile, Strategy(None, policy="full"), Target(budget=20))
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inverse", "expected"), [(False, [6, 9, 11, 14]), (True, [14, 11, 9, 6])])
+def test_the_papers_budgets(inverse: bool, expected: list[int]) -> None:
+    profile = make_signals(ONE_HEAD, entropy=entropies(1, 2, 3, 4))
+    strategy = Strategy(budgets="entropy", inverse_budgets=inverse, least=4)
+    assert prefill(profile, strategy, Target(budget=10)).budgets.tolist() == [[entries] for entries in expected]
+    # as a share of prompts of 100 tokens, and the heads of a layer alike
+    two = make_signals(entropy=entropies(1, 2, 3, 4))
+    budgets = prefill(two, strategy, Target(ratio=0.9, length=100)).budgets
+    assert budgets.tolist() == [[entries] * 2 for entries in expected]
+
+
+def test_what_a_pattern_always_keeps_is_the_floor_of_its_layers() -> None:
+    cosine = by_layer([0.9, 0, 0], [0, 0.9, 0], [0, 0, 0.9], [0, 0, 0.9])
+    profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
+    chosen = prefill(profile, Strategy(budgets="entropy", least=0), Target(budget=10))
+    assert names(chosen) == ["snapkv", "streaming", "tova", "tova"]
+    assert chosen.budgets.ravel().tolist() == [4, 3, 1, 32]  # streaming keeps its sinks and the newest
+    assert strategy_plan(profile, Strategy(budgets="entropy"), Target(budget=10)).floor == 1
+
+
+def test_no_layer_gets_more_than_the_length_that_the_plan_states() -> None:
+    """That of the calibration's prompts, 200, unless another one is given."""
+    profile = make_signals(ONE_HEAD, entropy=entropies(0, 0, 0, 1))
+    strategy = Strategy(None, budgets="entropy", policy="tova")
+    assert prefill(profile, strategy, Target(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
+    assert strategy_plan(profile, strategy, Target(budget=100)).length == 200
+    assert prefill(profile, strategy, Target(budget=100, length=150)).budgets.max() == 150
+    assert prefill(profile, strategy, Target(budget=100, length=1000)).budgets.max() == 400 - 3 * 10
+    assert prefill(profile, strategy, Target(ratio=0.5)).budgets.max() == 200
+
+
+STRATEGIES = st.builds(
+    lambda route, inverse_route, policy, exclude, **rest: Strategy(
+        route,
+        inverse_route=inverse_route and route is not None,
+        policy=None if route else policy,
+        exclude=tuple(exclude) if route else (),
+        **rest,
+    ),
+    route=st.sampled_from([*ROUTES, None]),
+    inverse_route=st.booleans(),
+    policy=st.sampled_from([None, "streaming", "tova"]),
+    exclude=st.sets(st.sampled_from(["snapkv", "streaming", "tova"]), max_size=2),
+    budgets=st.sampled_from([name for name in SENSITIVITIES if name != "entropy-literal"]),
+    phases=st.sampled_from(sorted(PHASES)),
+    least=st.none() | st.integers(0, 8),
+)
+TARGETS = st.builds(Target, budget=st.integers(8, 199)) | st.builds(Target, ratio=st.floats(0.05, 0.95))
+
+
+@given(STRATEGIES, TARGETS, st.integers(0, 2), st.integers(0, 99))
+def test_totals_are_exact_and_bounds_and_candidates_are_respected(
+    strategy: Strategy, target: Target, full_layers: int, seed: int
+) -> None:
+    profile = make_signals(seed=seed)
+    known = target.ratio is not None
+    mean = target.budget or (1 - float(target.ratio or 0)) * 200
+    strategy = replace(strategy, full_layers=full_layers if known and mean * 4 - full_layers * 200 > 32 else 0)
+    made = choose(SignalTable(profile), strategy, target)
+    for chosen in made.values():
+        assert np.array_equal(chosen.budgets, next(iter(made.values())).budgets)
+        assert chosen.budgets.sum() == total_entries(target, 200, 8)
+        assert names(chosen).count("full") == strategy.full_layers
+        assert not set(names(chosen)) & set(strategy.exclude)
+        assert np.ptp(chosen.budgets, axis=1).max() <= 1
+        for name, budgets in zip(names(chosen), chosen.budgets, strict=True):
+            least = strategy.least or 0
+            assert budgets.min() >= max(1, FLOORS[name], least if name != "full" else 200)
+            assert not known or budgets.max() <= 200
+    plan = strategy_plan(profile, strategy, target)
+    check_plan(plan, "the plan")
+    assert plan == strategy_plan(profile, strategy, target)
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4, unique=True), st.integers(20, 150))
+def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(values: list[float], budget: int) -> None:
+    assume(max(values) - min(values) > 1e-3)
+    profile = make_signals(ONE_HEAD, entropy=entropies(*values))
+    forward = Strategy(None, budgets="entropy", policy="tova")
+    chosen = [prefill(profile, way, Target(budget=budget)) for way in (forward, replace(forward, inverse_budgets=True))]
+    ordered = np.argsort(values)
+    rows = [part.budgets.ravel()[ordered] for part in chosen]
+    assert np.array_equal(rows[1], rows[0][::-1])
+    assert (np.diff(rows[0]) >= 0).all()
+
+
+# --- layers with the full cache -------------------------------------------------------------------------------------
+
+
+def test_full_layers_are_those_whose_best_pattern_is_the_worst() -> None:
+    profile = make_signals(ONE_HEAD, cosine=COSINES, entropy=entropies(1, 9, 3, 4))
+    strategy = Strategy(full_layers=1)
+    chosen = prefill(profile, strategy, Target(budget=60, length=200))
+    assert names(chosen) == ["snapkv", "full", "snapkv", "streaming"]
+    assert chosen.budgets.ravel().tolist() == [14, 200, 13, 13]
+    assert names(prefill(profile, replace(strategy, full_layers=2), Target(ratio=0.4))) == [
+        "snapkv", "full", "full", "streaming",
+    ]  # fmt: skip
+    by_need = Strategy(None, policy="tova", budgets="entropy", full_layers=2)
+    assert names(prefill(profile, by_need, Target(ratio=0.4))) == ["tova", "full", "tova", "full"]
+
+
+def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
+    # the best of layers 0 to 3 in prefill 0.9, 0.3, 0.8, 0.9, in decode 0.9, 0.9, 0.1, 0.9: layer 2 is worst together
+    cosine = COSINES.copy()
+    cosine[:, :, 1] = np.array([0.9, 0.9, 0.1, 0.9])[:, None] * [1, 0.5, 0.5]
+    profile = make_signals(
+        ONE_HEAD, cosine=cosine, entropy=np.stack([entropies(1, 9, 3, 8)[:, 0], entropies(9, 1, 3, 8)[:, 1]], 1)
+    )
+    table, target = SignalTable(profile), Target(budget=60, length=200)
+    chosen = choose(table, Strategy(full_layers=1, phases="both"), target)
+    for part in chosen.values():
+        assert [row for row, name in enumerate(names(part)) if name == "full"] == [2]
+        assert part.budgets.ravel().tolist() == [14, 13, 200, 13]
+    assert [
+        names(choose(table, Strategy(full_layers=1, phases=phase), target)[phase]).index("full")
+        for phase in PHASES["both"]
+    ] == [1, 2]
+    by_need = choose(table, Strategy(None, policy="tova", budgets="entropy", full_layers=1, phases="both"), target)
+    assert [names(part).index("full") for part in by_need.values()] == [3, 3]
+
+
+def test_a_plan_with_a_full_layer_keeps_all_of_it_at_every_length() -> None:
+    profile = make_signals(ONE_HEAD, cosine=COSINES)
+    plan = strategy_plan(profile, Strategy(full_layers=1), Target(ratio=0.6))
+    assert plan.prefill is not None
+    assert plan.prefill.layers[1].policy == FULL  # type: ignore[union-attr]
+    assert plan.total == 320
+    assert budgets_at(plan, "prefill", 50)[1] == 50
+    check_plan(plan, "the plan")
+
+
+# --- signals that say nothing ---------------------------------------------------------------------------------------
+
+
+def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
+    profile = make_signals(cosine=by_layer(*[[1.0] * 3] * 4))
+    with pytest.warns(KvsearchWarning, match=r"cosine is .* nothing seems .* evicted at 32 .* so snapkv is used"):
+        chosen = prefill(profile, Strategy(), Target(budget=20))
+    assert names(chosen) == ["snapkv"] * 4
+    with pytest.warns(KvsearchWarning, match="so streaming is used everywhere"):
+        chosen = prefill(profile, Strategy(exclude=("snapkv",)), Target(budget=20))
+    assert names(chosen) == ["streaming"] * 4
+
+
+def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pytest.WarningsRecorder) -> None:
+    profile = make_signals(entropy=entropies(1, 1, 1, 1))
+    with pytest.warns(KvsearchWarning, match="entropy is the same in every prefill layer"):
+        chosen = prefill(profile, Strategy(budgets="entropy"), Target(budget=20))
+    assert (chosen.budgets == 20).all()
+    one = make_signals(signal_metadata(model(layers=1)), entropy=entropies(1))
+    assert prefill(one, Strategy(budgets="entropy"), Target(budget=20)).budgets.tolist() == [[20, 20]]
+    assert not recwarn.list  # one layer has nobody to be told apart from
+
+
+def test_one_candidate_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    profile = make_signals(signal_metadata(patterns={"tova": {}}))
+    assert set(names(prefill(profile, Strategy(), Target(budget=20)))) == {"tova"}
+    assert not recwarn.list
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_where_it_comes_from() -> None:
+    asked = {"route": "ppl", "budget_signal": "entropy", "phases": "both", "budgets": [32], "texts": "some.json"}
+    metadata = signal_metadata(provenance={**PROVENANCE, "method": "polykv", "settings": asked})
+    strategy = Strategy(budgets="ppl", exclude=("tova",), full_layers=1)
+    plan = strategy_plan(make_signals(metadata), strategy, Target(budget=70, length=210))
+    assert (plan.scaling, plan.length, plan.total, plan.decode) == ("fixed", 210, 560, None)
+    assert (plan.provenance.method, plan.provenance.seed) == ("polykv", 7)
+    assert plan.provenance.settings == {
+        "ratio": None, "budget": 70, "route": "cosine", "budget_signal": "ppl", "phases": "prefill", "policy": None,
+        "inverse_route": False, "inverse_budgets": False, "exclude": ("tova",), "least": None, "full_layers": 1,
+        "signal_budget": 32, "budgets": (32,), "texts": "some.json",
+    }  # fmt: skip
+    alone = strategy_plan(make_signals(), Strategy(None), Target(budget=70)).provenance.settings
+    assert (alone["route"], alone["policy"]) == (None, "snapkv")
+
+
+@pytest.mark.parametrize(
+    ("target", "scaling", "length"),
+    [
+        (Target(budget=20), "fixed", 200),
+        (Target(budget=20, length=90), "fixed", 90),
+        (Target(ratio=0.8), "proportional", 200),
+        (Target(ratio=0.8, length=1000), "proportional", 1000),
+    ],
+)
+@pytest.mark.parametrize("phases", PHASES)
+def test_sizes_and_phases(target: Target, scaling: str, length: int, phases: str) -> None:
+    plan = strategy_plan(make_signals(), Strategy(phases=phases), target)
+    assert (plan.scaling, plan.length) == (scaling, length)
+    assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
+    assert plan.total == {20: 160, None: 8 * length // 5}[target.budget]
+
+
+def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
+    metadata = signal_metadata(model(layers=4), layers=[1, 3])
+    plan = strategy_plan(make_signals(metadata), Strategy(), Target(budget=20))
+    assert plan.planned_layers("prefill") == (1, 3)
+
+
+def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
+    profile = make_signals()
+    chosen: dict[Phase, Chosen] = choose(SignalTable(profile), Strategy(), Target(budget=20))
+    turned = Chosen(chosen["prefill"].patterns[::-1], chosen["prefill"].budgets)
+    plan = plan_of(profile, {"decode": turned}, Target(budget=20), {"control": "random"})
+    assert plan.prefill is None
+    assert [layer.policy for layer in plan.phase("decode").layers if layer] == list(turned.patterns)
+    assert (plan.total, plan.provenance.settings["control"]) == (160, "random")
+
+
+def test_equal_strategies_give_equal_bytes() -> None:
+    plans = [strategy_plan(make_signals(), Strategy(budgets="ppl", phases="both"), Target(ratio=0.5)) for _ in range(2)]
+    assert canonical_json(plans[0]) == canonical_json(plans[1])
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        (Strategy(), "cosine"),
+        (Strategy(phases="both"), "cosine"),
+        (Strategy(budgets="entropy"), "cosine + entropy"),
+        (Strategy(inverse_route=True), "cosine inverse"),
+        (Strategy(None, policy="snapkv", budgets="ppl"), "snapkv + ppl"),
+        (Strategy(None, policy="snapkv", budgets="ppl", inverse_budgets=True), "snapkv + ppl inverse"),
+        (Strategy(None), "policy"),
+        (
+            Strategy("ppl", exclude=("tova", "h2o"), budgets="ppl", least=8, full_layers=2),
+            "ppl + ppl (without tova, h2o; least 8; 2 full)",
+        ),
+    ],
+)
+def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
+    assert strategy.name == name
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"route": "cosin"}, "unknown route 'cosin'; did you mean 'cosine'?"),
+        ({"budgets": "entrop"}, "unknown budget signal 'entrop'; did you mean 'entropy'?"),
+        ({"phases": "decod"}, "unknown phases 'decod'; did you mean 'decode'?"),
+        ({"policy": "tova"}, "policy 'tova' is for route none"),
+        ({"route": None, "inverse_route": True}, "route none has no inverse"),
+        ({"inverse_budgets": True}, "uniform budgets have no inverse"),
+        ({"least": -1}, "least must be 0 entries or more, got -1"),
+        ({"full_layers": -1}, "full layers must be 0 or more, got -1"),
+        ({"route": None, "full_layers": 1}, "which layers should keep the full cache"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Strategy(**settings)
+    assert problem in str(caught.value)
+
+
+LONG = Target(budget=20, length=200)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "target", "problem"),
+    [
+        (
+            Strategy(exclude=("tofa",)),
+            LONG,
+            "cannot exclude 'tofa': the profile has no such pattern; did you mean 'tov",
+        ),
+        (Strategy(None, policy="snapvk"), LONG, "cannot use policy 'snapvk': .*; did you mean 'snapkv'"),
+        (Strategy(None, exclude=("snapkv",)), LONG, "cannot use policy 'snapkv' in every layer: it is excluded"),
+        (Strategy(exclude=("snapkv", "streaming", "tova")), LONG, "no pattern is left .* has snapkv, streaming, tova"),
+        (Strategy(budgets="entropy-literal"), LONG, "this profile has no 'entropy-literal' signal"),
+        (
+            Strategy(None),
+            Target(budget=3),
+            "3 entries per kv head is below the 4 that snapkv in prefill layer 0 always",
+        ),
+        (
+            Strategy(None),
+            Target(ratio=0.99),
+            "2 entries per kv head is below the 4 that snapkv .*: keep more, use anot",
+        ),
+        (
+            Strategy(),
+            Target(budget=200),
+            "200 entries per kv head is all of a 200-token prompt: nothing would be evict",
+        ),
+        (Strategy(), Target(budget=90, length=90), "90 entries per kv head is all of a 90-token prompt"),
+        (Strategy(budgets="entropy", least=21), LONG, "least 21 is above the mean of 20 entries per kv head"),
+        (Strategy(full_layers=1), Target(budget=20), "costs a whole prompt: give the --length"),
+        (Strategy(full_layers=4), LONG, "4 of 4 layers in full would leave none"),
+        (
+            Strategy(full_layers=1),
+            LONG,
+            "1 of 4 layers in full would leave 0 entries per kv head to the others, below the",
+        ),
+    ],
+)
+def test_requests_that_are_refused_on_one_line(strategy: Strategy, target: Target, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        strategy_plan(make_signals(), strategy, target)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
+    profile = make_signals(cosine=COSINES)
+    with pytest.raises(
+        UsageError, match=r"3 .* below the 4 that snapkv in prefill layer 0 .* exclude snapkv, or calibr"
+    ):
+        prefill(profile, Strategy(), Target(budget=3))
+    assert (prefill(profile, Strategy(exclude=("snapkv",)), Target(budget=3)).budgets == 3).all()
+
+
+def test_a_smaller_window_is_advised_only_where_there_is_one() -> None:
+    metadata = signal_metadata(patterns={"cam": {"sinks": 6}, "tova": {}})
+    for strategy, remedy in (
+        (Strategy(None), "keep more or use another policy$"),
+        (Strategy(None, full_layers=1, budgets="entropy"), "keep more or use another policy$"),
+    ):
+        with pytest.raises(UsageError, match=rf"that cam in prefill layer \d always keeps: .*{remedy}"):
+            strategy_plan(make_signals(metadata), strategy, Target(budget=3, length=100))
+
+
+def test_a_phase_that_was_not_measured() -> None:
+    profile = make_signals(signal_metadata(phases=("prefill",)))
+    with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
+        strategy_plan(profile, Strategy(phases="both"), LONG)
+
+
+def test_a_policy_that_is_none_of_the_patterns() -> None:
+    profile = make_signals(signal_metadata(policy={"name": "h2o", "params": {}}))
+    with pytest.raises(UsageError, match="cannot use policy 'h2o': the profile has no such pattern"):
+        strategy_plan(profile, Strategy(None), LONG)

@@ -1,0 +1,360 @@
+"""A plan in YAML: nothing is lost on the way there and back, edits count, and mistakes are named by their line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import UsageError
+from kvsearch.plan import Plan, canonical_json
+from kvsearch.plan.yaml import layer_ranges, plan_to_yaml
+from kvsearch.strategies.from_yaml import plan_from_yaml
+from tests.plan.builders import PROVENANCE, model_dict
+
+SNAPKV = {"name": "snapkv", "params": {"window": 8}}
+TOVA = {"name": "tova", "params": {}}
+
+
+def layer(policy: dict[str, Any], *budget: int) -> dict[str, Any]:
+    return {"policy": policy, "budget": budget}
+
+
+def plan_of(layers: list[dict[str, Any] | None], **changes: Any) -> Plan:
+    """A fixed plan of a toy model with two kv heads and these prefill layers."""
+    return Plan.model_validate(
+        {
+            "model": model_dict(layers=len(layers)),
+            "scaling": "fixed",
+            "floor": 1,
+            "prefill": {"layers": layers},
+            "total": sum(sum(one["budget"]) for one in layers if one),
+            "provenance": PROVENANCE,
+            **changes,
+        }
+    )
+
+
+EXAMPLE = plan_of([layer(SNAPKV, 640, 640)] * 3 + [layer(TOVA, 600, 700), None, None])
+EXAMPLE_YAML = """\
+# A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
+# Layers: a number or a range. Budgets: entries per kv head, one for all or a list. full: the whole cache, uncounted.
+format: kvsearch.strategy
+version: 1
+model: toy
+scaling: fixed
+floor: 1
+prefill:
+  layers:
+    0-2: {policy: snapkv, budget: 640, params: {window: 8}}
+    3: {policy: tova, budget: [600, 700]}
+    4-5: full
+fingerprint:
+  model_type: llama
+  config_sha256: c4876eb0bf58683e9c2c1cf77e30d13693ce3b77f7d596ac8202756ae7312a6d
+  weights_sha256: d268719fe168df889a511a52b2241077c7585e2ee3e7237b5d16fb481310b429
+  layers: 6
+  kv_heads: 2
+  head_dim: 8
+provenance:
+  method: uniform
+  seed: 7
+  kvsearch: 0.1.0
+  torch: 2.8.0
+  transformers: 5.17.0
+  settings:
+    note: né
+    questions: 3
+    ratios: [0.5, 0.25]
+"""
+
+
+def edited(*changes: tuple[str, str]) -> str:
+    text = EXAMPLE_YAML
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def same(read: Plan, written: Plan) -> None:
+    assert read == written
+    assert canonical_json(read) == canonical_json(written)
+
+
+def test_the_layout() -> None:
+    assert plan_to_yaml(EXAMPLE) == EXAMPLE_YAML
+    same(plan_from_yaml(EXAMPLE_YAML, "strategy.yaml"), EXAMPLE)
+
+
+def test_parameters_that_entries_share_stand_once() -> None:
+    wide = {"name": "snapkv", "params": {"window": 16, "kernel": 5}}
+    bare = {"name": "snapkv", "params": {}}
+    plan = plan_of([layer(policy, entries, entries) for policy in (SNAPKV, wide, bare) for entries in (40, 50)])
+    text = plan_to_yaml(plan)
+    assert "policies:\n  snapkv: {kernel: 5, window: 16}\n" in text
+    assert "0: {policy: snapkv, budget: 40, params: {window: 8}}\n" in text
+    assert "3: {policy: snapkv, budget: 50}\n" in text
+    assert "5: {policy: snapkv, budget: 50, params: {}}\n" in text
+    same(plan_from_yaml(text, "strategy.yaml"), plan)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranges"), [([], []), ([3], ["3"]), ([0, 1, 2, 5, 7, 8], ["0-2", "5", "7-8"]), ([4, 5], ["4-5"])]
+)
+def test_layers_as_ranges(layers: list[int], ranges: list[str]) -> None:
+    assert layer_ranges(layers) == ranges
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
+AWKWARD = st.sampled_from([
+    "yes", "no", "~", "null", "1", "1e3", "0x1F", "010", "1_000", "12:30:45", "2020-01-01", "<<", "=", "- a", "a: b",
+    "# c", "{", "'", '"', " a ", "a\nb", "\ta", "\x00", "\x85", "\ufeff", "\u2028", "é", "🎲", "*a", "&a", "!a", "%",
+])  # fmt: skip
+SCALAR = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT | AWKWARD
+SETTINGS = st.dictionaries(TEXT | AWKWARD, st.none() | SCALAR | st.lists(st.none() | SCALAR, max_size=3), max_size=5)
+POLICIES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries({}, optional={"window": st.integers(1, 8), "kernel": st.sampled_from([1, 5])}).map(
+        lambda params: {"name": "snapkv", "params": {"window": 8, **params}}
+    ),
+    st.sampled_from([{}, {"recent_share": 0.25}, {"recent_share": 1.0, "recent": 2}, {"recent_share": 1}]).map(
+        lambda params: {"name": "h2o", "params": params}
+    ),
+    st.just(TOVA),
+    st.just({"name": "full", "params": {}}),
+)
+ALLOCATIONS = st.sampled_from(
+    [None, {"name": "static", "params": {}}, {"name": "adakv", "params": {"floor_share": 0.5}}]
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    count, heads = draw(st.integers(1, 7)), draw(st.integers(1, 3))
+    length = draw(st.none() | st.integers(40, 2**31 - 1))
+    scaling = draw(st.sampled_from(["fixed", "proportional"])) if length else "fixed"
+    entries = st.integers(8, 40 if scaling == "proportional" else 2**31 - 1)
+    budget = st.lists(entries, min_size=heads, max_size=heads) | entries.map(lambda same: [same] * heads)
+    whole = [length or 40] * heads  # policy full counts as the whole prompt
+    entry = st.builds(
+        lambda policy, kept: {"policy": policy, "budget": whole if policy["name"] == "full" else kept}, POLICIES, budget
+    )
+    entry |= st.just({"policy": SNAPKV, "budget": [9] * heads})
+    planned = st.lists(st.none() | entry, min_size=count, max_size=count).filter(any)
+    prefill, decode = draw(st.tuples(st.just([]) | planned, st.just([]) | planned).filter(any))
+    main: list[Any] = prefill or decode
+    allocation = None
+    if all(one["policy"]["name"] == "snapkv" for one in [*prefill, *decode] if one):
+        allocation = draw(ALLOCATIONS)
+    phases = {name: {"layers": part} for name, part in (("prefill", prefill), ("decode", decode)) if part}
+    return Plan.model_validate(
+        {
+            "model": model_dict(
+                layers=count, kv_heads=heads, name=draw(TEXT | AWKWARD), revision=draw(st.none() | AWKWARD)
+            ),
+            "length": length,
+            "scaling": scaling,
+            "floor": draw(st.integers(0, 8)),
+            **phases,
+            **({"allocation": allocation} if allocation else {}),
+            "total": sum(sum(one["budget"]) for one in main if one),
+            "provenance": {
+                **PROVENANCE,
+                "data_sha256": draw(st.none() | st.just("0" * 64) | st.just("1" * 31 + "e" + "2" * 32)),
+                "settings": draw(SETTINGS),
+            },
+        }
+    )
+
+
+@given(plans())
+def test_reading_what_was_written_gives_the_same_plan(plan: Plan) -> None:
+    text = plan_to_yaml(plan)
+    read = plan_from_yaml(text, "strategy.yaml")
+    same(read, plan)
+    assert plan_to_yaml(Plan.model_validate_json(canonical_json(plan))) == text
+
+
+# --- edits ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_changes_what_it_says_and_the_total() -> None:
+    text = edited(("0-2: {policy: snapkv, budget: 640", "0 - 1: {policy: snapkv, budget: 100"), ("    3:", "    2-3:"))
+    read = plan_from_yaml(text, "strategy.yaml")
+    expected = [layer(SNAPKV, 100, 100)] * 2 + [layer(TOVA, 600, 700)] * 2 + [None, None]
+    same(read, plan_of(expected, model=model_dict(layers=6)))
+    assert read.total == 3000
+    assert read.provenance == EXAMPLE.provenance
+
+
+def test_what_stands_under_policies_is_for_entries_without_parameters_of_their_own() -> None:
+    text = edited(
+        ("prefill:", "policies: {tova: {sinks: 2}, snapkv: {window: 3}}\nprefill:"),
+        ("4-5: full", "4-5: {policy: snapkv, budget: 9}"),
+    )
+    read = plan_from_yaml(text, "strategy.yaml").phase("prefill").layers
+    assert [one.policy.params for one in read if one] == [{"window": 8}] * 3 + [{"sinks": 2}] + [{"window": 3}] * 2
+
+
+def test_comments_order_and_style_do_not_matter() -> None:
+    lines = edited(
+        ("    0-2: {policy: snapkv, budget: 640, params: {window: 8}}\n", ""),
+        (
+            "    4-5: full\n",
+            "    4-5: full  # both\n    0-2:\n      policy: 'snapkv'\n      budget: [640, 640]\n"
+            "      params: {window: 8}\n",
+        ),
+    )
+    same(plan_from_yaml(lines, "strategy.yaml"), EXAMPLE)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        plan_from_yaml(text, "mine.yaml")
+    heading, *found = str(caught.value).split("\n  ")
+    assert heading == f"mine.yaml is not valid, {len(found)} problem{'s' if len(found) > 1 else ''}:"
+    return found
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_policy_full_counts_as_the_whole_prompt(phase: str) -> None:
+    """Two layers are in one entry and told once; the first head of another one is enough."""
+    text = edited(
+        ("floor: 1", "floor: 1\nlength: 1000"), ("prefill:", f"{phase}:"),
+        ("4-5: full", "4-5: {policy: full, budget: 9}"),
+        ("policy: tova, budget: [600, 700]", "policy: full, budget: [1000, 999]"),
+    )  # fmt: skip
+    what = "is below 1000, but full keeps all entries of a prompt of that length: give 1000"
+    assert problems(text) == [
+        f"line 12: {phase}.layers.3.budget: {what}", f"line 13: {phase}.layers.4-5.budget: {what}",
+    ]  # fmt: skip
+    right = text.replace("999", "1000").replace("budget: 9}", "budget: 1200}")
+    assert plan_from_yaml(right, "mine.yaml").total == 3 * 2 * 640 + 2000 + 2 * 2400
+
+
+FIRST, LAST = "0-2: {policy: snapkv, budget: 640, params: {window: 8}}", "4-5: full"
+MISTAKES: list[tuple[list[tuple[str, str]], str]] = [
+    ([("scaling: fixed", "scalng: fixed")], "line 6: scalng: unknown key; did you mean 'scaling'?"),
+    ([("scaling: fixed", "scaling: fixd")], "line 6: scaling: Input should be 'fixed' or 'proportional', not 'fixd'"),
+    ([("scaling: fixed", "scaling: proportional")], 'line 6: scaling: "proportional" needs a length'),
+    ([("floor: 1", "floor: 1\ntotal: 5000")], "line 8: total: follows from budgets: remove it"),
+    ([("floor: 1", "floor: 601")], "line 11: prefill.layers.3.budget: is 600 at head 0, below the floor of 601 entrie"),
+    ([("floor: 1", "floor: -1")], "line 7: floor: Input should be greater than or equal to 0, not -1"),
+    ([("model: toy", "model: [toy]")], "line 5: model: Input should be a valid string, not a list"),
+    ([("model: toy\n", "")], "line 3: model: is missing: add it"),
+    ([("  layers:\n", "  layer:\n")], "line 9: prefill.layer: unknown key; did you mean 'layers'?"),
+    ([("  layers:\n    0-2: ", "  layers: [x]\nx:\n    0-2: ")], "line 9: prefill.layers: must be a mapping such as 0"),
+    ([(FIRST, "0-2:")], "line 10: prefill.layers.0-2: must be full (the whole cache) or a mapping such as {policy: sn"),
+    ([(FIRST, "0-2: ful")], "line 10: prefill.layers.0-2: must be full (the whole cache)"),
+    ([(FIRST, "0-x: full")], "line 10: prefill.layers.0-x: must be a layer or a range of layers, such as 3 or 0-7"),
+    ([(FIRST, "2-0: full")], "line 10: prefill.layers.2-0: must be a layer or a range of layers"),
+    ([(FIRST, "[0, 2]: full")], "line 10: prefill.layers: a key must be a word or number"),
+    ([(LAST, "3-5: full")], "line 12: prefill.layers.3-5: layer 3 is in 3, too: give every layer once"),
+    ([(LAST, "4-6: full")], "line 12: prefill.layers.4-6: the model has layers 0 to 5"),
+    ([(LAST, "5: full")], "line 9: prefill.layers: says nothing of layer 4: add {policy: snapkv, budget: 640}, or ful"),
+    ([(LAST, "4: full")], "line 9: prefill.layers: says nothing of layer 5: add"),
+    ([(LAST, "3: full")], "line 12: prefill.layers.3: is given twice: remove one"),
+    ([("budget: 640", "budgt: 640")], "line 10: prefill.layers.0-2.budgt: unknown key; did you mean 'budget'?"),
+    ([("budget: 640, ", "")], "line 10: prefill.layers.0-2.budget: is missing: add it"),
+    ([("policy: tova, ", "")], "line 11: prefill.layers.3.policy: is missing: add it"),
+    ([("policy: tova", "policy: 3")], "line 11: prefill.layers.3.policy: Input should be a valid string, not 3"),
+    ([("tova", "tovva")], "line 11: prefill.layers.3.policy: unknown policy 'tovva'; did you mean 'tova'?"),
+    ([("window: 8", "windw: 8")], "line 10: prefill.layers.0-2.params: policy snapkv has no parameter 'windw'; did yo"),
+    ([("window: 8", "window: wide")], "line 10: prefill.layers.0-2.params: policy snapkv: window must be int, got 'wi"),
+    ([("window: 8", "window: [8]")], "line 10: prefill.layers.0-2.params.window: must be a finite number, true, false"),
+    ([("{window: 8}", "8")], "line 10: prefill.layers.0-2.params: must be a mapping such as {window: 8}"),
+    ([("640", "many")], "line 10: prefill.layers.0-2.budget: Input should be a valid integer, not 'many'"),
+    ([("640", "64.0")], "line 10: prefill.layers.0-2.budget: Input should be a valid integer, not 64.0"),
+    ([("640", "0")], "line 10: prefill.layers.0-2.budget: Input should be greater than or equal to 1, not 0"),
+    ([("640", "7")], "line 10: prefill.layers.0-2.budget: is 7 at head 0, 7 at head 1, below the 8 entries that snapk"),
+    ([("700]", "true]")], "line 11: prefill.layers.3.budget.1: Input should be a valid integer, not True"),
+    ([("700]", "700, 1]")], "line 11: prefill.layers.3.budget: has 3 items, but model.kv_heads is 2: one budget per k"),
+    ([(FIRST, "0-2: full"), ("3: {policy: tova, budget: [600, 700]}", "3: full")], "line 9: prefill.layers: plans no"),
+    ([("prefill:", "prefil:")], "line 8: prefil: unknown key; did you mean 'prefill'?"),
+    ([("  kv_heads: 2\n", "")], "line 13: fingerprint.kv_heads: is missing: add it"),
+    ([("  layers: 6\n", "  layers: six\n")], "line 17: fingerprint.layers: Input should be a valid integer, not 'six'"),
+    ([("config_sha256: c4", "config_sha256: xx")], "line 15: fingerprint.config_sha256: String should match pattern"),
+    ([("  seed: 7\n", "  sed: 7\n")], "line 22: provenance.sed: unknown key; did you mean 'seed'?"),
+    ([("  seed: 7\n", "")], "line 20: provenance.seed: is missing: add it"),
+    ([("note: né", "note: {a: 1}")], "line 27: provenance.settings.note: must be a finite number"),
+    ([("note: né", "note: .nan")], "line 27: provenance.settings.note: must be a finite number"),
+    ([("note: né", "note: 2020-01-01")], "line 27: provenance.settings.note: must be a finite number, true, false or"),
+    ([("prefill:", "allocation: {name: adakv, parms: {}}\nprefill:")], "line 8: allocation.parms: unknown key; did yo"),
+    (
+        [("prefill:", "allocation: {name: adakv}\nprefill:"), (LAST, "4-5: {policy: full, budget: 9}")],
+        "line 13: prefill.layers.4-5: full never evicts some heads",
+    ),
+    ([("prefill:", "allocation: {name: adakw}\nprefill:")], "line 8: allocation: unknown allocation 'adakw'; did you"),
+    ([("prefill:", "policies: {tova: 3}\nprefill:")], "line 8: policies.tova: must be a mapping such as {window: 8}"),
+    ([("prefill:", "policies: tova\nprefill:")], "line 8: policies: must be a mapping such as snapkv: {window: 8}"),
+    ([("prefill:", "policies:\n  tofa: {}\nprefill:")], "line 9: policies.tofa: unknown policy 'tofa'; did you mean '"),
+    ([("prefill:", "policies:\n  tova: {sink: 1}\nprefill:")], "line 9: policies.tova: policy tova has no parameter '"),
+    ([("prefill:", "decode: 3\nprefill:")], "line 8: decode: must be a mapping with the keys layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), MISTAKES, ids=[expected for _, expected in MISTAKES])
+def test_each_mistake_is_named_by_its_line(changes: list[tuple[str, str]], expected: str) -> None:
+    found = problems(edited(*changes))
+    assert any(line.startswith(expected) for line in found), found
+
+
+def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines() -> None:
+    found = problems(
+        edited(
+            ("scaling: fixed\n", ""), ("tova", "tovva"), ("640", "[1, x]"), (LAST, "5-6: ful"), ("  seed: 7\n", ""),
+            ("  kv_heads", "  heads"),
+        )
+    )  # fmt: skip
+    assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in found] == [
+        "line 3: scaling", "line 8: prefill.layers", "line 9: prefill.layers.0-2.budget.1",
+        "line 10: prefill.layers.3.policy", "line 11: prefill.layers.5-6", "line 11: prefill.layers.5-6",
+        "line 12: fingerprint.kv_heads", "line 17: fingerprint.heads", "line 19: provenance.seed",
+    ]  # fmt: skip
+
+
+def test_a_mistake_in_many_layers_is_told_once() -> None:
+    assert len(problems(edited(("640", "many")))) == 1
+    assert len(problems(edited(("snapkv", "snap")))) == 1
+
+
+def test_without_any_phase_there_is_nothing_to_do() -> None:
+    start, end = EXAMPLE_YAML.index("prefill:"), EXAMPLE_YAML.index("fingerprint:")
+    found = problems(EXAMPLE_YAML[:start] + "decode:\n" + EXAMPLE_YAML[end:])
+    assert found == ["line 8: decode: a plan needs at least one phase: give prefill, decode or both"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "it holds no object"),
+        ("# nothing", "it holds no object"),
+        ("- 1\n- 2", "it holds no object"),
+        ("snapkv", "it holds no object"),
+        ("model: toy", "is not a kvsearch.strategy file: its format is null"),
+        (canonical_json(EXAMPLE).decode(), "is not a kvsearch.strategy file: its format is 'kvsearch.plan'"),
+        (edited(("version: 1", "version: 2")), "was written by a newer kvsearch (version 2, this one reads 1)"),
+        (edited(("version: 1", "version: one")), "has no valid version: found 'one'"),
+        (edited(("floor: 1", "floor: [1")), "is not valid YAML at line 8: "),
+        (edited(("floor: 1", "floor: *x")), "is not valid YAML at line 7: found undefined alias 'x'"),
+        (edited(("floor: 1", "floor: !x 1")), "is not valid YAML at line 7: could not determine a constructor"),
+        (edited(("floor: 1", "floor: 2020-13-13")), "is not valid YAML: month must be in 1..12"),
+        (edited(("floor: 1", "floor: \x01")), "is not valid YAML: unacceptable character"),
+        (edited(("floor: 1", "floor: &a [*a]")), "is not valid YAML: brackets are nested too deeply"),
+        ("a: 1\n---\nb: 2", "is not valid YAML at line 2: but found another document"),
+        ("[" * 5000, "is not valid YAML: brackets are nested too deeply"),
+    ],
+)
+def test_what_is_no_strategy_at_all(text: str, problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_from_yaml(text, "mine.yaml")
+    assert str(caught.value).startswith("mine.yaml")
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)

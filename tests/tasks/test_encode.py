@@ -1,0 +1,338 @@
+"""Tasks in token ids: contexts cut in the middle, questions that cannot be asked, and the count of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.evaluation.samples import token_hash
+from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.encode import (
+    NO_ANSWER,
+    NO_CONTEXT,
+    NO_QUESTION,
+    Coverage,
+    contexts_of,
+    counter,
+    encode,
+    encode_tasks,
+    middle_cut,
+    most_tokens,
+)
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+from tests import tiny
+
+WORD = WORDS[20:60]  # 40 words that say nothing
+TEXT = " ".join(WORD)
+
+
+def example(context: str = TEXT, *queries: Query, key: str = "k") -> Example:
+    return Example("t", key, context, queries or (Query("? vote", ("anchor",), 5),))
+
+
+def task(*rows: Example, name: str = "t", **changes: object) -> tiny.Listed:
+    return replace(tiny.Listed(name, rows), **changes)
+
+
+def words(ids: torch.Tensor) -> list[str]:
+    assert ids.dtype == torch.int64
+    return [WORDS[token] for token in ids.tolist()]
+
+
+# --- the cut ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lead", "room", "expected"),
+    [
+        (0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (0, 6, [0, 1, 2, 7, 8, 9]),
+        (0, 5, [0, 1, 2, 8, 9]),
+        (1, 5, [0, 1, 2, 8, 9]),
+        (2, 5, [0, 1, 2, 3, 9]),
+        (3, 5, [0, 1, 2, 3, 9]),
+        (3, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_middle_cut_by_hand(lead: int, room: int, expected: list[int]) -> None:
+    assert middle_cut(torch.arange(10), lead, room).tolist() == expected
+
+
+@given(st.integers(1, 60), st.integers(0, 10), st.integers(2, 70))
+def test_head_and_tail_stay(length: int, lead: int, more: int) -> None:
+    lead = min(lead, length)
+    room = lead + more
+    kept = middle_cut(torch.arange(length), lead, room).tolist()
+    assert len(kept) == min(length, room)
+    assert kept == sorted(set(kept))
+    if length > room:
+        gaps = [at for at in range(1, len(kept)) if kept[at] != kept[at - 1] + 1]
+        assert len(gaps) == 1  # one piece is missing
+        head, tail = gaps[0] - lead, len(kept) - gaps[0]
+        assert head - tail in (0, 1)
+        assert (kept[0], kept[-1]) == (0, length - 1)
+
+
+def test_most_tokens() -> None:
+    model = tiny.loaded(max_position_embeddings=300).model
+    assert most_tokens(model) == 300
+    assert most_tokens(model, 200) == 200
+    assert most_tokens(model, 400) == 300  # the model's own limit cannot be raised
+    model.config.max_position_embeddings = 0  # unknown
+    assert most_tokens(model) is None
+    assert most_tokens(model, 400) == 400
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    # <bos>, then what 1 + 40 tokens of context, 2 of the question and 5 of the reply leave room for
+    [(48, 40), (47, 39), (46, 38), (20, 12), (10, 2)],
+)
+def test_contexts_are_cut_in_the_middle(limit: int, kept: int) -> None:
+    made = encode(tiny.tokenizer(), task(example()), [example()], None, limit)
+    (prompt,) = made.prompts
+    head, tail = (kept + 1) // 2, kept // 2
+    assert words(prompt.context) == ["<bos>", *WORD[:head], *WORD[40 - tail :]]
+    assert words(prompt.questions[0].ids) == ["?", "vote"]
+    assert prompt.truncated == (kept < 40)
+    assert made.coverage.truncated == int(kept < 40)
+
+
+def test_the_cut_leaves_the_head_of_a_chat_template_alone() -> None:
+    made = encode(tiny.chat_tokenizer(), task(example(), chat=True), [example()], None, 20)
+    # <bos> recall [context] ? vote . mark = and five tokens of reply
+    assert words(made.prompts[0].context) == ["<bos>", "recall", *WORD[:4], *WORD[-4:]]
+
+
+def test_the_longest_question_decides_for_all_of_a_context() -> None:
+    queries = (
+        Query("? vote", ("anchor",), 5),
+        Query("? code amber", ("anchor",), 3, " recall the"),
+        Query("?", ("b",)),
+    )
+    made = encode(tiny.tokenizer(), task(), [example(TEXT, *queries)], None, 30 + 65)
+    (prompt,) = made.prompts
+    assert [question.number for question in prompt.questions] == [0, 1, 2]
+    assert len(prompt.context) == 30  # ? and a reply of 64
+    assert words(prompt.with_question(prompt.questions[1])) == [
+        *words(prompt.context), "?", "code", "amber", "recall", "the",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [9, 7, 3])
+def test_a_question_that_leaves_no_room(limit: int) -> None:
+    with pytest.raises(IncompatibleError, match=rf"task t, example k, question 0: 2 tokens .* within {limit} tokens"):
+        encode(tiny.tokenizer(), task(), [example()], None, limit)
+
+
+def test_a_short_context_needs_no_more_than_its_length() -> None:
+    made = encode(tiny.tokenizer(), task(), [example("")], None, 8)
+    assert words(made.prompts[0].context) == ["<bos>"]
+    with pytest.raises(IncompatibleError, match="no room"):
+        encode(tiny.tokenizer(), task(), [example("")], None, 7)
+
+
+# --- what cannot be asked --------------------------------------------------------------------------------------------
+
+
+def silent_tokenizer() -> object:
+    """Without <bos>, so that a text may have no token."""
+    made = tiny.tokenizer()
+    made.backend_tokenizer.post_processor = None
+    return made
+
+
+def test_exclusions_are_counted() -> None:
+    good, mute, unanswerable = (
+        Query("? vote", ("anchor", "bell")),
+        Query(" ", ("anchor",)),
+        Query("? vote", ("", " ", "\u200b")),
+    )
+    rows = [
+        example(TEXT, good, mute, good, key="a"),
+        example("  ", good, good, key="b"),
+        example(TEXT, unanswerable, mute, key="c"),
+        example(TEXT, unanswerable, good, key="d"),
+    ]
+    made = encode(silent_tokenizer(), task(), rows, 9)
+    assert made.coverage == Coverage(
+        "t", "listed", 9, 4, 2, 0, 3, {NO_ANSWER: 2, NO_CONTEXT: 2, NO_QUESTION: 2}
+    )  # fmt: skip
+    assert [(prompt.key, [q.number for q in prompt.questions]) for prompt in made.prompts] == [
+        ("a", [0, 2]),
+        ("d", [1]),
+    ]
+
+
+def test_keys_of_one_text_have_one_context() -> None:
+    other = TEXT + " " + TEXT
+    made = encode(tiny.tokenizer(), task(), [example(TEXT, key="a"), example(other, key="b"), example(TEXT, key="c")])
+    assert made.contexts["a"] == made.contexts["c"] == token_hash(made.prompts[0].context) != made.contexts["b"]
+    assert (made.distinct, made.coverage.contexts) == (2, 3)
+    assert contexts_of([made]) == {("t", key): name for key, name in made.contexts.items()}
+
+
+def test_where_all_have_one_text_every_key_is_a_context() -> None:
+    made = encode(tiny.tokenizer(), task(), [example(TEXT, key=key) for key in "abc"])
+    assert (made.contexts, made.distinct) == ({"a": "a", "b": "b", "c": "c"}, 3)
+
+
+def test_one_text_is_one_context_however_much_of_it_a_question_leaves() -> None:
+    long, other = " ".join([TEXT] * 4), " ".join(["anchor"] * 40)
+    short, wordy = Query("? vote", ("anchor",), 5), Query("? vote " * 5, ("anchor",), 5)
+    rows = [example(long, short, key="a"), example(long, wordy, key="b"), example(other, short, key="c")]
+    made = encode(tiny.tokenizer(), task(), rows, limit=40)
+    assert len(made.prompts[0].context) > len(made.prompts[1].context)
+    assert made.distinct == 2
+    assert made.contexts["a"] == made.contexts["b"]
+
+
+def test_an_empty_answer_among_others_is_left_out() -> None:
+    """It would be found in every reply."""
+    made = encode(
+        tiny.tokenizer(), task(metric="contains"), [example(TEXT, Query("? vote", ("anchor", " ", "bell", "")))]
+    )
+    (question,) = made.prompts[0].questions
+    assert question.query == Query("? vote", ("anchor", "bell"))
+    assert made.task.score("the fox", question.query) == 0
+    assert made.coverage.excluded == {}
+
+
+def test_nothing_is_excluded_without_a_reason() -> None:
+    coverage = encode(tiny.tokenizer(), task(), [example()]).coverage
+    assert coverage == Coverage("t", "listed", 1, 1, 1, 0, 1, {})
+
+
+def test_a_task_of_which_nothing_is_left() -> None:
+    with pytest.raises(UsageError, match=r"task t has no usable question \(empty answer: 1\)"):
+        encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ("",)))])
+    with pytest.raises(UsageError, match=r"task t has no usable question \(it has no examples\)"):
+        encode(tiny.tokenizer(), task(), [])
+
+
+def test_tasks_that_contradict_themselves() -> None:
+    with pytest.raises(UsageError, match="task t, example k: a context without questions"):
+        encode(tiny.tokenizer(), task(), [Example("t", "k", TEXT, ())])
+    with pytest.raises(UsageError, match="two examples have the key 'k'"):
+        encode(tiny.tokenizer(), task(), [example(), example("the calm fox .")])
+    with pytest.raises(UsageError, match="stops at an empty text"):
+        encode(tiny.tokenizer(), task(stops=("x", "")), [example()])
+    with pytest.raises(UsageError, match="two tasks are called 't'"):
+        encode_tasks(tiny.loaded(), [task(example()), task(example())], 1)
+
+
+# --- answers that a metric does not understand -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "words"),
+    [
+        ("gsm8k", "seven", "the answer 'seven' has no number"),
+        ("gsm8k_official", "seven", "the answer 'seven' is no number"),
+        ("classification", "anchor", "the metric classification needs all classes"),
+        ("retrieval", "the third", "the answer 'the third' names no paragraph"),
+    ],
+)
+def test_answers_are_checked_first(metric: str, answer: str, words: str) -> None:
+    good = Query("? vote", ("Paragraph 7",) if metric == "retrieval" else ("7",), options=("7",))
+    rows = [example(TEXT, good, key="a"), example(TEXT, good, Query("?", (answer,)), key="b")]
+    with pytest.raises(UsageError, match=f"^task t, example b, question 1: {words}") as found:
+        encode(tiny.tokenizer(), task(metric=metric), rows)
+    assert "\n" not in str(found.value)
+
+
+def test_a_question_without_answers() -> None:
+    with pytest.raises(UsageError, match=r"^task t, example k, question 0: .* has no answers"):
+        encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ()))])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            ValueError("no\nidea"),
+            UsageError,
+            "^task t, example k, question 0: the metric fails with ValueError: no idea$",
+        ),
+        (EnvironmentFault("pip install it"), EnvironmentFault, "^pip install it$"),
+    ],
+)
+def test_what_a_metric_may_raise(error: Exception, kind: type[Exception], words: str) -> None:
+    class Failing(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            raise error
+
+    with pytest.raises(kind, match=words):
+        encode(tiny.tokenizer(), Failing("t", ()), [example()])
+
+
+# --- whole tasks -----------------------------------------------------------------------------------------------------
+
+
+def test_all_tasks_are_cut_to_the_same_limit() -> None:
+    rows = [example(key=str(number)) for number in range(3)]
+    made = encode_tasks(tiny.loaded(), [task(*rows, name="a"), task(example("the bell"), name="b")], 2, 0, 20)
+    assert [entry.coverage for entry in made] == [
+        Coverage("a", "listed", 2, 2, 2, 2, 2, {}),
+        Coverage("b", "listed", 2, 1, 1, 0, 1, {}),
+    ]
+    assert {len(prompt.context) for prompt in made[0].prompts} == {13}
+
+
+@pytest.mark.parametrize(
+    ("made", "longest"),
+    [
+        (SyntheticTask("single", 600), 600),
+        (RulerTask("vt", 513), 513),
+        (NiahTask(lengths=(100, 2000), depths=(50,)), 2000),
+    ],
+)
+def test_generated_contexts_are_never_cut(made: Task, longest: int) -> None:
+    model = tiny.loaded()  # takes 512 tokens
+    words = f"task {made.name} makes prompts of {longest} tokens, "
+    with pytest.raises(UsageError, match=f"^{words}tiny takes 512: lower --length$"):
+        encode_tasks(model, [made], 1)
+    with pytest.raises(UsageError, match=f"^{words}tiny takes 512: lower --length$"):
+        encode_tasks(model, [made], 1, max_length=900)  # does not raise what the model takes
+    with pytest.raises(UsageError, match=f"^{words}--max-length allows 400: lower --length$"):
+        encode_tasks(model, [made], 1, max_length=400)
+
+
+def test_nothing_is_made_of_a_task_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(tiny.Listed, "examples", lambda *given: asked.append(given) or [example()])
+    with pytest.raises(UsageError, match="makes prompts of 600 tokens"):
+        encode_tasks(tiny.loaded(), [task(example()), SyntheticTask("single", 600)], 1)
+    assert asked == []
+
+
+def test_generated_contexts_that_fit() -> None:
+    model = tiny.loaded(max_position_embeddings=700)
+    (made,) = encode_tasks(model, [SyntheticTask("single", 600)], 2)
+    assert (made.coverage.contexts, made.coverage.truncated) == (2, 0)
+
+
+def test_the_template_is_rendered_once_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(tiny.loaded(), tokenizer=tiny.chat_tokenizer())
+    rendered: list[object] = []
+    apply = model.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        model.tokenizer, "apply_chat_template", lambda *given, **how: rendered.append(given) or apply(*given, **how)
+    )
+    rows = [example(key=str(number)) for number in range(3)]
+    encode_tasks(model, [task(*rows, name="a", chat=True), task(*rows, name="b", chat=True)], 3)
+    assert len(rendered) == 2
+
+
+def test_counter() -> None:
+    count = counter(tiny.tokenizer())
+    assert count("the calm fox .") == 4
+    assert count("") == 0

@@ -1,0 +1,175 @@
+"""What is compressed under each protocol, and that replies are those of plain generation where nothing is evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.runner import run
+from kvsearch.evaluation.samples import Sample, token_hash
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.strategies.baselines import equal_uniform, full_cache
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.encode import encode
+from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol, readings
+from tests import tiny
+
+TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
+LONGER = tuple(
+    replace(row, queries=tuple(replace(query, max_new_tokens=query.max_new_tokens + 5) for query in row.queries))
+    for row in TASK.rows
+)
+BEGUN = tuple(
+    replace(row, queries=tuple(replace(query, prefix=" recall the") for query in row.queries)) for row in LONGER
+)
+PLAIN, PREFIX = replace(TASK, rows=LONGER), replace(TASK, rows=BEGUN)
+
+
+def build(family: str, chat: bool = False) -> LoadedModel:
+    """Embeddings are not tied to the head (as Gemma's are), or a random model says its last token over and over."""
+    made = tiny.loaded(family, tie_word_embeddings=False)
+    return replace(made, tokenizer=tiny.chat_tokenizer()) if chat else made
+
+
+def test_protocols_by_name() -> None:
+    assert [find_protocol(name) for name in PROTOCOLS] == ["question-agnostic", "question-aware"]
+    with pytest.raises(UsageError, match="unknown protocol 'question-awre'; did you mean 'question-aware'"):
+        find_protocol("question-awre")
+
+
+def test_readings() -> None:
+    queries = (Query("? vote", ("a",)), Query("? code amber", ("b",), 5, " recall"))
+    prompts = encode(tiny.tokenizer(), TASK, [Example("t", "k", "the bell", queries)]).prompts
+    (context,) = readings(prompts, QUESTION_AGNOSTIC)
+    assert tiny.tokenizer().decode(context.ids) == "<bos> the bell"
+    assert [question.number for question in context.questions] == [0, 1]
+    first, second = readings(prompts, QUESTION_AWARE)
+    assert tiny.tokenizer().decode(first.ids) == "<bos> the bell ? vote"
+    assert tiny.tokenizer().decode(second.ids) == "<bos> the bell ? code amber recall"
+    assert [[question.number for question in reading.questions] for reading in (first, second)] == [[0], [1]]
+
+
+# --- nothing evicted: both protocols are plain generation ------------------------------------------------------------
+
+
+def whole_prompt(tokenizer: Any, task: tiny.Listed, sample: Sample) -> torch.Tensor:
+    """The prompt as one text, [1, T]."""
+    row = task.rows[int(sample.key)]
+    query = row.queries[sample.question]
+    if task.chat and tokenizer.chat_template:
+        message = {"role": "user", "content": f"{row.context}\n\n{query.question}"}
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        return torch.tensor([tokenizer(text + query.prefix, add_special_tokens=False)["input_ids"]])
+    return torch.tensor([tokenizer(f"{row.context} {query.question}{query.prefix}")["input_ids"]])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("task", [PLAIN, PREFIX, replace(PREFIX, chat=True)], ids=["plain", "prefix", "chat"])
+def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.Listed, protocol: Protocol) -> None:
+    model = build(family, chat=True)
+    samples = run(model, {"full": full_cache(model.model)}, [task], 4, batch=3, protocol=protocol)
+    assert len(samples) == 10
+    model.model.generation_config.pad_token_id = 0
+    for sample in samples:
+        ids, query = whole_prompt(model.tokenizer, task, sample), task.rows[int(sample.key)].queries[sample.question]
+        out = model.model.generate(ids, max_new_tokens=query.max_new_tokens, do_sample=False, eos_token_id=2)
+        expected = out[0, ids.shape[1] :].tolist()
+        expected = expected[: expected.index(2)] if 2 in expected else expected
+        assert sample.reply == model.tokenizer.decode(expected, skip_special_tokens=True)
+        assert sample.reply_tokens == len(expected)
+        assert sample.prompt_tokens == ids.shape[1]
+        assert sample.prompt_sha256 == token_hash(ids[0])
+
+
+def test_without_the_task_s_wish_there_is_no_template() -> None:
+    with_one, without = build("llama", chat=True), build("llama")
+    programs = {"full": full_cache(with_one.model)}
+    assert run(with_one, programs, [PLAIN], 2) == run(without, programs, [PLAIN], 2)
+    wanted = run(with_one, programs, [replace(PLAIN, chat=True)], 2)
+    assert [sample.prompt_sha256 for sample in wanted] != [s.prompt_sha256 for s in run(without, programs, [PLAIN], 2)]
+
+
+# --- evicted ---------------------------------------------------------------------------------------------------------
+
+
+def programs(model: LoadedModel) -> dict[str, Program]:
+    shape = describe(model.model)
+    heads = len(shape.full_layers) * shape.kv_heads
+    snapkv = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+
+    def total(length: int) -> int:
+        return heads * (length // 3)
+
+    return {
+        "full": full_cache(model.model),
+        "prefill": equal_uniform(model.model, snapkv, total),
+        "decode": equal_uniform(model.model, create_policy("tova"), None, total),
+        "both": equal_uniform(model.model, create_policy("tova"), total, total),
+    }
+
+
+def comparable(samples: Sequence[Sample]) -> list[Sample]:
+    """In one order, and without bytes: padding inside blocks depends on the batch."""
+    ordered = sorted(samples, key=lambda sample: (sample.method, sample.key, sample.question))
+    return [replace(sample, bytes=0.0) for sample in ordered]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
+    model = build(family)
+    alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)
+    assert len({sample.prompt_tokens for sample in alone}) > 3
+    for batch in (3, 16):
+        assert comparable(run(model, programs(model), [PREFIX], 4, batch=batch, protocol=protocol)) == comparable(alone)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_budgets_are_for_what_is_compressed(protocol: Protocol) -> None:
+    model = build("llama")
+    plan = tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])
+    samples = run(model, {"plan": Program.from_plan(model.model, plan)}, [PREFIX], 4, protocol=protocol)
+    for sample in samples:
+        read = sample.context_tokens if protocol == QUESTION_AGNOSTIC else sample.prompt_tokens
+        assert sample.entries == int(budgets_at(plan, "prefill", read).sum())
+        asked = sample.prompt_tokens - sample.context_tokens if protocol == QUESTION_AGNOSTIC else 0
+        allowed = PREFIX.rows[int(sample.key)].queries[sample.question].max_new_tokens
+        fed = min(sample.reply_tokens, allowed - 1)  # what ends a reply is never fed
+        assert sample.most == sample.entries + 8 * (asked + fed)
+        assert sample.protocol == protocol
+
+
+def test_protocols_ask_the_same_and_differ_where_something_is_evicted() -> None:
+    model = build("llama")
+    agnostic, aware = (run(model, programs(model), [PREFIX], 4, protocol=protocol) for protocol in PROTOCOLS)
+    prompts = [{(s.method, s.key, s.question): s.prompt_sha256 for s in samples} for samples in (agnostic, aware)]
+    assert prompts[0] == prompts[1]
+    replies = [
+        {(s.key, s.question): s.reply for s in samples if s.method == "prefill"} for samples in (agnostic, aware)
+    ]
+    assert replies[0] != replies[1]
+    whole = [{(s.key, s.question): s.reply for s in samples if s.method == "full"} for samples in (agnostic, aware)]
+    assert whole[0] == whole[1]
+
+
+def test_every_question_has_a_prefill_of_its_own_where_it_is_known() -> None:
+    model = build("llama")
+    fed: list[torch.Size] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: fed.append(given["input_ids"].shape), with_kwargs=True
+    )
+    samples = run(model, {"full": full_cache(model.model)}, [TASK], 1, batch=2, protocol=QUESTION_AWARE)
+    handle.remove()
+    longest = [max(sample.prompt_tokens for sample in part) for part in (samples[:2], samples[2:])]
+    prefills = [tuple(shape) for shape in fed if shape[1] > 1]
+    assert prefills == [(2, longest[0]), (1, longest[1])]
