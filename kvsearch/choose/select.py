@@ -23,7 +23,6 @@ from kvsearch.evaluation.compare import Evaluation, Settings, Study
 from kvsearch.evaluation.kept import without_rounding
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.samples import token_hash
 from kvsearch.evaluation.statistics import Difference
 from kvsearch.evaluation.trial import Prepared, Trial, prepare_trial
 from kvsearch.models.loading import LoadedModel
@@ -35,7 +34,7 @@ from kvsearch.strategies.direct import PHASES
 from kvsearch.strategies.from_profile import Target
 from kvsearch.strategies.methods import FULL, Size
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks, token_hash
 
 Kept = AbstractContextManager[tuple[Ledger | None, Progress | None]]
 Keep = Callable[[str, Evaluation], Kept]  # what a stage, by its name, keeps replies in and tells how far it is

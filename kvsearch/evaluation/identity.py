@@ -13,12 +13,11 @@ from importlib.metadata import version
 from typing import Any
 
 from kvsearch.evaluation.runner import stop_tokens
-from kvsearch.evaluation.samples import token_hash
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.strategies.contenders import Contender
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, Question, TaskPrompts
+from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash
 from kvsearch.tasks.facts import describe_tasks
 from kvsearch.tasks.longbench.task import LongBenchTask
 from kvsearch.tasks.protocol import Protocol

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows
 from kvsearch.evaluation.reply_places import Journal, Known, Place
-from kvsearch.evaluation.samples import Cost, Sample, token_hash
+from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.evaluation.shared_prefill import Joint, compressed
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks
+from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
 from kvsearch.tasks.scoring import score

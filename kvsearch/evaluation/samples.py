@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-
-from torch import Tensor
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, check_target
@@ -64,11 +61,6 @@ class Cost(NamedTuple):
 def context_of(sample: Sample, contexts: Contexts | None) -> str:
     """What names the context of a sample within its task; its key where `contexts` are not known."""
     return sample.key if contexts is None else contexts[sample.task, sample.key]
-
-
-def token_hash(ids: Tensor) -> str:
-    """SHA-256 of token ids as little-endian 64-bit integers."""
-    return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def check_samples_file(path: Path) -> None:

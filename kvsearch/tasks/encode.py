@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.samples import token_hash
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
@@ -142,6 +142,11 @@ def encode(
         excluded=dict(sorted(excluded.items())),
     )
     return TaskPrompts(task, form, prompts, coverage, _contexts(prompts))
+
+
+def token_hash(ids: Tensor) -> str:
+    """Return the SHA-256 of token ids as little-endian 64-bit integers."""
+    return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def listed(excluded: dict[str, int]) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.evaluation.samples import Cost, Sample, check_samples_file, token_hash, write_samples
+from kvsearch.evaluation.samples import Cost, Sample, check_samples_file, write_samples
 
 ONE = Sample(
     "qa", "c", "plan", "question-aware", "0-1", 2, 'he said "a, b"\nand left', 0.25, "ab12", True, 100, 120, 7,
@@ -82,9 +80,3 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("kvsearch.evaluation.samples.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match="parquet needs pyarrow, install it"):
         check_samples_file(tmp_path / "new.parquet")
-
-
-def test_the_hash_of_a_prompt() -> None:
-    data = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
-    assert token_hash(torch.tensor([1, 256])) == hashlib.sha256(data).hexdigest()
-    assert token_hash(torch.tensor([1, 256])) != token_hash(torch.tensor([1, 256, 0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.evaluation.samples import token_hash
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.encode import (
     NO_ANSWER,
@@ -23,6 +23,7 @@ from kvsearch.tasks.encode import (
     encode_tasks,
     middle_cut,
     most_tokens,
+    token_hash,
 )
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RulerTask
@@ -336,3 +337,9 @@ def test_counter() -> None:
     count = counter(tiny.tokenizer())
     assert count("the calm fox .") == 4
     assert count("") == 0
+
+
+def test_the_hash_of_a_prompt() -> None:
+    data = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
+    assert token_hash(torch.tensor([1, 256])) == hashlib.sha256(data).hexdigest()
+    assert token_hash(torch.tensor([1, 256])) != token_hash(torch.tensor([1, 256, 0]))

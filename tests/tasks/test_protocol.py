@@ -11,7 +11,7 @@ import torch
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.runner import run
-from kvsearch.evaluation.samples import Sample, token_hash
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.arithmetic import budgets_at
@@ -19,7 +19,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.strategies.baselines import equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode
+from kvsearch.tasks.encode import encode, token_hash
 from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol, readings
 from tests import tiny
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.evaluation.runner import score_of
-from kvsearch.evaluation.samples import token_hash
-from kvsearch.tasks.encode import Question, TaskPrompts
+from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
 

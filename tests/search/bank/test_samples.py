@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.samples import token_hash
 from kvsearch.models.loading import LoadedModel
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.encode import encode_tasks, token_hash
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, without_answers
 
