@@ -117,7 +117,7 @@ def split_heads(order: Order, free: int, room: Ints, floor_share: float, variant
 
 
 @dataclass(frozen=True)
-class AdaKV(Allocation):
+class AdaKVAllocation(Allocation):
     """Every layer as planned, and inside it `head_budgets` of its scores; what the floors hold is not counted.
 
     As an allocator its signals are scores [L, Hkv, M] of the candidates, i.e. of all entries but the protected ones

@@ -74,7 +74,7 @@ def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2:
 
 
 @dataclass(frozen=True)
-class CAKE(Allocation):
+class CAKEAllocation(Allocation):
     """CAKE (Qin et al. 2025, arXiv 2503.12491): a pool of all free entries, shared in proportion to the preferences.
 
     The pool is what lies above the floors, which stand for the window, and the heads of a layer get equal budgets. All

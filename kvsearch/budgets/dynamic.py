@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Needs, Observation, Policy
 
 BUILT_IN = {
-    "adakv": "kvsearch.budgets.adakv:AdaKV",
-    "cake": "kvsearch.budgets.cake:CAKE",
-    "lava": "kvsearch.budgets.lava:LAVa",
+    "adakv": "kvsearch.budgets.adakv:AdaKVAllocation",
+    "cake": "kvsearch.budgets.cake:CAKEAllocation",
+    "lava": "kvsearch.budgets.lava:LAVaAllocation",
 }
 Layers = Literal["dynamic", "planned"]
 Heads = Literal["dynamic", "equal"]

@@ -61,7 +61,7 @@ def layer_pools(entropies: ArrayLike, pool: int, caps: ArrayLike | None = None) 
 
 
 @dataclass(frozen=True)
-class LAVa(Allocation):
+class LAVaAllocation(Allocation):
     """LAVa (Shen et al. 2025, arXiv 2509.09754, Algorithm 2): the free entries of all layers are one pool.
 
     Layer l gets the share e_l / sum_j e_j of the pool, e its `layer_entropy`, and splits it over its heads as AdaKV

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsearch.budgets.cake import CAKE, exponents, preference
+from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import calibrate_dynamic
@@ -102,7 +102,7 @@ def calibrate_cake(
         fit = fit_exponents(loaded, data, policy, cake, options, first)
         pair, arrays = fit.chosen, {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
         settings |= {"fit_ratio": cake.fit_ratio, "answer_tokens": cake.answer_tokens}
-    profile = calibrate_dynamic(loaded, data, policy, CAKE(*pair, cake.window), options, second)
+    profile = calibrate_dynamic(loaded, data, policy, CAKEAllocation(*pair, cake.window), options, second)
     return extended(profile, settings, arrays)
 
 
@@ -161,7 +161,7 @@ def _check_fit(prompt: Prompt, ratio: float, floor: int) -> None:
 
 def _losses(loaded: LoadedModel, prompt: Prompt, policy: Policy, cake: CakeOptions, floor: int) -> list[Floats]:
     """Loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
-    rows = CAKE(window=cake.window).needs(policy).query_rows
+    rows = CAKEAllocation(window=cake.window).needs(policy).query_rows
     passed = DensePass(
         loaded.model,
         prompt.ids.to(loaded.device),
@@ -182,7 +182,7 @@ def _budgets(passed: DensePass[DispersionLayer], pair: Pair, length: int, ratio:
     shape = (len(passed.observed), passed.shape.kv_heads)
     floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
     total = round_half_up((1 - ratio) * length * floors.size)
-    return CAKE(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps)
+    return CAKEAllocation(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps)
 
 
 def _of_answer(passed: DensePass[DispersionLayer], after: Following, budgets: list[Ints], device: Any) -> Floats:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.adakv import AdaKV
+from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.dynamic import Allocation, Wish, shared_budgets
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.calibration.data import CalibrationData
@@ -122,7 +122,7 @@ def even_budgets(total: int, floors: Ints, caps: Ints) -> Ints:
 
 def _wishes(allocation: Allocation, wished: Sequence[Wished], floor: int, most: int) -> Callable[[int, int], Wish]:
     """The wish of a layer for so many free entries; as a rule the order of `most` entries serves all that are fewer."""
-    if isinstance(allocation, AdaKV) and allocation.normalize:  # scores depend on how many entries are free
+    if isinstance(allocation, AdaKVAllocation) and allocation.normalize:  # scores depend on how many entries are free
         return lambda layer, free: wished[layer].wish(0, floor, free)
     longest = [said.wish(0, floor, most) for said in wished]
     return lambda layer, free: longest[layer]  # noqa: ARG005

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, Heads, Layers
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.base import Flag, Number, Progress, Recipe, Whole
 from kvsearch.calibration.options import (
     ANSWER_TOKENS,
@@ -111,12 +111,12 @@ class LavaRecipe(DynamicRecipe):
 
     method: Literal["lava"] = "lava"
     policy: str = "lava"
-    floor_share: Number = Field(default=LAVa.floor_share, ge=0, le=1)
-    layers: Layers = LAVa.layers
-    heads: Heads = LAVa.heads
+    floor_share: Number = Field(default=LAVaAllocation.floor_share, ge=0, le=1)
+    layers: Layers = LAVaAllocation.layers
+    heads: Heads = LAVaAllocation.heads
 
-    def make_allocation(self) -> LAVa:
-        return LAVa(self.floor_share, self.heads, self.layers)
+    def make_allocation(self) -> LAVaAllocation:
+        return LAVaAllocation(self.floor_share, self.heads, self.layers)
 
 
 class AdakvRecipe(DynamicRecipe):
@@ -124,12 +124,12 @@ class AdakvRecipe(DynamicRecipe):
 
     method: Literal["adakv"] = "adakv"
     policy: str = "snapkv"
-    floor_share: Number = Field(default=AdaKV.floor_share, ge=0, le=1)
+    floor_share: Number = Field(default=AdaKVAllocation.floor_share, ge=0, le=1)
     variant: Literal["exact", "kvpress"] = "exact"
-    normalize: Flag = AdaKV.normalize
+    normalize: Flag = AdaKVAllocation.normalize
 
-    def make_allocation(self) -> AdaKV:
-        return AdaKV(self.floor_share, self.variant, self.normalize)
+    def make_allocation(self) -> AdaKVAllocation:
+        return AdaKVAllocation(self.floor_share, self.variant, self.normalize)
 
 
 class CakeRecipe(DynamicRecipe):
@@ -143,9 +143,9 @@ class CakeRecipe(DynamicRecipe):
     method: Literal["cake"] = "cake"
     policy: str = "cake"
     exponents: Exponents = "auto"
-    tau1: Number = Field(default=CAKE.tau1, gt=0, allow_inf_nan=False)
-    tau2: Number = Field(default=CAKE.tau2, gt=0, allow_inf_nan=False)
-    window: Whole = Field(default=CAKE.window, ge=0)
+    tau1: Number = Field(default=CAKEAllocation.tau1, gt=0, allow_inf_nan=False)
+    tau2: Number = Field(default=CAKEAllocation.tau2, gt=0, allow_inf_nan=False)
+    window: Whole = Field(default=CAKEAllocation.window, ge=0)
     tuned_for: Whole = Field(default=CakeOptions.tuned_for, ge=1)
     fit_ratio: Number = Field(default=CakeOptions.fit_ratio, gt=0, lt=1)
     answer_tokens: Whole = Field(default=ANSWER_TOKENS, ge=1)
@@ -159,8 +159,8 @@ class CakeRecipe(DynamicRecipe):
         )
         return self
 
-    def make_allocation(self) -> CAKE:
-        return CAKE(self.tau1, self.tau2, self.window)
+    def make_allocation(self) -> CAKEAllocation:
+        return CAKEAllocation(self.tau1, self.tau2, self.window)
 
     def cake_options(self) -> CakeOptions:
         """Where the exponents come from."""

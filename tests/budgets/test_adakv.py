@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKV, head_budgets
+from kvsearch.budgets.adakv import AdaKVAllocation, head_budgets
 from kvsearch.budgets.allocator import Allocator, Floats, Signals
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
@@ -18,7 +18,7 @@ VARIANTS: tuple[Literal["exact", "official", "kvpress"], ...] = ("exact", "offic
 
 class TestExact(AllocatorContract):
     def allocator(self) -> Allocator:
-        return AdaKV()
+        return AdaKVAllocation()
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
@@ -26,7 +26,7 @@ class TestExact(AllocatorContract):
 
 class TestKvpress(TestExact):
     def allocator(self) -> Allocator:
-        return AdaKV(variant="kvpress")
+        return AdaKVAllocation(variant="kvpress")
 
 
 def with_counts(counts: list[int], length: int = 40) -> Floats:
@@ -132,21 +132,24 @@ def test_counts_are_those_of_the_sorted_layer(seed: int) -> None:
 def test_layers_are_even() -> None:
     scores = np.stack([with_counts([9, 4, 2]), 1000 * with_counts([3, 3, 9])])
     floors = np.full((2, 3), 8)
-    budgets = AdaKV().allocate(scores, 30 + 48, floors, floors + 40)
+    budgets = AdaKVAllocation().allocate(scores, 30 + 48, floors, floors + 40)
     assert budgets.tolist() == [[16, 12, 11], [12, 11, 16]]  # 3.4, 3.4 and 8.2 in the second
-    assert AdaKV(floor_share=0).allocate(scores, 78, floors, floors + 40).tolist() == [[17, 12, 10], [11, 11, 17]]
+    assert AdaKVAllocation(floor_share=0).allocate(scores, 78, floors, floors + 40).tolist() == [
+        [17, 12, 10],
+        [11, 11, 17],
+    ]
 
 
 def test_one_layer_with_one_head() -> None:
     one = np.ones((1, 1), dtype=np.int64)
-    assert AdaKV().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
+    assert AdaKVAllocation().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
 
 
 def test_no_head_gets_more_than_its_candidates() -> None:
     floors, caps = np.full((1, 2), 2), np.full((1, 2), 50)
-    assert AdaKV().allocate(np.ones((1, 2, 3)), 10, floors, caps).tolist() == [[5, 5]]
+    assert AdaKVAllocation().allocate(np.ones((1, 2, 3)), 10, floors, caps).tolist() == [[5, 5]]
     with pytest.raises(UsageError, match=r"total 11 .* at least 4, at most 10"):
-        AdaKV().allocate(np.ones((1, 2, 3)), 11, floors, caps)
+        AdaKVAllocation().allocate(np.ones((1, 2, 3)), 11, floors, caps)
 
 
 @pytest.mark.parametrize(
@@ -173,23 +176,31 @@ def test_refusals(arguments: dict[str, object], message: str) -> None:
 def test_refusals_of_the_allocator() -> None:
     floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 5)
     with pytest.raises(UsageError, match="official rounding"):
-        AdaKV(variant="official")
+        AdaKVAllocation(variant="official")
     with pytest.raises(UsageError, match="floor_share"):
-        AdaKV(floor_share=-0.1)
+        AdaKVAllocation(floor_share=-0.1)
     with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 3, 9\]"):
-        AdaKV().allocate(np.ones((2, 3, 9)), 4, floors, caps)
+        AdaKVAllocation().allocate(np.ones((2, 3, 9)), 4, floors, caps)
     with pytest.raises(UsageError, match=r"nan at \[1, 0, 2\]"):
         scores = np.ones((2, 2, 9))
         scores[1, 0, 2] = np.nan
-        AdaKV().allocate(scores, 4, floors, caps)
+        AdaKVAllocation().allocate(scores, 4, floors, caps)
     with pytest.raises(UsageError, match=r"got \[2, 2\] and \[2, 1\]"):
-        AdaKV().allocate(np.ones((2, 2, 9)), 4, floors, caps[:, :1])
+        AdaKVAllocation().allocate(np.ones((2, 2, 9)), 4, floors, caps[:, :1])
     with pytest.raises(UsageError, match=r"head \[0, 1\] has floor 6 and cap 5"):
-        AdaKV().allocate(np.ones((2, 2, 9)), 9, np.array([[0, 6], [0, 0]]), caps)
+        AdaKVAllocation().allocate(np.ones((2, 2, 9)), 9, np.array([[0, 6], [0, 0]]), caps)
 
 
 def test_thousands_of_random_instances() -> None:
     def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
         return awkward(rng, (layers, heads, CANDIDATES))
 
-    sweep([AdaKV(), AdaKV(variant="kvpress"), AdaKV(floor_share=0), AdaKV(floor_share=1)], draw)
+    sweep(
+        [
+            AdaKVAllocation(),
+            AdaKVAllocation(variant="kvpress"),
+            AdaKVAllocation(floor_share=0),
+            AdaKVAllocation(floor_share=1),
+        ],
+        draw,
+    )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.cake import CAKE, EXPONENTS, exponents, preference
+from kvsearch.budgets.cake import EXPONENTS, CAKEAllocation, exponents, preference
 from kvsearch.errors import UsageError
 from tests.budgets.contract import LAYERS, AllocatorContract
 from tests.budgets.sweep import awkward, sweep
@@ -12,7 +12,7 @@ from tests.budgets.sweep import awkward, sweep
 
 class TestCAKE(AllocatorContract):
     def allocator(self) -> Allocator:
-        return CAKE()
+        return CAKEAllocation()
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, LAYERS)
@@ -20,7 +20,7 @@ class TestCAKE(AllocatorContract):
 
 def allocate(preferences: list[float], pool: int, cap: int = 100, heads: int = 1, window: int = 0) -> list[int]:
     floors = np.full((len(preferences), heads), window)
-    budgets = CAKE().allocate(np.array(preferences), pool * heads + int(floors.sum()), floors, floors + cap)
+    budgets = CAKEAllocation().allocate(np.array(preferences), pool * heads + int(floors.sum()), floors, floors + cap)
     assert (budgets == budgets[:, :1]).all()
     return [int(kept) for kept in budgets[:, 0] - window]
 
@@ -103,8 +103,8 @@ def test_refusals() -> None:
         with pytest.raises(UsageError, match=rf"preferences must be finite and >= 0, got {bad} at \[1\]"):
             allocate([1.0, bad], 4)
     with pytest.raises(UsageError, match=r"each of 2 layers, got shape \[3\]"):
-        CAKE().allocate(np.ones(3), 4, np.zeros((2, 1), dtype=np.int64), np.full((2, 1), 9))
+        CAKEAllocation().allocate(np.ones(3), 4, np.zeros((2, 1), dtype=np.int64), np.full((2, 1), 9))
 
 
 def test_thousands_of_random_instances() -> None:
-    sweep([CAKE()], lambda rng, layers, heads: awkward(rng, (layers,)))
+    sweep([CAKEAllocation()], lambda rng, layers, heads: awkward(rng, (layers,)))

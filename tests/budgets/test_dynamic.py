@@ -6,14 +6,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKV, head_budgets, head_order, normalized
+from kvsearch.budgets.adakv import AdaKVAllocation, head_budgets, head_order, normalized
 from kvsearch.budgets.allocator import Ints
-from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, Shares, Wish, allocation_names, create_allocation
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import InternalError, UsageError
 
-ALLOCATIONS: list[Allocation] = [LAVa(), LAVa(0.0), LAVa(heads="equal"), CAKE(), AdaKV(), LAVa(layers="planned")]
+ALLOCATIONS: list[Allocation] = [
+    LAVaAllocation(),
+    LAVaAllocation(0.0),
+    LAVaAllocation(heads="equal"),
+    CAKEAllocation(),
+    AdaKVAllocation(),
+    LAVaAllocation(layers="planned"),
+]
 
 
 def wish(rng: np.random.Generator, heads: int, candidates: int) -> Wish:
@@ -59,7 +66,7 @@ def even(layers: int, heads: int, budget: int) -> Ints:
 
 def test_worked_example_of_the_pool() -> None:
     """Entropies 0.9, 0.6 and 0.75 of a pool of 30 per head: 30, then 18 and 12, then 12, 8 and 10."""
-    shares = Shares(LAVa(heads="equal"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
+    shares = Shares(LAVaAllocation(heads="equal"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
     seen = []
     for layer, entropy in enumerate((0.9, 0.6, 0.75)):
         shares.add(layer, Wish(entropy, np.zeros(0, dtype=np.uint8)))
@@ -69,7 +76,7 @@ def test_worked_example_of_the_pool() -> None:
 
 
 def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
-    shares = Shares(LAVa(heads="equal"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
+    shares = Shares(LAVaAllocation(heads="equal"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
     shares.add(0, Wish(0.2, np.zeros(0, dtype=np.uint8)))
     assert shares.most(0).tolist() == [20]
     assert shares.open_to(0) == 16
@@ -77,13 +84,13 @@ def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
 
 def test_heads_split_what_their_layer_gets() -> None:
     order = np.array([0] * 9 + [1] * 4 + [2] * 2 + [0, 1, 2] * 10, dtype=np.uint8)
-    shares = Shares(LAVa(layers="planned"), even(1, 3, 7), even(1, 3, 2), even(1, 3, 60))
+    shares = Shares(LAVaAllocation(layers="planned"), even(1, 3, 7), even(1, 3, 2), even(1, 3, 60))
     shares.add(0, Wish(1.0, order))
     assert shares.budgets().tolist() == [[2 + 8, 2 + 4, 2 + 3]]  # 8.2, 4.2 and 2.6
 
 
 def test_totals_below_the_floors_are_shared_evenly() -> None:
-    shares = Shares(LAVa(), even(2, 2, 3), even(2, 2, 8), even(2, 2, 50))
+    shares = Shares(LAVaAllocation(), even(2, 2, 3), even(2, 2, 8), even(2, 2, 50))
     for layer in range(2):
         shares.add(layer, Wish(float(layer), np.array([0, 0, 0], dtype=np.uint8)))
     assert shares.budgets().tolist() == [[3, 3], [3, 3]]
@@ -91,13 +98,13 @@ def test_totals_below_the_floors_are_shared_evenly() -> None:
 
 def test_a_budget_beyond_the_order_is_shared_evenly() -> None:
     """While decoding a head may hold more than its prompt had candidates."""
-    shares = Shares(AdaKV(0.0), even(1, 2, 10), even(1, 2, 0), even(1, 2, 1000))
+    shares = Shares(AdaKVAllocation(0.0), even(1, 2, 10), even(1, 2, 0), even(1, 2, 1000))
     shares.add(0, Wish(1.0, np.array([0, 0, 0, 1], dtype=np.uint8)))
     assert shares.budgets().tolist() == [[3 + 8, 1 + 8]]
 
 
 def test_budgets_need_every_wish() -> None:
-    shares = Shares(LAVa(), even(2, 1, 5), even(2, 1, 1), even(2, 1, 9))
+    shares = Shares(LAVaAllocation(), even(2, 1, 5), even(2, 1, 1), even(2, 1, 9))
     shares.add(0, Wish(1.0, np.zeros(8, dtype=np.uint8)))
     with pytest.raises(InternalError, match="budgets of 2 layers from the wishes of 1"):
         shares.budgets()
@@ -105,7 +112,7 @@ def test_budgets_need_every_wish() -> None:
 
 def test_what_the_caps_leave_over_is_spare() -> None:
     uneven = np.array([[14, 14], [6, 7]])
-    for allocation, spare in ((LAVa(), [[2, 1], [1, 1]]), (AdaKV(), [[5, 5], [0, 0]])):
+    for allocation, spare in ((LAVaAllocation(), [[2, 1], [1, 1]]), (AdaKVAllocation(), [[5, 5], [0, 0]])):
         shares = Shares(allocation, uneven, even(2, 2, 1), even(2, 2, 9))
         for layer in range(2):
             shares.add(layer, Wish(1.0, np.array([0, 1] * 8, dtype=np.uint8)))
@@ -116,8 +123,8 @@ def test_what_the_caps_leave_over_is_spare() -> None:
 def test_the_shape_of_a_plan_loses_nothing_of_its_total() -> None:
     """Heads with more than a prompt has pass it on where layers share, and within their layer where they do not."""
     steep = np.array([[20, 20], [2, 2]])
-    both = Shares(LAVa(), steep, even(2, 2, 1), even(2, 2, 12))
-    apart = Shares(AdaKV(), np.array([[20, 4], [2, 2]]), even(2, 2, 1), even(2, 2, 12))
+    both = Shares(LAVaAllocation(), steep, even(2, 2, 1), even(2, 2, 12))
+    apart = Shares(AdaKVAllocation(), np.array([[20, 4], [2, 2]]), even(2, 2, 1), even(2, 2, 12))
     for shares in (both, apart):
         for layer in range(2):
             shares.add(layer, Wish(1.0, np.array([0, 1] * 11, dtype=np.uint8)))
@@ -127,7 +134,7 @@ def test_the_shape_of_a_plan_loses_nothing_of_its_total() -> None:
 
 def test_weights_may_be_logarithms() -> None:
     for weights, expected in (([-2000.0, -2000.0], [8, 8]), ([5000.0, -np.inf], [16, 0]), ([-np.inf] * 2, [8, 8])):
-        shares = Shares(CAKE(), even(2, 1, 8), even(2, 1, 0), even(2, 1, 30))
+        shares = Shares(CAKEAllocation(), even(2, 1, 8), even(2, 1, 0), even(2, 1, 30))
         for layer, weight in enumerate(weights):
             shares.add(layer, Wish(weight, np.zeros(0, dtype=np.uint8)))
         assert shares.budgets()[:, 0].tolist() == expected
@@ -165,10 +172,12 @@ def test_allocations_by_name() -> None:
     assert allocation_names() == ["adakv", "cake", "lava", "static"]
     assert create_allocation("static") is None
     made = create_allocation("lava", {"floor_share": 0, "heads": "equal"})
-    assert made == LAVa(0.0, heads="equal")
+    assert made == LAVaAllocation(0.0, heads="equal")
     assert made.parameters() == {"floor_share": 0.0, "heads": "equal", "layers": "dynamic"}
-    assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKE(1.6, window=8)
-    assert create_allocation("adakv", {"variant": "kvpress", "normalize": True}) == AdaKV(0.2, "kvpress", True)
+    assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKEAllocation(1.6, window=8)
+    assert create_allocation("adakv", {"variant": "kvpress", "normalize": True}) == AdaKVAllocation(
+        0.2, "kvpress", True
+    )
 
 
 @pytest.mark.parametrize(

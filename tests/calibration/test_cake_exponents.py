@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.calibration.analysis import fit_gain
 from kvsearch.calibration.cake_exponents import PAIRS, PLAIN, Fit, calibrate_cake, fit_exponents
 from kvsearch.calibration.data import CalibrationData, Context
@@ -67,7 +67,7 @@ def lost_at_run_time(model: LoadedModel, data: CalibrationData, pair: tuple[floa
         table = even_budgets(total, np.full((4, 2), 6), np.full((4, 2), prompt.length))
         phase = PhaseProgram(dict.fromkeys(layers, POLICY), lambda _, table=table: table)  # type: ignore[misc]
         for after in prompt.following:
-            planned, full = PlanCache(model.model, Program(phase, allocation=CAKE(*pair))), DynamicCache()
+            planned, full = PlanCache(model.model, Program(phase, allocation=CAKEAllocation(*pair))), DynamicCache()
             with running(model.model, NAME):
                 model.model(prompt.ids, past_key_values=planned)
                 got = model.model(after.tokens, past_key_values=planned).logits[0, after.predicting]
@@ -128,7 +128,7 @@ def test_equal_inputs_give_equal_bytes(profile: Profile, data: CalibrationData) 
 
 
 def test_the_table_is_that_of_the_chosen_pair(profile: Profile, fit: Fit, model: LoadedModel, data: Any) -> None:
-    plain = calibrate_dynamic(model, data, POLICY, CAKE(*fit.chosen))
+    plain = calibrate_dynamic(model, data, POLICY, CAKEAllocation(*fit.chosen))
     for name, array in plain.arrays.items():
         np.testing.assert_array_equal(profile.arrays[name], array)
 
@@ -138,7 +138,7 @@ def test_fixed_exponents(model: LoadedModel, data: CalibrationData) -> None:
     settings = made.metadata.provenance.settings
     assert [settings[key] for key in ("exponents", "tau1", "tau2", "window")] == ["fixed", 1.6, 0.4, 3]
     assert fit_gain(made) is None
-    expected = calibrate_dynamic(model, data, POLICY, CAKE(1.6, 0.4, 3)).arrays["evicted_ratio"]
+    expected = calibrate_dynamic(model, data, POLICY, CAKEAllocation(1.6, 0.4, 3)).arrays["evicted_ratio"]
     np.testing.assert_array_equal(made.arrays["evicted_ratio"], expected)
 
 

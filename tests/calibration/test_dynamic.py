@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.cake import CAKE
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
 from kvsearch.calibration.dynamic import calibrate_dynamic, decisions, even_budgets, observe_wishes
 from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
@@ -34,19 +34,19 @@ SCORED_BELOW_ZERO: Policy = create_policy("keydiff", {"sinks": 2, "window": 4})
 PROTECTED = 6
 GRID = np.arange(1, 100) / 100
 METHODS: dict[str, tuple[Policy, Allocation]] = {
-    "lava": (LAVA, LAVa()),
-    "cake": (create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2}), CAKE()),
-    "adakv": (SNAPKV, AdaKV()),
+    "lava": (LAVA, LAVaAllocation()),
+    "cake": (create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2}), CAKEAllocation()),
+    "adakv": (SNAPKV, AdaKVAllocation()),
 }
 VARIANTS: dict[str, tuple[Policy, Allocation]] = {
-    "lava, no floor": (LAVA, LAVa(0.0)),
-    "lava, planned layers": (LAVA, LAVa(layers="planned")),
-    "lava, equal heads": (LAVA, LAVa(heads="equal")),
-    "cake, tempered": (SNAPKV, CAKE(1.6, 0.4, window=7)),
-    "cake over keydiff": (SCORED_BELOW_ZERO, CAKE(window=3)),
-    "adakv, kvpress": (SNAPKV, AdaKV(0.4, "kvpress")),
-    "adakv, normalised": (SNAPKV, AdaKV(normalize=True)),
-    "adakv over keydiff": (SCORED_BELOW_ZERO, AdaKV()),
+    "lava, no floor": (LAVA, LAVaAllocation(0.0)),
+    "lava, planned layers": (LAVA, LAVaAllocation(layers="planned")),
+    "lava, equal heads": (LAVA, LAVaAllocation(heads="equal")),
+    "cake, tempered": (SNAPKV, CAKEAllocation(1.6, 0.4, window=7)),
+    "cake over keydiff": (SCORED_BELOW_ZERO, CAKEAllocation(window=3)),
+    "adakv, kvpress": (SNAPKV, AdaKVAllocation(0.4, "kvpress")),
+    "adakv, normalised": (SNAPKV, AdaKVAllocation(normalize=True)),
+    "adakv over keydiff": (SCORED_BELOW_ZERO, AdaKVAllocation()),
 }
 methods = pytest.mark.parametrize("method", METHODS)
 
@@ -155,10 +155,10 @@ def bundled() -> LoadedModel:
 @pytest.mark.parametrize(
     "how",
     [
-        (create_policy("lava"), LAVa()),
-        (create_policy("cake"), CAKE()),
-        (create_policy("snapkv"), AdaKV()),
-        (create_policy("snapkv"), LAVa(0.0)),
+        (create_policy("lava"), LAVaAllocation()),
+        (create_policy("cake"), CAKEAllocation()),
+        (create_policy("snapkv"), AdaKVAllocation()),
+        (create_policy("snapkv"), LAVaAllocation(0.0)),
     ],
     ids=["lava", "cake", "adakv", "lava over snapkv"],
 )
@@ -316,10 +316,10 @@ def refusal(model: LoadedModel, data: CalibrationData, *how: Any) -> str:
 
 
 def test_a_prompt_too_short_for_the_protected_entries(model: LoadedModel, data: CalibrationData) -> None:
-    message = refusal(model, data, create_policy("snapkv", {"sinks": 10}), AdaKV())
+    message = refusal(model, data, create_policy("snapkv", {"sinks": 10}), AdaKVAllocation())
     assert "tokens is too short for snapkv: 42 entries are always kept" in message
     assert "give at least 168 tokens" in message
-    assert "too short for lava: " in refusal(model, data, LAVA, LAVa(), DynamicOptions(minimum=0.6))
+    assert "too short for lava: " in refusal(model, data, LAVA, LAVaAllocation(), DynamicOptions(minimum=0.6))
 
 
 def test_a_prompt_too_long_for_the_model(data: CalibrationData) -> None:
@@ -327,12 +327,14 @@ def test_a_prompt_too_long_for_the_model(data: CalibrationData) -> None:
 
 
 def test_policies_that_merge_cannot_share_layers(model: LoadedModel, data: CalibrationData) -> None:
-    assert refusal(model, data, create_policy("d2o"), LAVa()).startswith("method lava: d2o merges what it evicts")
+    assert refusal(model, data, create_policy("d2o"), LAVaAllocation()).startswith(
+        "method lava: d2o merges what it evicts"
+    )
 
 
 def test_negative_scores_have_no_entropy(model: LoadedModel, data: CalibrationData) -> None:
     with pytest.raises(UsageError, match=r"^method lava: keydiff scores entries below 0, and allocation lava takes"):
-        calibrate_dynamic(model, data, SCORED_BELOW_ZERO, LAVa())
+        calibrate_dynamic(model, data, SCORED_BELOW_ZERO, LAVaAllocation())
     assert model.model.config._attn_implementation == "sdpa"
 
 

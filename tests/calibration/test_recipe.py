@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.cake import CAKE
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.cake import CAKEAllocation
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.methods import (
     RECIPES,
     AdakvRecipe,
@@ -135,7 +135,7 @@ def test_the_shipped_recipes(path: Path) -> None:
 def test_the_ablations_of_lava_differ() -> None:
     made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
     allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaRecipe)]
-    assert allocations == [LAVa(), LAVa(layers="planned"), LAVa(heads="equal")]
+    assert allocations == [LAVaAllocation(), LAVaAllocation(layers="planned"), LAVaAllocation(heads="equal")]
 
 
 def test_there_are_recipes() -> None:
@@ -277,7 +277,11 @@ def test_options_that_do_not_exist(values: dict[str, Any], problem: str) -> None
 
 
 def test_the_defaults_of_the_dynamic_methods() -> None:
-    for method, name, allocation in (("lava", "lava", LAVa()), ("cake", "cake", CAKE()), ("adakv", "snapkv", AdaKV())):
+    for method, name, allocation in (
+        ("lava", "lava", LAVaAllocation()),
+        ("cake", "cake", CAKEAllocation()),
+        ("adakv", "snapkv", AdaKVAllocation()),
+    ):
         recipe = dynamic(method)
         assert (recipe.method, recipe.make_policy().name) == (method, name)
         assert recipe.make_policy().sink_count == 0, "the rule as published, without LU-KV's sinks"
@@ -288,14 +292,14 @@ def test_the_defaults_of_the_dynamic_methods() -> None:
 def test_options_of_the_methods() -> None:
     lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
     assert isinstance(lava, LavaRecipe)
-    assert lava.make_allocation() == LAVa(0.0, layers="planned")
+    assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")
     assert lava.options(0) == DynamicOptions("question-aware", 0.05)
     adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
     assert isinstance(adakv, AdakvRecipe)
-    assert adakv.make_allocation() == AdaKV(0.5, "kvpress", normalize=True)
+    assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress", normalize=True)
     cake = dynamic("cake", "exponents=fixed", "tau1=1.6", "tau2=2", "window=16")
     assert isinstance(cake, CakeRecipe)
-    assert cake.make_allocation() == CAKE(1.6, 2.0, 16)
+    assert cake.make_allocation() == CAKEAllocation(1.6, 2.0, 16)
     assert cake.cake_options() == CakeOptions("fixed", 1.6, 2.0, 16)
 
 
@@ -311,7 +315,7 @@ def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: equal\n")
     recipe = resolve_recipe(path, {"method": "lava"}, ["sinks=2"], ["floor_share=0.3"])
     assert isinstance(recipe, LavaRecipe)
-    assert recipe.make_allocation() == LAVa(0.3, heads="equal")
+    assert recipe.make_allocation() == LAVaAllocation(0.3, heads="equal")
     assert recipe.params == {"window": 8, "sinks": 2}
     assert resolve_recipe(path, {"policy": "lava"}, []).params == {}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.reply_places import Known
 from kvsearch.evaluation.runner import run, run_encoded, stop_tokens
@@ -315,7 +315,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
         "full": full_cache(model.model),
         "h2o, both": Program(phase, phase),
         **some,
-        "lava": Program.uniform(model.model, lava, lambda _: 8, LAVa()),
+        "lava": Program.uniform(model.model, lava, lambda _: 8, LAVaAllocation()),
     }
 
 

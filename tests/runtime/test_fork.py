@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
@@ -41,9 +41,9 @@ def programs(model: Any) -> list[Program]:
         Program(phase(snapkv, 14)),
         Program(phase(h2o, 9), phase(h2o, 9)),
         Program(None, phase(SMALL["tova"], 12)),
-        Program(phase(small, 9), allocation=LAVa()),
-        Program(phase(snapkv, 9), allocation=AdaKV()),
-        Program(phase(small, 9), phase(small, 9), LAVa()),
+        Program(phase(small, 9), allocation=LAVaAllocation()),
+        Program(phase(snapkv, 9), allocation=AdaKVAllocation()),
+        Program(phase(small, 9), phase(small, 9), LAVaAllocation()),
         Program(phase(snapkv, 9, layers[len(layers) // 2 :])),
         Program(phase(lava, 35)),
         Program(phase(SMALL["criticalkv{'window': 2, 'kernel': 3}"], 9)),

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.cake import CAKE, preference
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.cake import CAKEAllocation, preference
 from kvsearch.budgets.dynamic import Allocation, create_allocation
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
@@ -32,15 +32,15 @@ from tests.runtime.test_decode_phase import columns
 
 SINGLE = ["lava{'window': 3, 'kernel': 3}", "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"]
 ALLOCATIONS = {
-    "adakv": AdaKV(),
-    "adakv, kvpress": AdaKV(0.4, "kvpress"),
-    "adakv, normalised": AdaKV(normalize=True),
-    "lava": LAVa(),
-    "lava, no floor": LAVa(0.0),
-    "lava, planned layers": LAVa(layers="planned"),
-    "lava, equal heads": LAVa(heads="equal"),
-    "cake": CAKE(),
-    "cake, tempered": CAKE(1.6, 0.4, window=6),
+    "adakv": AdaKVAllocation(),
+    "adakv, kvpress": AdaKVAllocation(0.4, "kvpress"),
+    "adakv, normalised": AdaKVAllocation(normalize=True),
+    "lava": LAVaAllocation(),
+    "lava, no floor": LAVaAllocation(0.0),
+    "lava, planned layers": LAVaAllocation(layers="planned"),
+    "lava, equal heads": LAVaAllocation(heads="equal"),
+    "cake": CAKEAllocation(),
+    "cake, tempered": CAKEAllocation(1.6, 0.4, window=6),
 }
 
 
@@ -112,7 +112,7 @@ def decided_at_the_end(
     """Budgets [L, Hkv] of one sequence and the kept indices, all layers known, by the allocators on plain scores."""
     assert program.prefill is not None
     allocation, scores, signals, ranks = program.allocation, [], [], {}
-    assert isinstance(allocation, AdaKV | LAVa | CAKE)
+    assert isinstance(allocation, AdaKVAllocation | LAVaAllocation | CAKEAllocation)
     length = int(next(iter(observations.values())).lengths[sequence])
     for layer, observation in sorted(observations.items()):
         policy = program.prefill.policies[layer]
@@ -120,14 +120,14 @@ def decided_at_the_end(
         ranks[layer] = rank_under(policy, observation)[sequence][:, here]
         candidates = ranks[layer][0] >= policy.protected(length)
         scores.append(policy.score(observation)[sequence][:, here][:, candidates].double().numpy())
-        if isinstance(allocation, CAKE):
+        if isinstance(allocation, CAKEAllocation):
             rows = allocation.window or policy.window_count
             found = dispersion(observation, rows)
             entropy, variance = (float(value[sequence]) for value in found)
             signals.append(float(preference(entropy, variance, allocation.tau1, allocation.tau2)))
     floors, caps = np.full_like(table, policy.protected(length)), np.full_like(table, length)
     total = int(min(table.sum(), caps.sum()))
-    if isinstance(allocation, CAKE):
+    if isinstance(allocation, CAKEAllocation):
         budgets = allocation.allocate(np.array(signals), total, floors, caps)
     elif allocation.shares_layers:
         budgets = allocation.allocate(np.stack(scores), total, floors, caps)
@@ -236,8 +236,8 @@ def test_a_decode_phase_alone_shares_too() -> None:
     model = build("llama")
     ids, mask = prompts(2, 40, pads=9)
     policy = create_policy("lava", {"window": 3, "kernel": 3})
-    both = shared(model, policy, LAVa(), 9, decode=9)
-    cache = read(model, Program(None, both.decode, LAVa()), ids, mask)
+    both = shared(model, policy, LAVaAllocation(), 9, decode=9)
+    cache = read(model, Program(None, both.decode, LAVaAllocation()), ids, mask)
     assert cache.entries()[:, :, 0].tolist() == [[40, 31]] * 4 or (cache.entries().sum(-1) == 2 * mask.sum(-1)).all()
     expected = read(model, both, ids, mask).entries()
     go_on(model, cache, ids[:, :2], mask)
@@ -280,7 +280,7 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
     """Also while a layer's entries are being packed: the others have made room before."""
     model = uneven()
     ids, mask = prompts(2, 60, pads=9)
-    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
     layers: dict[int, Any] = {}
     end, take, held = Sharing.end, Pool.take, []
 
@@ -307,13 +307,13 @@ def test_attention_that_is_not_finite_has_no_preference() -> None:
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     ids, mask = prompts(1, 30)
     with pytest.raises(IncompatibleError, match="layer 1: the scores of lava are not finite"):
-        read(model, shared(model, SMALL[SINGLE[0]], CAKE(), 9), ids, mask)
+        read(model, shared(model, SMALL[SINGLE[0]], CAKEAllocation(), 9), ids, mask)
 
 
 def test_cake_works_with_gradients_on() -> None:
     model = build("llama")
     ids, _ = prompts(1, 30)
-    cache = PlanCache(model, shared(model, create_policy("cake", {"window": 3}), CAKE(), 9))
+    cache = PlanCache(model, shared(model, create_policy("cake", {"window": 3}), CAKEAllocation(), 9))
     with running(model, NAME):
         model(ids, past_key_values=cache)
     assert cache.entries().sum() == 88
@@ -321,7 +321,7 @@ def test_cake_works_with_gradients_on() -> None:
 
 def test_prompt_lookup_is_refused_before_it_starts() -> None:
     model = build("llama")
-    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
     with attach(model, program) as planned, pytest.raises(UsageError, match="drop the option, or use a static plan"):
         planned.generate(prompts(1, 20)[0], prompt_lookup_num_tokens=3, max_new_tokens=4)
 
@@ -329,7 +329,7 @@ def test_prompt_lookup_is_refused_before_it_starts() -> None:
 def test_chunks_of_a_prompt_change_nothing() -> None:
     model = build("llama")
     ids, mask = prompts(2, 40, pads=9)
-    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
     whole = read(model, program, ids, mask)
     parts = PlanCache(model, program, prompt_length=40)
     with running(model, NAME), torch.no_grad():
@@ -346,7 +346,7 @@ def test_chunks_of_a_prompt_change_nothing() -> None:
 
 def test_the_cache_can_be_reset_and_used_again() -> None:
     model = build("llama")
-    program = shared(model, SMALL[SINGLE[0]], LAVa(), 9)
+    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
     cache = PlanCache(model, program)
     with running(model, NAME), torch.no_grad():
         model(prompts(2, 30)[0], past_key_values=cache)
@@ -360,7 +360,7 @@ def test_a_plan_says_how_to_share() -> None:
     model = build("llama")
     plan = plan_for(model, [[12, 12]] * 4, allocation={"name": "lava", "params": {"floor_share": 0.0}}, policy="lava")
     program = Program.from_plan(model, plan)
-    assert program.allocation == LAVa(0.0)
+    assert program.allocation == LAVaAllocation(0.0)
     with attach(model, plan) as planned:
         planned.generate(prompts(1, 30)[0], max_new_tokens=3, do_sample=False)
         assert planned.cache is not None
@@ -383,10 +383,10 @@ def test_what_cannot_be_shared_is_refused(policy: str, allocation: str, match: s
 def test_negative_scores_have_no_entropy() -> None:
     model = build("llama")
     ids, mask = prompts(1, 30)
-    for allocation in (LAVa(), AdaKV(normalize=True)):
+    for allocation in (LAVaAllocation(), AdaKVAllocation(normalize=True)):
         with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
             shared(model, create_policy("keydiff"), allocation, 9)
-    assert read(model, shared(model, create_policy("keydiff"), AdaKV(), 9), ids, mask).entries().sum() == 88
+    assert read(model, shared(model, create_policy("keydiff"), AdaKVAllocation(), 9), ids, mask).entries().sum() == 88
 
 
 def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,8 +396,8 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch)
     score: Callable[[Any, Observation], Tensor] = type(policy).score
     monkeypatch.setattr(type(policy), "score", lambda self, seen: score(self, seen) * float("nan"))
     for allocation, what in (
-        (LAVa(), "budgets cannot be decided"),
-        (AdaKV(), "heads cannot be compared"),
+        (LAVaAllocation(), "budgets cannot be decided"),
+        (AdaKVAllocation(), "heads cannot be compared"),
     ):
         with pytest.raises(IncompatibleError, match=f"layer 0: the scores of lava are not finite.*{what}"):
             read(model, shared(model, policy, allocation, 9), ids, mask)
@@ -406,7 +406,7 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_drafted_tokens_need_final_budgets() -> None:
     model = build("llama")
     ids, mask = prompts(1, 30)
-    for allocation, refused in ((LAVa(), True), (AdaKV(), False)):
+    for allocation, refused in ((LAVaAllocation(), True), (AdaKVAllocation(), False)):
         cache = PlanCache(model, shared(model, SMALL[SINGLE[0]], allocation, 9), prompt_length=26)
         with running(model, NAME), torch.no_grad():
             if not refused:

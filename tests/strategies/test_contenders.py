@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation.averages import MACRO, blocks_of, named_averages
@@ -58,10 +58,10 @@ def test_what_names_stand_for() -> None:
     assert (uniform.policy, uniform.allocation) == (create_policy("snapkv"), None)
     assert pyramidal.policy == create_policy("pyramidkv")
     assert pyramidal.layout == Formula(Pyramid(20.0, 8), 8)
-    assert (lava.policy, lava.allocation) == (create_policy("lava"), LAVa())
-    assert layers.allocation == LAVa(layers="planned")
+    assert (lava.policy, lava.allocation) == (create_policy("lava"), LAVaAllocation())
+    assert layers.allocation == LAVaAllocation(layers="planned")
     assert (h2o.policy, h2o.allocation) == (create_policy("h2o"), None)
-    assert one("ada-pyramid").allocation == AdaKV()
+    assert one("ada-pyramid").allocation == AdaKVAllocation()
 
 
 def test_another_policy_under_the_budgets_of_a_method() -> None:
@@ -79,7 +79,7 @@ def test_settings_of_all_and_of_one() -> None:
     windows = {name: method.policy.window_count for name, method in found.items()}
     assert windows == {"uniform": 6, "pyramid": 9, "h2o": 1, "cake": 6, "lava": 6}
     assert found["pyramid"].layout == Formula(Pyramid(5.0, 9), 9)
-    assert found["lava"].allocation == LAVa(floor_share=0.0)
+    assert found["lava"].allocation == LAVaAllocation(floor_share=0.0)
     assert found["cake"].allocation is not None
     assert found["cake"].allocation.parameters() == {"tau1": 2.0, "tau2": 1.0, "window": 0}
 

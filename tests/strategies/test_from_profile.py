@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKV
-from kvsearch.budgets.lava import LAVa
+from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.cake_exponents import calibrate_cake
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import calibrate_dynamic
@@ -220,9 +220,9 @@ def test_numbers_of_numpy_do_not_leak(plain: Target, numpy: Target) -> None:
 Calibration = Callable[[LoadedModel, CalibrationData, Policy], Profile]
 CALIBRATIONS: dict[str, Calibration] = {
     "lukv": lambda model, data, policy: calibrate_lukv(model, data, policy, LukvOptions("layer")),
-    "lava": lambda model, data, policy: calibrate_dynamic(model, data, policy, LAVa()),
+    "lava": lambda model, data, policy: calibrate_dynamic(model, data, policy, LAVaAllocation()),
     "cake": lambda model, data, policy: calibrate_cake(model, data, policy, CakeOptions("fit", fit_ratio=0.7)),
-    "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKV()),
+    "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKVAllocation()),
 }
 
 
