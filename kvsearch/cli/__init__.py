@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache.",
     epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 130 interrupted.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 VERBS = (

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.offline import stay_offline
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.models.offline import stay_offline
 
 if TYPE_CHECKING:
     from rich.console import Console

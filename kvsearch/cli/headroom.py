@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
+from kvsearch.jobs.headroom import HeadroomOptions
 
 
-@command
-def headroom(
-    model: Annotated[str, typer.Argument(help="A hub id, a local directory, or `bundled`.", show_default=False)],
-    common: Common,
-    ratio: Annotated[float, typer.Option(help="Share of the cache to evict.")] = 0.8,
-    tasks: Annotated[str, typer.Option(help="As for evaluate.")] = "synthetic",
-    samples: Annotated[int, typer.Option(help="Contexts per task.", min=1)] = 20,
-    length: Annotated[int, typer.Option(help="Tokens of a synthetic context.", min=1)] = 1024,
-) -> None:
+@command(HeadroomOptions, dry_run=True)
+def headroom(options: HeadroomOptions, console: Console) -> None:
     """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
 
     Example: kvsearch headroom bundled --length 1024
     """
-    from kvsearch.errors import UsageError
-    from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.jobs import headroom as jobs
 
-    if not 0 < ratio < 1:
-        raise UsageError(f"ratio {ratio} is outside (0, 1): it is the share to evict")
-    chosen = find_tasks(tasks, length)
-    if common.dry_run:
-        common.print_json({"tasks": [task.name for task in chosen], "ratio": ratio, "samples": samples})
+    if console.dry_run:
+        console.print_json(jobs.dry_run(options))
         return
-
-    from kvsearch.evaluation.headroom import headroom as measure
-    from kvsearch.evaluation.statistics import summarize
     from kvsearch.report.evaluation import plain_scores
-    from kvsearch.tasks.encode import contexts_of, counter, encode
 
-    loaded = common.load(model)
-    count = counter(loaded.tokenizer)
-    encoded = [encode(loaded.tokenizer, task, task.examples(samples, common.seed, count)) for task in chosen]
-    with common.progress("contexts") as progress:
-        results = measure(loaded, chosen, ratio, samples, common.seed, progress)
-    rows = summarize(results, "full", common.seed, contexts_of(encoded))
-    methods = list(rows[-1].scores)
-    full = rows[-1].scores["full"].mean
-    shares = {method: rows[-1].scores[method].mean / full if full else 0.0 for method in methods}
-    if common.as_json:
-        scores = {row.task: {method: row.scores[method].mean for method in methods} for row in rows}
-        common.print_json({"model": model, "ratio": ratio, "scores": scores, "share_of_full": shares})
+    found = jobs.headroom(options, talk=console)
+    if console.as_json:
+        console.print_json(found.as_json())
         return
-    common.out.print(
-        plain_scores(f"{model}: score with {100 * ratio:g}% evicted, {samples} contexts a task", methods, rows)
-    )
-    listed = "; ".join(f"{method} {share:.2f}" for method, share in shares.items())
-    common.out.print(f"share of the full-cache score: {listed}", markup=False, soft_wrap=True)
+    title = f"{options.model}: score with {100 * options.ratio:g}% evicted, {options.samples} contexts a task"
+    console.out.print(plain_scores(title, found.methods, found.rows))
+    listed = "; ".join(f"{method} {share:.2f}" for method, share in found.shares.items())
+    console.out.print(f"share of the full-cache score: {listed}", markup=False, soft_wrap=True)

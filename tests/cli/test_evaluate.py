@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from kvsearch.cli.offline import VARIABLES
+from kvsearch.models.offline import VARIABLES
 from kvsearch.plan import load_plan
 from tests.cli.conftest import Run
 

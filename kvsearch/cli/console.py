@@ -1,0 +1,175 @@
+"""The console of a command: its two output channels, its exit codes, and the options of every command.
+
+Data goes to standard output, talk to standard error. Exit codes: 0 done, 1 our bug, 2 usage or configuration, 3 the
+environment, 4 model or data incompatible, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.jobs.talk import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+GENERAL = "General"
+BUG, INTERRUPTED = 1, 130
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Console:
+    """The options of all commands, and where their output goes; a `Talk` for jobs."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=GENERAL)] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything and say what would be done, then stop.", rich_help_panel=GENERAL
+        ),
+    ] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No talk and no progress bars.", rich_help_panel=GENERAL)
+    ] = False
+    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="More talk.", rich_help_panel=GENERAL)] = 0
+    log_file: Annotated[Path | None, typer.Option(help="Write a log to this file.", rich_help_panel=GENERAL)] = None
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=GENERAL)] = (
+        False
+    )
+
+    @functools.cached_property
+    def talk(self) -> RichConsole:
+        """The console for people, on standard error."""
+        from rich.console import Console as RichConsole
+
+        return RichConsole(stderr=True, quiet=self.quiet, highlight=False)
+
+    @functools.cached_property
+    def out(self) -> RichConsole:
+        """The console for results, on standard output; wide enough for a table when it is not a terminal."""
+        from rich.console import Console as RichConsole
+
+        class Output(RichConsole):
+            def on_broken_pipe(self) -> None:  # rich would exit with 1
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise BrokenPipeError
+
+        return Output(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+    def say(self, text: str) -> None:
+        """Tell the user something that is not a result."""
+        self.talk.print(text, markup=False, soft_wrap=True)
+        logging.getLogger("kvsearch").info(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something doubtful, on one line."""
+        self.talk.print(f"kvsearch: warning: {text}", markup=False, soft_wrap=True)
+        logging.getLogger("kvsearch").warning(text)
+
+    def print_json(self, data: Any) -> None:
+        """Print a result as JSON on standard output."""
+        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+    def before_loading(self) -> None:
+        """Keep transformers from printing, unless more talk is wanted."""
+        if self.verbose:
+            return
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Progress]:
+        """Show a progress bar with the time left, on a terminal; nothing elsewhere."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Bars(*columns, console=self.talk, disable=self.quiet or not sys.stderr.isatty()) as bars:
+            task = bars.add_task(what, total=None)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+    def run(self, action: Callable[[], None]) -> int:
+        """Run `action`; return the exit code and print one line about what went wrong, if anything."""
+        try:
+            self._log()
+            with self._showing_warnings():
+                action()
+        except KeyboardInterrupt:
+            _complain("interrupted: nothing half-written was left behind")
+            return INTERRUPTED
+        except KvsearchError as error:
+            return self._failed(str(error), error, error.exit_code)
+        except BrokenPipeError:
+            return 0  # whoever read our output has seen enough
+        except OSError as error:
+            what = "the disk is full" if error.errno in OUT_OF_SPACE else error.strerror or str(error)
+            where = f": {error.filename}" if error.filename else ""
+            return self._failed(f"{what}{where}", error, EnvironmentFault.exit_code)
+        except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
+            if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+                return self._failed("out of memory: use a smaller --batch, model or --dtype", error, 3)
+            return self._failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG)
+        return 0
+
+    def _failed(self, message: str, error: BaseException, code: int) -> int:
+        logging.getLogger("kvsearch").error(message, exc_info=error)
+        if self.debug:
+            traceback.print_exception(error)
+        _complain(message)
+        return code
+
+    def _log(self) -> None:
+        logger = logging.getLogger("kvsearch")
+        logger.propagate = False
+        logger.handlers = [logging.NullHandler()]
+        logger.setLevel(logging.INFO)
+        if self.log_file is None:
+            return
+        from kvsearch.plan.files import check_target
+
+        check_target(self.log_file)
+        handler = logging.FileHandler(self.log_file, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+
+    @contextmanager
+    def _showing_warnings(self) -> Iterator[None]:
+        """Show our warnings as `warn` does; those of other packages are shown as ever."""
+        with warnings.catch_warnings():
+            show_others = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+                if issubclass(category, KvsearchWarning):
+                    self.warn(str(message))
+                else:
+                    show_others(message, category, *place, **more)
+
+            warnings.showwarning = show
+            warnings.simplefilter("always", KvsearchWarning)
+            yield
+
+
+def _complain(message: str) -> None:
+    # errors are shown even when talk is not wanted
+    sys.stderr.write(f"kvsearch: error: {message}\n")

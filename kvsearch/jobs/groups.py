@@ -1,0 +1,162 @@
+"""Options that several jobs have: which model, how it is loaded, which tasks are asked, and how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from kvsearch.jobs.options import JobOptions, Listed, Option
+from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.models.loading import LoadOptions
+
+if TYPE_CHECKING:
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.tasks.base import Task
+    from kvsearch.tasks.catalog import TaskOptions
+
+ASKED, TASKS, LOADING = "How it is asked", "Tasks", "The model"
+GIGABYTE = 10**9
+WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
+
+
+class Seeded(JobOptions):
+    """The seed of everything random."""
+
+    seed: Annotated[int, Field(ge=0), Option("Seed of everything random.")] = 0
+
+
+class Loading(JobOptions):
+    """How the model of a job is loaded."""
+
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:1.", panel=LOADING)] = "auto"
+    device_map: Annotated[
+        str | None, Option("Spread the model over several GPUs: auto, balanced, sequential.", panel=LOADING)
+    ] = None
+    dtype: Annotated[str, Option("auto, float32, bfloat16 or float16.", panel=LOADING)] = "auto"
+    revision: Annotated[str | None, Option("Branch, tag or commit of a hub model.", panel=LOADING)] = None
+    trust_remote_code: Annotated[bool, Option("Run code that a model brings along.", panel=LOADING)] = False
+    offline: Annotated[bool, Option("Never touch the network.", panel=LOADING, recorded=False)] = False
+
+    def loading(self) -> LoadOptions:
+        """Return the options of `kvsearch.models.loading.load`; UsageError if they contradict each other."""
+        return LoadOptions(**{name: getattr(self, name) for name in Loading.model_fields})
+
+    def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
+        """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
+        from kvsearch.models.loading import load
+
+        (talk or Silent()).before_loading()
+        return load(name, replace(self.loading(), **instead))
+
+
+class WithModel(Loading):
+    """A model, by name, and how it is loaded."""
+
+    model: Annotated[str, Option("A hub id, a local directory, or `bundled`.", argument=True)]
+
+
+class TaskDetails(JobOptions):
+    """What tasks are made of; most options are read by some of them only."""
+
+    length: Annotated[
+        WholeNumbers | None,
+        Option(
+            "Tokens of a context (synthetic, niah) or of a whole prompt (ruler); several for niah.",
+            metavar="N[,N...]",
+            panel=TASKS,
+            shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        Option("longbench, gsm8k: a file or folder, or a dataset id of the hub.", panel=TASKS, shown="the hub's own"),
+    ] = None
+    data_revision: Annotated[str | None, Option("Branch, tag or commit of a dataset of the hub.", panel=TASKS)] = None
+    prompts: Annotated[
+        Path | None, Option("longbench: a JSON file of prompts in place of kvsearch's.", panel=TASKS)
+    ] = None
+    haystack: Annotated[
+        Path | None,
+        Option(
+            "niah, ruler: the text file in which needles are hidden.",
+            panel=TASKS,
+            shown="a story that kvsearch brings along",
+        ),
+    ] = None
+    squad: Annotated[Path | None, Option("ruler:qa_1: questions, a JSON file in SQuAD's format.", panel=TASKS)] = None
+    hotpot: Annotated[Path | None, Option("ruler:qa_2: questions, a JSON file in HotpotQA's format.", panel=TASKS)] = (
+        None
+    )
+    depths: Annotated[
+        WholeNumbers | None,
+        Option(
+            "niah: where the needle is, in percent of the context.",
+            metavar="N[,N...]",
+            panel=TASKS,
+            shown="ten even steps from 0 to 100",
+        ),
+    ] = None
+    shots: Annotated[int | None, Option("gsm8k: how many worked examples.", panel=TASKS, shown="4")] = None
+    shots_from: Annotated[
+        str | None,
+        Option("gsm8k: training rows to take them from, as --data.", panel=TASKS, shown="kvsearch's own"),
+    ] = None
+    metric: Annotated[
+        str | None,
+        Option(
+            "gsm8k: gsm8k or gsm8k_official; niah: niah_recall, niah_recall_lava, niah_rouge1 or another.",
+            panel=TASKS,
+            shown="gsm8k, niah_recall",
+        ),
+    ] = None
+
+    def task_options(self, split: str | None = None) -> TaskOptions:
+        """Return what tasks are made with, of one split (None: the default of each)."""
+        from kvsearch.tasks.catalog import TaskOptions
+
+        details = {name: getattr(self, name) for name in TaskDetails.model_fields if name != "length"}
+        return TaskOptions(lengths=self.length, split=split, **details)
+
+
+class WithTasks(TaskDetails):
+    """Which tasks are asked."""
+
+    tasks: Annotated[
+        str,
+        Option(
+            "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, ruler, ruler:no-qa, longbench, "
+            "longbench:english, longbench:e, gsm8k, niah, jsonl:FILE; see `kvsearch tasks`.",
+            metavar="SPEC",
+            panel=TASKS,
+        ),
+    ] = "synthetic"
+
+    def find_tasks(self, split: str | None = None) -> list[Task]:
+        """Return the tasks, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
+        from kvsearch.tasks.catalog import find_tasks
+
+        return find_tasks(self.tasks, self.task_options(split))
+
+
+class Memory(JobOptions):
+    """How much is done at a time."""
+
+    batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.", panel=ASKED)] = 8
+    max_memory: Annotated[
+        float | None,
+        Field(gt=0, allow_inf_nan=False),
+        Option(
+            "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
+            metavar="GB",
+            panel=ASKED,
+            shown="8.6, of a GPU half of what is free",
+        ),
+    ] = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else int(self.max_memory * GIGABYTE)

@@ -1,0 +1,83 @@
+"""kvsearch headroom: could any plan keep the score at this ratio, and can these tasks tell methods apart?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from kvsearch.jobs.groups import ASKED, Seeded, WithModel
+from kvsearch.jobs.options import Option, job
+from kvsearch.jobs.talk import Talk
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.statistics import Row
+
+FULL = "full"
+
+
+class HeadroomOptions(WithModel, Seeded):
+    """At which ratio the oracle and simple policies evict, and what is asked."""
+
+    job: ClassVar[str] = "headroom"
+
+    ratio: Annotated[float, Field(gt=0, lt=1), Option("Share of the cache to evict, above 0 and below 1.")] = 0.8
+    tasks: Annotated[str, Option("As for evaluate.", panel=ASKED)] = "synthetic"
+    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
+    length: Annotated[int, Field(ge=1), Option("Tokens of a synthetic context.", panel=ASKED)] = 1024
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Scores of the full cache, of oracles and of simple policies: a row per task, the mean of all last."""
+
+    options: HeadroomOptions
+    rows: list[Row]
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of everything that was compared."""
+        return list(self.rows[-1].scores)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The mean score of each method as a share of the full cache's."""
+        mean = {method: score.mean for method, score in self.rows[-1].scores.items()}
+        return {method: score / mean[FULL] if mean[FULL] else 0.0 for method, score in mean.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the scores by task and method."""
+        scores = {row.task: {method: row.scores[method].mean for method in self.methods} for row in self.rows}
+        stated = {"model": self.options.model, "ratio": self.options.ratio}
+        return {**stated, "scores": scores, "share_of_full": self.shares}
+
+
+def dry_run(options: HeadroomOptions) -> dict[str, Any]:
+    """Return what would be asked, as JSON; UsageError if there are no such tasks."""
+    from kvsearch.tasks.catalog import find_tasks
+
+    names = [task.name for task in find_tasks(options.tasks, options.length)]
+    return {"tasks": names, "ratio": options.ratio, "samples": options.samples}
+
+
+@job(HeadroomOptions)
+def headroom(options: HeadroomOptions, talk: Talk) -> Headroom:
+    """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
+
+    Raises:
+        UsageError: there are no such tasks.
+        IncompatibleError: the model cannot be loaded, or a context does not fit it.
+    """
+    from kvsearch.evaluation.headroom import headroom as measure
+    from kvsearch.evaluation.statistics import summarize
+    from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.encode import contexts_of, counter, encode
+
+    tasks, samples, seed = find_tasks(options.tasks, options.length), options.samples, options.seed
+    loaded = options.load(options.model, talk)
+    count = counter(loaded.tokenizer)
+    encoded = [encode(loaded.tokenizer, task, task.examples(samples, seed, count)) for task in tasks]
+    with talk.progress("contexts") as progress:
+        results = measure(loaded, tasks, options.ratio, samples, seed, progress)
+    return Headroom(options, summarize(results, FULL, seed, contexts_of(encoded)))

@@ -1,0 +1,220 @@
+"""Options, each declared once: a field of a job's model, with its help text.
+
+The flags of the command line, the keys of recipes, the "options" of a run's config.json and the keyword arguments of
+the Python API are all made of these fields. Defaults come first, then the recipe, then what was typed or passed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
+
+from kvsearch.errors import UsageError
+from kvsearch.jobs.recipes import find_recipe, read_recipe
+from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.plan.fields import Record, ScalarField
+from kvsearch.plan.parsing import list_problems, problems_of
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is offered on the command line.
+
+    Args:
+        help: one or two sentences.
+        flag: default: the name of the field, as in --max-length.
+        short: a short flag, as in -o.
+        metavar: what stands for the value in the help.
+        panel: the heading of the help that it is under.
+        shown: the default in words; None: the default itself, or nothing where that is None or False.
+        argument: given by its place, without a flag.
+        negated: the flag turns the field off, as --no-gap does.
+        repeated: every value has a flag of its own; else several are separated by commas.
+        recorded: whether it is part of the configuration of a run, and may be in a recipe.
+        hidden: left out of the help.
+    """
+
+    help: str
+    flag: str | None = None
+    short: str | None = None
+    metavar: str | None = None
+    panel: str | None = None
+    shown: str | None = None
+    argument: bool = False
+    negated: bool = False
+    repeated: bool = False
+    recorded: bool = True
+    hidden: bool = False
+
+    def called(self, name: str) -> str:
+        """Return what the field `name` is called on the command line."""
+        return name.upper() if self.argument else self.flag or f"--{name.replace('_', '-')}"
+
+
+class JobOptions(Record):
+    """All options of a job, checked as a whole.
+
+    `recipes` is the folder of the recipes that are shipped for the job, `example` a line of such a recipe. A field
+    without an `Option` is not offered on the command line.
+    """
+
+    job: ClassVar[str]
+    recipes: ClassVar[str | None] = None
+    example: ClassVar[str] = "samples: 20"
+
+    @classmethod
+    def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
+        """Return the fields that are options, by name: those of the job first, then those it shares with others."""
+        own = inspect.get_annotations(cls)
+        names = sorted(cls.model_fields, key=lambda name: name not in own)
+        found = {name: (cls.model_fields[name], option_of(cls.model_fields[name])) for name in names}
+        return {name: (field, option) for name, (field, option) in found.items() if option is not None}
+
+    @classmethod
+    def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
+        """Merge defaults, a recipe and what is `given`; None is not given.
+
+        Args:
+            recipe: a YAML file, the config.json of a run, or the name of a shipped recipe.
+            given: options by the names of their fields, as typed or as Python values.
+
+        Raises:
+            UsageError: an unreadable recipe, or options that are unknown, out of range or do not go together; all of
+                the recipe's problems, or all of what is given, in one message.
+        """
+        path = None if recipe is None else find_recipe(str(recipe), cls.recipes)
+        stated = {} if path is None else read_recipe(path, cls.job, cls.example)
+        typed = {name: value for name, value in given.items() if value is not None}
+        model = cls.chosen(stated, typed, path)
+        try:
+            return model.model_validate(model.merged(dict(stated), typed))
+        except ValidationError as error:
+            raise model.refusal(error, stated, path) from error
+
+    @classmethod
+    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
+        """Return the model to check what a recipe has `stated` and what was `given`; a job may have several."""
+        return cls
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a recipe has `stated` with what was `given` over it."""
+        return {**stated, **given}
+
+    @classmethod
+    def refusal(cls, error: ValidationError, stated: Mapping[str, Any], path: Path | None) -> UsageError:
+        """Say what is wrong with the recipe at `path` alone, or else with what was given."""
+        if path is not None:
+            try:
+                cls.model_validate(cls.merged(dict(stated), {}))
+            except ValidationError as alone:
+                shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
+                if shared:
+                    return UsageError(list_problems(shared, str(path)))
+        offered = cls.offered()
+        problems = [cls._named(problem, offered) for problem in problems_of(error)]
+        if len(problems) == 1:
+            return UsageError(problems[0])
+        return UsageError(list_problems(problems, "what was typed" if path is None else f"what was typed over {path}"))
+
+    @classmethod
+    def _named(cls, problem: str, offered: Mapping[str, tuple[FieldInfo, Option]]) -> str:
+        """Return a problem with the flag in place of the field's name."""
+        name, _, what = problem.partition(":")
+        return f"{offered[name][1].called(name)}:{what}" if name in offered else problem
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what config.json has as "options", to be given back as a recipe."""
+        there = {name for name, (_, option) in type(self).offered().items() if option.recorded}
+        hidden = {name for name in type(self).model_fields if name not in type(self).offered()}
+        return self.model_dump(mode="json", include=there | hidden, exclude_none=True)
+
+
+def option_of(field: FieldInfo) -> Option | None:
+    """Return how a field is offered on the command line; None: not at all."""
+    return next((item for item in field.metadata if isinstance(item, Option)), None)
+
+
+def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callable[..., Result]]:
+    """Make a function of the public API of one that takes checked options and somebody to talk to.
+
+    It takes either the options as one object or each as a keyword (what the command line takes by its place may come
+    first), a `recipe`, and `talk`.
+    """
+
+    def decorated(function: Callable[[Any, Talk], Result]) -> Callable[..., Result]:
+        offered = options.offered()
+        places = [name for name, (_, option) in offered.items() if option.argument]
+
+        @wraps(function)
+        def public(*arguments: Any, talk: Talk | None = None, **keywords: Any) -> Result:
+            checked = arguments[0] if arguments else None
+            if not isinstance(checked, options):
+                if len(arguments) > len(places):
+                    raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
+                checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
+            with _offline(checked):
+                return function(checked, talk or Silent())
+
+        public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
+        return public
+
+    return decorated
+
+
+def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    for name in sorted(options.offered(), key=lambda name: name not in places):
+        field = options.model_fields.get(name)
+        default = None if field is None or field.is_required() else field.default
+        empty = inspect.Parameter.empty if field is not None and field.is_required() else default
+        yield inspect.Parameter(name, kinds[name not in places], default=empty)
+    yield inspect.Parameter("recipe", kinds[1], default=None)
+    yield inspect.Parameter("talk", kinds[1], default=None)
+
+
+def _offline(options: Any) -> Any:
+    from kvsearch.models.offline import stay_offline
+
+    return stay_offline(bool(getattr(options, "offline", False)))
+
+
+def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
+    """Split "key=value" and read the value as true/false, a number, or a word; `flag` is where it was typed."""
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise UsageError(f"{flag} {text!r} is not of the form key=value")
+    value = value.strip()
+    if value.lower() in ("true", "false"):
+        return key.strip(), value.lower() == "true"
+    for read in (int, float):
+        try:
+            return key.strip(), read(value)
+        except ValueError:
+            continue
+    return key.strip(), value
+
+
+def _listed(value: object) -> object:
+    """A list of names or numbers as it is typed, "a,b" or 64, as a list."""
+    if isinstance(value, str):
+        return [int(item) if item.strip().isdecimal() else item.strip() for item in value.split(",")]
+    return [value] if isinstance(value, int) else value
+
+
+def _settings(value: object) -> object:
+    """Settings as they are typed, ["window=16"], as a mapping."""
+    return dict(map(parse_setting, value)) if isinstance(value, list | tuple) else value
+
+
+Listed = BeforeValidator(_listed)
+Params = Annotated[dict[str, ScalarField], BeforeValidator(_settings)]

@@ -1,0 +1,51 @@
+"""What a job says while it runs: remarks, doubts and how far it is. The command line has a console for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from kvsearch.errors import KvsearchWarning
+
+Progress = Callable[[int, int], None]  # what is done, and how much there is to do
+
+
+class Talk(Protocol):
+    """Hears of what a job does; it decides nothing."""
+
+    def say(self, text: str) -> None:
+        """Tell something that is not a result."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Tell of something doubtful, on one line."""
+        ...
+
+    def progress(self, what: str) -> AbstractContextManager[Progress]:
+        """Show how far something is, in units of `what`."""
+        ...
+
+    def before_loading(self) -> None:
+        """Be told that a model will be loaded, by libraries that print."""
+        ...
+
+
+class Silent:
+    """Says nothing; doubts become a `KvsearchWarning`. For callers of the Python API."""
+
+    def say(self, text: str) -> None:
+        """See `Talk.say`."""
+
+    def warn(self, text: str) -> None:
+        """See `Talk.warn`."""
+        warnings.warn(text, KvsearchWarning, stacklevel=3)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - as `Talk` has it
+        """See `Talk.progress`."""
+        yield lambda *_: None
+
+    def before_loading(self) -> None:
+        """See `Talk.before_loading`."""

@@ -1,0 +1,249 @@
+"""scripts/shape.py counts a package small enough to count by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "shape.py"
+
+HELPERS = '''"""Hold a module docstring
+
+of three lines."""
+# a comment
+
+import functools
+from typing import (
+    TYPE_CHECKING,
+)
+
+if TYPE_CHECKING:
+    from pkg.deep.inner import Twice
+
+TEXT = """first
+
+# no comment"""
+
+
+@functools.cache
+def _once(value: int) -> int:
+    """Count a decorator as code, but not into the length."""
+    return value
+
+
+def _often() -> int:
+    return _once(1)
+
+
+def _handed_on() -> None: "a docstring beside code"
+
+
+def _recursive(depth: int) -> int:
+    return _recursive(depth - 1) if depth else _often() + _often()
+
+
+class Twice:
+    def run(self) -> object:
+        self._property = self._data = [_handed_on, _recursive(2), self._once]
+        return self._own(), self._property, self._data, self._inherited(), self.__dunder()
+
+    def _own(self) -> None:
+        a = 1
+        b = 2
+        c = 3
+        d = 4
+        e = 5
+        print(a, b, c, d, e)
+
+    @property
+    def _property(self) -> int:
+        return 1
+
+    def _unused(self) -> None: ...
+
+    def __dunder(self) -> None: ...
+
+
+class Other:
+    def run(self) -> None:
+        self._own()
+        self._own()
+
+    def _own(self) -> None: ...
+
+
+class _Private: ...
+'''
+
+INNER = '''from ..helpers import Other
+from . import sibling
+
+
+class _Private: ...
+
+
+class Twice:
+    def _inherited(self) -> None:
+        """Hold a docstring only."""
+
+    def _data(self) -> None:
+        """Share its name with data elsewhere."""
+'''
+
+SIBLING = """def late() -> None:
+    import pkg.deep.inner
+    from pkg.deep import inner, nothing
+
+    async def inside() -> None: ...
+
+
+def _handed_on() -> None: ...
+"""
+
+ROUND = """import pkg.turn
+import pkg.round
+"""
+
+TURN = """from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pkg.deep.inner
+else:
+    from pkg import third, helpers
+"""
+
+THIRD = "import pkg.round\n"
+
+FILES = {
+    "__init__.py": "",
+    "helpers.py": HELPERS,
+    "round.py": ROUND,
+    "third.py": THIRD,
+    "turn.py": TURN,
+    "deep/__init__.py": '"""Import one name."""\n\nfrom .sibling import late\n',
+    "deep/inner.py": INNER,
+    "deep/sibling.py": SIBLING,
+    ".hidden/skipped.py": "import pkg.turn\n",
+    "notes.txt": "no code\n",
+}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shape") / "pkg"
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture(scope="module")
+def report(package: Path) -> dict[str, Any]:
+    return figures(package)
+
+
+def figures(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(SCRIPT, root, "--json").stdout)
+    return found
+
+
+def run(script: Path, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, script, *arguments], check=False, capture_output=True, text=True)
+
+
+def test_lines_and_code_of_each_folder(report: dict[str, Any]) -> None:
+    # helpers.py: imports 6, TEXT 2, functions 3 + 2 + 1 + 2, Twice 1 + 3 + 7 + 3 + 1 + 1, Other 1 + 3 + 1, _Private 1
+    helpers, third, start, turn = 38, 1, 2, 5
+    package, inner, sibling = 1, 6, 5
+    assert report["folder: files, lines, code"] == {
+        "all": [8, 99, helpers + third + start + turn + package + inner + sibling],
+        ".": [5, 75, helpers + third + start + turn],
+        "deep": [3, 24, package + inner + sibling],
+    }
+
+
+def test_lengths(report: dict[str, Any]) -> None:
+    lengths = report["length: number, lines, median, p90"]
+    assert lengths["files"] == [8, 99, 3, 66]  # 0, 1, 2, 3, 6, 8, 13, 66: the fourth, and the eighth as 7.2 rounds up
+    assert lengths["functions"] == [16, 37, 2, 5]  # 1 six times, 2 five times, 3 three times, 5, 7
+    assert lengths["imports"] == [14, 16, 1, 1]
+
+
+def test_classes_defined_more_than_once(report: dict[str, Any]) -> None:
+    assert report["public classes defined more than once"] == {"Twice": ["deep/inner.py:8", "helpers.py:36"]}
+
+
+def test_helpers_called_from_one_place(report: dict[str, Any]) -> None:
+    # not _often (two calls), _recursive (calls itself too), _unused, __dunder, Other._own (two calls), nor _data,
+    # whose name is only read, in a file without such a method, nor the second _handed_on; `self._once` is no function
+    assert report["each private helper called from one place: lines"] == {
+        "helpers.py:20 _once": [3],
+        "helpers.py:29 _handed_on": [1],
+        "helpers.py:41 _own": [7],
+        "helpers.py:50 _property": [2],
+        "deep/inner.py:9 _inherited": [2],
+    }
+    lengths = report["length: number, lines, median, p90"]
+    assert lengths["private helpers called from one place"] == [5, 15, 2, 7]
+    assert lengths["  of these with 6 lines or fewer"] == [4, 8, 2, 3]
+
+
+def test_files_with_a_single_importer(report: dict[str, Any]) -> None:
+    # helpers.py and sibling.py have two importers; inner.py under TYPE_CHECKING and round.py by itself do not count
+    assert report["each file imported by one other file: by which"] == {
+        "deep/__init__.py": ["deep/sibling.py"],
+        "deep/inner.py": ["deep/sibling.py"],
+        "round.py": ["third.py"],
+        "third.py": ["turn.py"],
+        "turn.py": ["round.py"],
+    }
+    assert report["length: number, lines, median, p90"]["files imported by one other file"] == [5, 25, 3, 13]
+
+
+def test_import_circles(report: dict[str, Any]) -> None:
+    assert report["import circles, all imports"] == {
+        "deep/__init__.py": ["deep/inner.py", "deep/sibling.py"],
+        "round.py": ["third.py", "turn.py"],
+    }
+    assert report["import circles, module-level imports"] == {"round.py": ["third.py", "turn.py"]}
+
+
+def test_a_folder_within_a_package_knows_its_full_name(package: Path) -> None:
+    inside = figures(package / "deep")
+    assert inside["folder: files, lines, code"] == {"all": [3, 24, 12], ".": [3, 24, 12]}
+    assert inside["import circles, all imports"] == {"__init__.py": ["inner.py", "sibling.py"]}
+
+
+def test_the_table(package: Path) -> None:
+    lines = run(SCRIPT, package).stdout.splitlines()
+    assert lines[0].split() == ["folder", "files", "lines", "code"]
+    assert lines[1].split() == ["all", "8", "99", "58"]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[-6:] == [
+        "import circles, all imports: 2",
+        "  deep/__init__.py deep/inner.py, deep/sibling.py",
+        "  round.py         third.py, turn.py",
+        "",
+        "import circles, module-level imports: 1",
+        "  round.py         third.py, turn.py",
+    ]
+    assert not [line for line in lines if line.startswith("each")]
+
+
+def test_the_package_beside_the_script_is_the_default(package: Path, tmp_path: Path) -> None:
+    shutil.copytree(package, tmp_path / "kvsearch")
+    (tmp_path / "scripts").mkdir()
+    copy = Path(shutil.copy(SCRIPT, tmp_path / "scripts"))
+    assert run(copy).stdout.splitlines()[1].split() == ["all", "8", "99", "58"]
+
+
+def test_a_folder_without_code_is_an_error(tmp_path: Path) -> None:
+    done = run(SCRIPT, tmp_path)
+    assert done.returncode == 2
+    assert f"no Python files below {tmp_path}" in done.stderr
