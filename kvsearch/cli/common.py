@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.models.memory import is_out_of_memory
 from kvsearch.models.offline import stay_offline
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def guarded(action: Callable[[], None], common: Common) -> int:
         where = f": {error.filename}" if error.filename else ""
         return _failed(f"{what}{where}", error, EnvironmentFault.exit_code, common)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
-        if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+        if is_out_of_memory(error):
             return _failed("out of memory: use a smaller --batch, model or --dtype", error, 3, common)
         return _failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG, common)
     return 0

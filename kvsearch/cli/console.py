@@ -24,6 +24,7 @@ import typer
 
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.jobs.talk import Progress
+from kvsearch.models.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -127,7 +128,7 @@ class Console:
             where = f": {error.filename}" if error.filename else ""
             return self._failed(f"{what}{where}", error, EnvironmentFault.exit_code)
         except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
-            if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+            if is_out_of_memory(error):
                 return self._failed("out of memory: use a smaller --batch, model or --dtype", error, 3)
             return self._failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG)
         return 0

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvsearch.evaluation.replies import Finished, Replies, check_length, left_padded, next_tokens
 from kvsearch.models.architecture import describe
+from kvsearch.models.memory import default_memory
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import can_join, joined, prefill_all
-
-DEFAULT_BYTES = 8 * 2**30  # for compressed caches on a CPU
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def _portions(
     model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None
 ) -> Iterator[dict[str, Program]]:
     """Programs, in their order, whose compressed caches fit into `memory` together; at least one at a time."""
-    limit = _memory(model) if memory is None else memory
+    limit = default_memory(model.device) if memory is None else memory
     some: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
@@ -136,9 +134,3 @@ def _bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
         unplanned = layers - (0 if phase is None else len(phase.policies))
         entries += planned + unplanned * shape.kv_heads * length
     return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4) * 2)
-
-
-def _memory(model: Any) -> int:
-    if model.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(model.device)[0] // 2)
-    return DEFAULT_BYTES

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.models.memory import is_out_of_memory
 from kvsearch.resources import resource
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
         )
     except Exception as error:
         # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        if is_out_of_memory(error):
             raise
         raise _explain(name, source, error) from error
     if info["missing_keys"]:  # transformers makes them up

@@ -30,13 +30,14 @@ from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import default_memory
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 from kvsearch.signals.entropy import literal_entropy
 
-DEFAULT_BYTES = 4 * 2**30  # besides the weights, on a CPU
+CPU_BYTES, GPU_SHARE = 4 * 2**30, 0.8  # of memory besides the weights
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -129,9 +130,7 @@ def _groups(loaded: LoadedModel, prompts: Sequence[Prompt], policies: Sequence[P
     size, work = ModelSize.of(loaded.model), Work.of(prompts, policies, options)
     if options.max_memory is not None:
         return memory_of(size, work, options.max_memory).groups
-    free = DEFAULT_BYTES
-    if loaded.device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(loaded.device)[0] * 0.8)
+    free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)
     return memory_of(size, work, max(free, memory_of(size, work).minimum)).groups
 
 

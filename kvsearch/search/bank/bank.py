@@ -22,11 +22,12 @@ from kvsearch.evaluation.replies import left_padded
 from kvsearch.evaluation.runner import stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.search.bank.checks import candidate_table, check_cap, check_objective, check_samples, sample_indices
-from kvsearch.search.bank.memory import Sizes, Splitting, Work, blocks, check_fits, default_memory
+from kvsearch.search.bank.memory import Sizes, Splitting, Work, blocks, check_fits
 from kvsearch.search.bank.passes import Pass, Portion, Reply, side_by_side
 from kvsearch.search.bank.prefill import base_policies, windows_of
 from kvsearch.search.bank.prepared import PreparedSamples, Progress

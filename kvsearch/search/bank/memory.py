@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.search.bank.samples import BankSample
 
-DEFAULT_BYTES = 8 * 2**30  # on a CPU
 PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
 FP32 = 4
 TOGETHER = 8  # candidates that portions of samples leave room for
-
-# what allocators say: CUDA's, torch's on a CPU, and libraries of CUDA
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 T = TypeVar("T")
 
@@ -161,7 +155,7 @@ class Splitting:
         error = self._tried(block, candidates, load, act)
         if error is None:
             return
-        _free()
+        free_memory()
         middle = len(block.samples) // 2
         if not middle:
             raise error
@@ -183,7 +177,7 @@ class Splitting:
             elif size > 1:
                 size = self.most = size // 2
                 error = None
-                _free()
+                free_memory()
         return error
 
 
@@ -196,22 +190,3 @@ def _shortage(action: Callable[[], None]) -> Exception | None:
             raise
         return error.with_traceback(None)
     return None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on a device or on the host, as torch and Python say it."""
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or any(said in words for said in OUT_OF_MEMORY)
-
-
-def default_memory(device: torch.device) -> int:
-    """Bytes that a bank may use unless told otherwise: 8 GiB, or half of what a GPU has free."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] // 2)
-    return DEFAULT_BYTES
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

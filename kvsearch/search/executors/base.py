@@ -6,8 +6,6 @@ cannot be carried out or a broken installation, is raised.
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.errors import InternalError, KvsearchError
+from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.canonical import sha256_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 OutcomeKind = Literal["ok", "oom", "timeout", "error", "non-finite"]
-# What allocators of torch and CUDA libraries say beside "out of memory".
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _LONGEST_MESSAGE = 300
 
 
@@ -200,12 +197,12 @@ def attempt(evaluator: Evaluator, job: Job) -> Outcome:
     except KvsearchError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever fails for one job must not end the search
-        kind, message = ("oom" if _out_of_memory(error) else "error"), in_one_line(error)
+        kind, message = ("oom" if is_out_of_memory(error) else "error"), in_one_line(error)
     else:
         _require_shape(values, job)
         kind, message = _judged(values)
     if kind == "oom":
-        _free_memory()
+        free_memory()
     return Outcome(job.id, kind, values, message, time.perf_counter() - start, evaluator.tokens_spent - spent)
 
 
@@ -236,16 +233,3 @@ def _require_shape(values: Floats, job: Job) -> None:
     if values.ndim != 2 or len(values) != len(job.candidates) or samples not in (None, values.shape[1]):
         wanted = f"[{len(job.candidates)}, {'S' if samples is None else samples}]"
         raise InternalError(f"an evaluator gave values of shape {list(values.shape)} for job {job.id}, not {wanted}")
-
-
-def _out_of_memory(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY)
-
-
-def _free_memory() -> None:
-    """Return what the failed attempt left behind, so that a smaller one finds room."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

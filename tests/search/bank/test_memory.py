@@ -20,8 +20,6 @@ from kvsearch.search.bank.memory import (
     Work,
     blocks,
     check_fits,
-    default_memory,
-    is_out_of_memory,
 )
 from tests.families import build
 
@@ -164,21 +162,3 @@ def test_other_errors_are_raised_at_once() -> None:
 
     with pytest.raises(RuntimeError, match="mat1"):
         Splitting().run(Block([0], 4), 4, lambda samples: samples, act)
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (MemoryError(), True),
-        (RuntimeError("shape mismatch"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) == expected
-
-
-def test_default_memory_of_a_cpu() -> None:
-    assert default_memory(torch.device("cpu")) == 8 * 2**30

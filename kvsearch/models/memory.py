@@ -1,0 +1,39 @@
+"""Memory of a device: how much may be used unless told otherwise, and what to do where it ran out."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_BYTES = 8 * 2**30
+GPU_SHARE = 0.5
+
+# What allocators say: CUDA's, torch's on a CPU, and libraries of CUDA.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+
+
+def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
+    """Return the bytes that work beside the weights may take: `cpu_bytes`, or a share of what a GPU has free."""
+    if device.type != "cuda":
+        return cpu_bytes
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0] * gpu_share)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, on a device or on the host, as torch and Python say it."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or any(said in words for said in _OUT_OF_MEMORY)
+
+
+def free_memory() -> None:
+    """Return what a failed attempt left behind, so that a smaller one finds room."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
