@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.trial import Trial
+from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
@@ -131,11 +131,11 @@ class Studies:
 
     def across(self, prepared: PreparedSearch, plans: Mapping[str, Plan]) -> None:
         """Every plan on every task."""
-        trial = prepared.trial(plans, self.splits(self.args.tasks).report, "report", None)
-        columns = list(trial.by_task(UNIFORM))
+        result = prepared.compare(plans, self.splits(self.args.tasks).report, "report", None)
+        columns = list(result.by_task(UNIFORM))
         rows = [
-            [name, *(f"{100 * trial.by_task(name)[task]:.2f}" for task in columns), shown(trial, name)]
-            for name in trial.labels
+            [name, *(f"{100 * result.by_task(name)[task]:.2f}" for task in columns), shown(result, name)]
+            for name in result.labels
         ]
         show(["", *columns, "all"], rows)
 
@@ -155,17 +155,17 @@ def run(prepared: PreparedSearch) -> tuple[Evolved, Spent]:
     return prepared.decide(outcome), spent
 
 
-def compared(report: Trial) -> list[str]:
+def compared(report: PlanComparison) -> list[str]:
     return [shown(report, EVOLVED), shown(report, UNIFORM), gained(report, UNIFORM)]
 
 
-def shown(trial: Trial, name: str) -> str:
-    one = trial.score(name)
+def shown(result: PlanComparison, name: str) -> str:
+    one = result.score(name)
     return f"{100 * one.mean:.2f} [{100 * one.low:.2f}, {100 * one.high:.2f}]"
 
 
-def gained(trial: Trial, name: str) -> str:
-    one = trial.gain(EVOLVED, [name])
+def gained(result: PlanComparison, name: str) -> str:
+    one = result.gain(EVOLVED, [name])
     return f"{100 * one.mean:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
 
 

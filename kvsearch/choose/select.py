@@ -19,12 +19,12 @@ from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
 from kvsearch.choose.candidates import Entrant, Explored, Field, find_field
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
-from kvsearch.evaluation.compare import Evaluation, Settings, Study
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings
 from kvsearch.evaluation.kept import without_rounding
+from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference
-from kvsearch.evaluation.trial import Prepared, Trial, prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.profile import SIGNALLED
@@ -101,10 +101,10 @@ def prepare_selection(
     contests = []
     for field in fields:
         plans = {name: entrant.plan for name, entrant in field.entrants.items()}
-        trial = prepare_trial(loaded, plans, questions.selection, settings)
-        note = check_eviction(trial.evaluation, target)
+        result = prepare_plans(loaded, plans, questions.selection, settings)
+        note = check_eviction(result.evaluation, target)
         told = field if note is None else replace(field, notes=(*field.notes, note))
-        contests.append(_Contest(told, trial))
+        contests.append(_Contest(told, result))
     prepared = PreparedSelection(loaded, profile, target, questions, settings, rule or Rule(), tuple(contests))
     prepared.check()
     return prepared
@@ -114,7 +114,7 @@ class _Contest(NamedTuple):
     """One phase setting, with all of its entrants ready to run on all questions of the selection split."""
 
     field: Field
-    prepared: Prepared
+    prepared: PlanEvaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +182,12 @@ class PreparedSelection:
         field, seed = contest.field, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / len(self.contests))
         opened = _run(self._stages(contest.prepared)[0], f"{field.phases}/first", keep)
-        before = Scores.of(opened.study.samples, opened.study.contexts)
+        before = Scores.of(opened.comparison.samples, opened.comparison.contexts)
         finalists = before.ranked(list(field.candidates))[: rule.top]
         baselines = before.ranked(list(field.baselines))[: rule.kept]
         again = self._prepared(field, (*finalists, *baselines), self.questions.selection)
         closed = _run(self._stages(again)[1], f"{field.phases}/second", keep)
-        after = Scores.of(closed.study.samples, closed.study.contexts)
+        after = Scores.of(closed.comparison.samples, closed.comparison.contexts)
         best = before.beside(after).ranked(baselines)[0]
         leads = {name: closed.gain(name, [best]) for name in finalists}
         verdicts = accepted(after, leads, best, baselines, rule, seed)
@@ -195,21 +195,21 @@ class PreparedSelection:
         standings = [_standing(name, field, opened, closed, leads, verdicts) for name in field.entrants]
         return Outcome(
             field.phases, tuple(sorted(standings, key=_rank)), closed.score(FULL), best,
-            winners[0] if winners else None, rule.level, rule.margin, _asked(opened.study), _asked(closed.study),
-            (*field.notes, *closed.study.notes),
+            winners[0] if winners else None, rule.level, rule.margin, _asked(opened.comparison),
+            _asked(closed.comparison), (*field.notes, *closed.comparison.notes),
         )  # fmt: skip
 
     def _reported(self, chosen: Outcome, field: Field, keep: Keep) -> Reported:
         names = dict.fromkeys([field.even, chosen.best, *([chosen.winner] if chosen.winner else [])])
-        trial = _run(self._prepared(field, list(names), self.questions.report), f"{chosen.phases}/report", keep)
-        held = {name: Held(found.entries, found.most) for name, found in trial.study.held.items()}
+        result = _run(self._prepared(field, list(names), self.questions.report), f"{chosen.phases}/report", keep)
+        held = {name: Held(found.entries, found.most) for name, found in result.comparison.held.items()}
         gain = share = None
         if chosen.winner:
-            gain = trial.gain(chosen.winner, [chosen.best])
-            scores = Scores.of(trial.study.samples, trial.study.contexts)
+            gain = result.gain(chosen.winner, [chosen.best])
+            scores = Scores.of(result.comparison.samples, result.comparison.contexts)
             share = recovered(scores, chosen.winner, chosen.best, seed=self.settings.seed)
-        told = {name: trial.score(name) for name in (FULL, *names)}
-        return Reported(_asked(trial.study), told, held, gain, share, tuple(trial.study.notes))
+        told = {name: result.score(name) for name in (FULL, *names)}
+        return Reported(_asked(result.comparison), told, held, gain, share, tuple(result.comparison.notes))
 
     def _plan(self, entrant: Entrant, chosen: Outcome, outcomes: Sequence[Outcome]) -> Plan:
         """The plan to write; its provenance says how it was chosen."""
@@ -226,11 +226,11 @@ class PreparedSelection:
         made = provenance(SIGNALLED, origin.seed, origin.data_sha256, told)
         return entrant.plan.model_copy(update={"provenance": made})
 
-    def _prepared(self, field: Field, names: Sequence[str], tasks: Sequence[Task]) -> Prepared:
+    def _prepared(self, field: Field, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:
         plans = {name: field.entrants[name].plan for name in names}
-        return prepare_trial(self.loaded, plans, tasks, self.settings)
+        return prepare_plans(self.loaded, plans, tasks, self.settings)
 
-    def _stages(self, prepared: Prepared) -> tuple[Prepared, Prepared]:
+    def _stages(self, prepared: PlanEvaluation) -> tuple[PlanEvaluation, PlanEvaluation]:
         first, second = halves(prepared.evaluation.encoded, self.rule.share, self.settings.seed)
         return _asking(prepared, first), _asking(prepared, second)
 
@@ -244,11 +244,11 @@ class PreparedSelection:
         return encode_tasks(self.loaded, self.questions.report, how.samples, how.seed, how.max_length)
 
 
-def _asking(prepared: Prepared, encoded: list[TaskPrompts]) -> Prepared:
+def _asking(prepared: PlanEvaluation, encoded: list[TaskPrompts]) -> PlanEvaluation:
     return replace(prepared, evaluation=replace(prepared.evaluation, encoded=encoded))
 
 
-def _run(prepared: Prepared, name: str, keep: Keep) -> Trial:
+def _run(prepared: PlanEvaluation, name: str, keep: Keep) -> PlanComparison:
     with keep(name, prepared.evaluation) as (ledger, progress):
         return prepared.run(progress, ledger)
 
@@ -256,8 +256,8 @@ def _run(prepared: Prepared, name: str, keep: Keep) -> Trial:
 def _standing(
     name: str,
     field: Field,
-    first: Trial,
-    second: Trial,
+    first: PlanComparison,
+    second: PlanComparison,
     leads: Mapping[str, Difference],
     verdicts: Mapping[str, tuple[float, bool]],
 ) -> Standing:
@@ -271,8 +271,8 @@ def _rank(one: Standing) -> tuple[bool, float]:
     return one.second is None, -(one.first if one.second is None else one.second).mean
 
 
-def _asked(study: Study) -> Asked:
-    return Asked(sum(study.distinct.values()), sum(one.questions for one in study.coverage))
+def _asked(comparison: Comparison) -> Asked:
+    return Asked(sum(comparison.distinct.values()), sum(one.questions for one in comparison.coverage))
 
 
 def _asked_of(encoded: Sequence[TaskPrompts]) -> Iterator[str]:

@@ -21,9 +21,9 @@ from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.kept import without_rounding
+from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.trial import Prepared, prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, Plan, PolicySpec, Profile
@@ -117,7 +117,7 @@ def prepare_validation(
 
     Raises:
         UsageError: no subjects, too few random controls, a task that results are reported on or that has one context
-            only, a target that the patterns do not allow or that evicts nothing; see `prepare_trial` for more.
+            only, a target that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     check_permutations(permutations)
@@ -130,7 +130,7 @@ def prepare_validation(
         compared[subject] = names = _names(subject, permutations)
         made = _strategies(table, subject, names, target, settings.seed)
         plans |= {name: plan_of(profile, chosen, target, {}) for name, chosen in made.items() if name not in plans}
-    prepared = prepare_trial(loaded, plans, tasks, settings)
+    prepared = prepare_plans(loaded, plans, tasks, settings)
     for task in prepared.evaluation.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
@@ -160,7 +160,7 @@ class PreparedValidation:
     `notes` are what to know before the verdicts are trusted.
     """
 
-    prepared: Prepared
+    prepared: PlanEvaluation
     profile: Profile
     target: Target
     compared: Mapping[Subject, Compared]
@@ -209,9 +209,9 @@ class PreparedValidation:
 
     def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Validation:
         """Ask everything that is not in the ledger, and judge; see `Evaluation.run` for the errors."""
-        trial = self.prepared.run(progress, ledger)
-        signals = tuple(judged(trial, subject, names) for subject, names in self.compared.items())
-        at = AtBudget(budget=self.budget, ratio=self.target.ratio, full=trial.score(FULL), signals=signals)
+        result = self.prepared.run(progress, ledger)
+        signals = tuple(judged(result, subject, names) for subject, names in self.compared.items())
+        at = AtBudget(budget=self.budget, ratio=self.target.ratio, full=result.score(FULL), signals=signals)
         conditions = self.conditions
         return Validation(**{name: getattr(conditions, name) for name in Conditions.model_fields}, budgets=(at,))
 

@@ -12,7 +12,7 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common, Progress
-    from kvsearch.evaluation.compare import Evaluation, Study
+    from kvsearch.evaluation.compare import Comparison, Evaluation
     from kvsearch.evaluation.losses import LayerLoss
     from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.report.tables import Columns
@@ -133,7 +133,7 @@ def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
     return losses
 
 
-def deliver(result: Study, losses: Sequence[LayerLoss] | None, files: Deliveries, common: Common) -> None:
+def deliver(result: Comparison, losses: Sequence[LayerLoss] | None, files: Deliveries, common: Common) -> None:
     """Write what is to be written, and print tables or JSON."""
     from kvsearch.evaluation.samples import write_samples
     from kvsearch.report.evaluation import as_json
@@ -156,7 +156,7 @@ def deliver(result: Study, losses: Sequence[LayerLoss] | None, files: Deliveries
         common.say(f"kept in {files.output}")
 
 
-def _keep(result: Study, told: dict[str, object], directory: Path, columns: Columns | None) -> None:
+def _keep(result: Comparison, told: dict[str, object], directory: Path, columns: Columns | None) -> None:
     from kvsearch.evaluation.run_directory import REPORT, SAMPLES, TABLES
     from kvsearch.evaluation.samples import write_samples
     from kvsearch.plan.canonical import canonical_json
@@ -168,7 +168,7 @@ def _keep(result: Study, told: dict[str, object], directory: Path, columns: Colu
     atomic_write(directory / REPORT, canonical_json(told))
 
 
-def _show(result: Study, losses: Sequence[LayerLoss] | None, columns: Columns | None, common: Common) -> None:
+def _show(result: Comparison, losses: Sequence[LayerLoss] | None, columns: Columns | None, common: Common) -> None:
     from kvsearch.evaluation.grid import grid_table, needle_grids
     from kvsearch.report.losses import losses_table
     from kvsearch.report.table_files import all_tables, on_screen

@@ -136,12 +136,12 @@ def kept_replies(
     common: Common,
     again: str = "give the same command again to go on",
 ) -> Iterator[Ledger]:
-    """The ledger of a trial of so many `replies`, in the directory `place`; says how to go on after Ctrl-C.
+    """The ledger of a comparison of so many `replies`, in the directory `place`; says how to go on after Ctrl-C.
 
     `config` is all that the replies depend on, as JSON, in the form of `Evaluation.config`.
 
     Raises:
-        UsageError: replies of another trial are there and `force` is off; see `open_run` for more.
+        UsageError: replies of another run are there and `force` is off; see `open_run` for more.
     """
     from kvsearch.evaluation.run_directory import open_run
 

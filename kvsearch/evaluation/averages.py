@@ -19,7 +19,7 @@ MACRO = "macro"  # the plain mean over all tasks
 
 
 @dataclass(frozen=True)
-class Block:
+class SizeBlock:
     """Methods of one size (None: of plans and their baselines), by name and label; the full cache is in all blocks.
 
     The rows are the tasks, then categories if there are several, then the named averages.
@@ -60,7 +60,7 @@ def blocks_of(
     averages: Mapping[str, Sequence[str]],
     seed: int = 0,
     contexts: Contexts | None = None,
-) -> list[Block]:
+) -> list[SizeBlock]:
     """A block per size, in the order of the contenders; `subject` is a name, `contexts` are as for `summarize`."""
     others = [contender for contender in contenders if contender.name != FULL]
     found = []
@@ -68,7 +68,7 @@ def blocks_of(
         methods = {contender.name: contender.label for contender in group}
         label = {**methods, FULL: FULL}[subject]
         mine = [sample for sample in samples if sample.method in {FULL, *methods.values()}]
-        found.append(Block(size, methods, label, _rows(mine, label, averages, seed, contexts)))
+        found.append(SizeBlock(size, methods, label, _rows(mine, label, averages, seed, contexts)))
     return found
 
 

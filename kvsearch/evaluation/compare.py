@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from kvsearch.evaluation.averages import Block, blocks_of, named_averages
+from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
 from kvsearch.evaluation.identity import ReplyKeys, environment, metric_of, run_config
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.resume import LedgerJournal
@@ -42,7 +42,7 @@ class Settings:
     max_length: int | None = None
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
 
     entries: float
@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Study:
+class Comparison:
     """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
 
     `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
@@ -67,7 +67,7 @@ class Study:
     coverage: list[Coverage]
     samples: list[Sample]
     averages: dict[str, tuple[str, ...]]
-    blocks: list[Block]
+    blocks: list[SizeBlock]
     most_tokens: int | None
     environment: Mapping[str, Any]
     metrics: Mapping[str, str]
@@ -114,13 +114,13 @@ class Study:
         return [contender.label for contender in self.contenders]
 
     @cached_property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, Footprint]:
         """What each method (by label) held in the cache, means over the questions."""
         mine: dict[str, list[Sample]] = {label: [] for label in self.labels}
         for sample in self.samples:
             mine[sample.method].append(sample)
         return {
-            label: Held(*(fmean(getattr(sample, name) for sample in samples) for name in Held._fields))
+            label: Footprint(*(fmean(getattr(sample, name) for sample in samples) for name in Footprint._fields))
             for label, samples in mine.items()
         }
 
@@ -140,7 +140,7 @@ class Study:
         if covered.excluded:
             yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
 
-    def _size_notes(self, block: Block) -> Iterator[str]:
+    def _size_notes(self, block: SizeBlock) -> Iterator[str]:
         held = {name: self.held[label] for name, label in block.methods.items()}
         even = _spread(one.entries for one in held.values()) <= 0.5
         if not even:
@@ -185,7 +185,7 @@ class Evaluation:
         settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
         return run_config(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
 
-    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Study:
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Comparison:
         """Ask everything that is not in the ledger, and summarise it; see `run_encoded` for the errors."""
         asked, journal = self.settings, None
         if ledger is not None:
@@ -198,13 +198,13 @@ class Evaluation:
         blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         metrics = {task.task.name: metric_of(task.task) for task in self.encoded}
-        return Study(
+        return Comparison(
             self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
             environment(self.loaded), metrics, self._decode_entries(), self.notes, contexts,
         )  # fmt: skip
 
     def _decode_entries(self) -> dict[str, float]:
-        """See `Study`; layers that a plan leaves alone hold the prompt."""
+        """See `Comparison`; layers that a plan leaves alone hold the prompt."""
         shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
         phases = {one.label: one.program.decode for one in self.contenders if one.program.decode is not None}
         return {

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.evaluation.averages import Block
-from kvsearch.evaluation.compare import Study
+from kvsearch.evaluation.averages import SizeBlock
+from kvsearch.evaluation.compare import Comparison
 from kvsearch.evaluation.grid import grids_json, needle_grids
 from kvsearch.evaluation.losses import LayerLoss
 from kvsearch.evaluation.statistics import Row
@@ -21,22 +21,22 @@ SCHEMA = "kvsearch.evaluation/1"
 SECTIONS = {"task": "tasks", "category": "categories", "average": "averages"}
 
 
-def as_json(study: Study, losses: Sequence[LayerLoss] | None = None) -> dict[str, Any]:
+def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> dict[str, Any]:
     """The whole evaluation but for the single replies and what depends on the machine's speed.
 
     Scores are in [0, 1], differences are a method minus the subject. docs/evaluation.md describes every field.
     """
-    first = study.blocks[0]
+    first = result.blocks[0]
     told: dict[str, Any] = {
-        "schema": SCHEMA, "model": study.model, **asdict(study.settings), "subject": study.subject,
-        "phases": study.phases, "environment": dict(study.environment), "most_tokens": study.most_tokens,
-        "tasks": [{**asdict(covered), "metric": study.metrics[covered.task]} for covered in study.coverage],
-        "averages": {name: list(tasks) for name, tasks in study.averages.items()},
-        "full": {"held": study.held[FULL]._asdict(), "scores": _scores(first.rows, FULL)},
-        "blocks": [_block(study, block) for block in study.blocks],
-        "notes": study.notes,
+        "schema": SCHEMA, "model": result.model, **asdict(result.settings), "subject": result.subject,
+        "phases": result.phases, "environment": dict(result.environment), "most_tokens": result.most_tokens,
+        "tasks": [{**asdict(covered), "metric": result.metrics[covered.task]} for covered in result.coverage],
+        "averages": {name: list(tasks) for name, tasks in result.averages.items()},
+        "full": {"held": result.held[FULL]._asdict(), "scores": _scores(first.rows, FULL)},
+        "blocks": [_block(result, block) for block in result.blocks],
+        "notes": result.notes,
     }  # fmt: skip
-    grids = needle_grids(study.samples)
+    grids = needle_grids(result.samples)
     if grids:
         told["needle"] = grids_json(grids)
     if losses is not None:
@@ -58,15 +58,15 @@ def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Tab
     return table
 
 
-def _block(study: Study, block: Block) -> dict[str, Any]:
-    by_label = {contender.label: contender for contender in study.contenders}
+def _block(result: Comparison, block: SizeBlock) -> dict[str, Any]:
+    by_label = {contender.label: contender for contender in result.contenders}
     full = None if block.subject == FULL else _differences(block, FULL)
     return {
         "size": None if block.size is None else block.size.as_json(),
         "methods": [
             {
                 "name": name, "label": label, "definition": by_label[label].definition,
-                "phases": by_label[label].phases, "held": study.held[label]._asdict(),
+                "phases": by_label[label].phases, "held": result.held[label]._asdict(),
                 "scores": _scores(block.rows, label),
                 "differences": None if label == block.subject else _differences(block, label),
             }
@@ -83,7 +83,7 @@ def _scores(rows: Iterable[Row], label: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _differences(block: Block, label: str) -> dict[str, dict[str, Any]]:
+def _differences(block: SizeBlock, label: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
     for row in block.rows:
         found[SECTIONS[row.kind]][row.task] = asdict(block.difference(row, label))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsearch.choose.acceptance import Scores, Share, recovered
-from kvsearch.evaluation.trial import Trial
+from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.report.tables import Cell, Group, TextTable
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch
 from kvsearch.search.front import EXPANDED, Point
@@ -54,7 +54,7 @@ def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
         "starts": {name: table.tolist() for name, table in prepared.starts.items()},
         "finalists": {
             name: {"budgets": found.table.tolist(), "value": _number(found.value), "where": found.where,
-                   "score": asdict(choice.trial.score(name))}
+                   "score": asdict(choice.comparison.score(name))}
             for name, found in choice.finalists.items()
         },
         "chosen": choice.name,
@@ -65,10 +65,10 @@ def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shares(report: Trial) -> dict[str, Share | None]:
+def shares(report: PlanComparison) -> dict[str, Share | None]:
     """The share of the gap between each baseline and the full cache that the result closes, by baseline."""
-    scores, labels = Scores.of(report.study.samples, report.study.contexts), report.labels
-    seed = report.study.settings.seed
+    scores, labels = Scores.of(report.comparison.samples, report.comparison.contexts), report.labels
+    seed = report.comparison.settings.seed
     return {
         name: recovered(scores, labels[EVOLVED], labels[name], seed=seed)
         for name in labels
@@ -86,13 +86,13 @@ def front_tables(points: Sequence[Point]) -> list[TextTable]:
     report = points[0].evolved.report
     rows = [["full", "", _score(report, FULL), "", "", ""]]
     for point in points:
-        prepared, trial = point.prepared, point.evolved.report
-        known = EXPANDED in trial.labels
+        prepared, result = point.prepared, point.evolved.report
+        known = EXPANDED in result.labels
         rows.append(
             [
-                str(point.budget), f"{prepared.frame.total:,}", _score(trial, EVOLVED),
-                _score(trial, EXPANDED) if known else "", _gain(trial, EXPANDED) if known else "",
-                _score(trial, UNIFORM),
+                str(point.budget), f"{prepared.frame.total:,}", _score(result, EVOLVED),
+                _score(result, EXPANDED) if known else "", _gain(result, EXPANDED) if known else "",
+                _score(result, UNIFORM),
             ]
         )  # fmt: skip
     columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
@@ -105,7 +105,7 @@ def decision(evolved: Evolved) -> str:
     choice, outcome = evolved.choice, evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = 100 * choice.trial.score(choice.name).mean
+    score = 100 * choice.comparison.score(choice.name).mean
     found = choice.finalists[choice.name].where
     if choice.name.startswith("#"):
         return f"chosen: {choice.name} ({found}), {score:.2f} on the second split, no start plan scores above it"
@@ -114,9 +114,9 @@ def decision(evolved: Evolved) -> str:
 
 def _finalists(evolved: Evolved) -> TextTable:
     choice = evolved.choice
-    ranked = sorted(choice.finalists, key=lambda name: -choice.trial.score(name).mean)
+    ranked = sorted(choice.finalists, key=lambda name: -choice.comparison.score(name).mean)
     rows = [
-        [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.trial, name)]
+        [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.comparison, name)]
         for name in ranked
     ]
     return _table("second split: what is chosen from", ["", "found", "search value", "score"], rows)
@@ -137,13 +137,13 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> TextTable:
     return TextTable(title, columns, [Group("", cells)])
 
 
-def _score(trial: Trial, name: str) -> str:
-    one = trial.score(name)
+def _score(result: PlanComparison, name: str) -> str:
+    one = result.score(name)
     return f"{100 * one.mean:.2f} [{100 * one.low:.2f}, {100 * one.high:.2f}]"
 
 
-def _gain(trial: Trial, name: str) -> str:
-    one = trial.gain(EVOLVED, [name])
+def _gain(result: PlanComparison, name: str) -> str:
+    one = result.gain(EVOLVED, [name])
     return f"{100 * one.mean:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import Block
-from kvsearch.evaluation.compare import Study
+from kvsearch.evaluation.averages import SizeBlock
+from kvsearch.evaluation.compare import Comparison
 from kvsearch.evaluation.statistics import Row
 from kvsearch.plan.files import atomic_write, check_target
 from kvsearch.report.tables import (
@@ -38,10 +38,14 @@ CSV_HEADER = (
 SPECIAL = {"\\": r"\textbackslash{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"}, "~": r"\~{}", "^": r"\^{}"}
 
 
-def all_tables(study: Study, columns: Columns | None = None) -> list[TextTable]:
+def all_tables(result: Comparison, columns: Columns | None = None) -> list[TextTable]:
     """Scores, differences and what is held; columns by default as a screen has room for them."""
-    chosen = columns or screen_columns(study)
-    return [score_table(study, chosen), difference_table(study, mean_columns(study)), held_table(study)]
+    chosen = columns or screen_columns(result)
+    return [
+        score_table(result, chosen),
+        difference_table(result, mean_columns(result)),
+        held_table(result),
+    ]
 
 
 def check_table_file(path: Path) -> None:
@@ -51,14 +55,14 @@ def check_table_file(path: Path) -> None:
     check_target(path)
 
 
-def write_tables(study: Study, path: Path, columns: Columns = "tasks") -> None:
+def write_tables(result: Comparison, path: Path, columns: Columns = "tasks") -> None:
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     check_table_file(path)
     if path.suffix == CSV:
-        atomic_write(path, csv_rows(study).encode())
+        atomic_write(path, csv_rows(result).encode())
         return
     render = markdown if path.suffix == MARKDOWN else latex
-    atomic_write(path, "\n".join(render(table) for table in all_tables(study, columns)).encode())
+    atomic_write(path, "\n".join(render(table) for table in all_tables(result, columns)).encode())
 
 
 def on_screen(table: TextTable) -> Group:
@@ -109,22 +113,22 @@ def latex(table: TextTable) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
-def csv_rows(study: Study) -> str:
+def csv_rows(result: Comparison) -> str:
     """A row per size, method and column; scores in [0, 1], differences to the subject at the same size."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEADER)
-    for block in study.blocks:
+    for block in result.blocks:
         for name, label in {FULL: FULL, **block.methods}.items():
             for row in block.rows:
                 numbers = _numbers(block, row, label)
                 size = "" if block.size is None else str(block.size)
-                asked = (study.held[label].entries, study.protocol, study.phases)
-                writer.writerow([size, name, *numbers[:6], study.subject, *numbers[6:], *asked])
+                asked = (result.held[label].entries, result.protocol, result.phases)
+                writer.writerow([size, name, *numbers[:6], result.subject, *numbers[6:], *asked])
     return text.getvalue()
 
 
-def _numbers(block: Block, row: Row, label: str) -> list[object]:
+def _numbers(block: SizeBlock, row: Row, label: str) -> list[object]:
     score = row.scores[label]
     compared: Sequence[object] = [""] * 6
     if label != block.subject:

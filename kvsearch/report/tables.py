@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import Block
-from kvsearch.evaluation.compare import Study
+from kvsearch.evaluation.averages import SizeBlock
+from kvsearch.evaluation.compare import Comparison
 from kvsearch.evaluation.statistics import Difference, Kind, Row
 from kvsearch.naming import suggest
 from kvsearch.strategies.methods import FULL
@@ -53,27 +53,27 @@ def find_columns(name: str) -> Columns:
     raise UsageError(f"unknown columns {name!r}{suggest(name, list(KINDS))}")
 
 
-def screen_columns(study: Study) -> Columns:
+def screen_columns(result: Comparison) -> Columns:
     """Tasks, unless they are too many for a screen."""
-    return "tasks" if len(study.coverage) <= FEW else "categories"
+    return "tasks" if len(result.coverage) <= FEW else "categories"
 
 
-def score_table(study: Study, columns: Columns) -> TextTable:
+def score_table(result: Comparison, columns: Columns) -> TextTable:
     """Mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
-    numbers = _column_numbers(study, columns)
-    rows = [study.blocks[0].rows[number] for number in numbers]
+    numbers = _column_numbers(result, columns)
+    rows = [result.blocks[0].rows[number] for number in numbers]
     full = [Cell(FULL), *(Cell(_percent(row.scores[FULL].mean)) for row in rows)]
-    groups = [Group("", [full]), *(Group(_heading(block), _scores(block, numbers)) for block in study.blocks)]
-    title = f"{study.model}: score in percent ({_how(study)})"
-    return TextTable(title, ["method", *_labels(study, rows)], groups, (*_explained(study), *study.notes))
+    groups = [Group("", [full]), *(Group(_heading(block), _scores(block, numbers)) for block in result.blocks)]
+    title = f"{result.model}: score in percent ({_how(result)})"
+    return TextTable(title, ["method", *_labels(result, rows)], groups, (*_explained(result), *result.notes))
 
 
-def difference_table(study: Study, columns: Columns) -> TextTable:
+def difference_table(result: Comparison, columns: Columns) -> TextTable:
     """Every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
-    numbers = _column_numbers(study, columns)
-    rows = [study.blocks[0].rows[number] for number in numbers]
+    numbers = _column_numbers(result, columns)
+    rows = [result.blocks[0].rows[number] for number in numbers]
     groups = []
-    for block in study.blocks:
+    for block in result.blocks:
         named = {name: label for name, label in {FULL: FULL, **block.methods}.items() if label != block.subject}
         cells = [
             [Cell(name), *(Cell(_told(block.difference(block.rows[number], label))) for number in numbers)]
@@ -81,24 +81,24 @@ def difference_table(study: Study, columns: Columns) -> TextTable:
         ]
         groups.append(Group(_heading(block), cells))
     title = (
-        f"{study.model}: paired difference to {study.subject}, in points of 100, 95% interval; questions won / tied / "
-        f"lost ({_how(study)})"
+        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied / "
+        f"lost ({_how(result)})"
     )
-    return TextTable(title, ["method", *_labels(study, rows)], groups)
+    return TextTable(title, ["method", *_labels(result, rows)], groups)
 
 
-def mean_columns(study: Study) -> Columns:
+def mean_columns(result: Comparison) -> Columns:
     """Columns of differences, which are wide: the means."""
-    return "categories" if any(row.kind == "category" for row in study.blocks[0].rows) else "averages"
+    return "categories" if any(row.kind == "category" for row in result.blocks[0].rows) else "averages"
 
 
-def held_table(study: Study) -> TextTable:
+def held_table(result: Comparison) -> TextTable:
     """What every method holds."""
     header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
-    full = study.held[FULL]
+    full = result.held[FULL]
 
     def row(name: str, label: str) -> list[Cell]:
-        held = study.held[label]
+        held = result.held[label]
         told = (
             name, f"{held.entries:.0f}", f"{held.entries / full.entries:.3f}", f"{held.bytes / 1024:.1f}",
             f"{held.bytes / full.bytes:.3f}", f"{held.most:.0f}",
@@ -106,24 +106,24 @@ def held_table(study: Study) -> TextTable:
         return [Cell(text) for text in told]
 
     groups = [Group("", [row(FULL, FULL)])]
-    groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in study.blocks]
-    what = "context" if study.protocol == "question-agnostic" else "prompt"
-    return TextTable(f"{study.model}: held after the {what}, mean ({_how(study)})", header, groups)
+    groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in result.blocks]
+    what = "context" if result.protocol == "question-agnostic" else "prompt"
+    return TextTable(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
 
 
-def _how(study: Study) -> str:
-    return f"{study.protocol}, phases: {study.phases}"
+def _how(result: Comparison) -> str:
+    return f"{result.protocol}, phases: {result.phases}"
 
 
-def _column_numbers(study: Study, columns: Columns) -> list[int]:
+def _column_numbers(result: Comparison, columns: Columns) -> list[int]:
     """Which rows of a block become columns; of averages over the same tasks the first, of one task the task itself."""
     kinds, seen = KINDS[columns], set[frozenset[str]]()
-    if len(study.coverage) == 1:
+    if len(result.coverage) == 1:
         return [0]
     chosen = []
-    for number, row in enumerate(study.blocks[0].rows):
+    for number, row in enumerate(result.blocks[0].rows):
         if row.kind == "average":
-            tasks = frozenset(study.averages[row.task])
+            tasks = frozenset(result.averages[row.task])
             if tasks in seen:
                 continue
             seen.add(tasks)
@@ -132,19 +132,19 @@ def _column_numbers(study: Study, columns: Columns) -> list[int]:
     return chosen
 
 
-def _labels(study: Study, rows: Sequence[Row]) -> list[str]:
+def _labels(result: Comparison, rows: Sequence[Row]) -> list[str]:
     """Headings of columns; averages over the same tasks share one."""
     found = []
     for row in rows:
         if row.kind == "average":
-            tasks = set(study.averages[row.task])
-            found.append(" = ".join(name for name, others in study.averages.items() if set(others) == tasks))
+            tasks = set(result.averages[row.task])
+            found.append(" = ".join(name for name, others in result.averages.items() if set(others) == tasks))
         else:
             found.append(row.task)
     return found
 
 
-def _scores(block: Block, numbers: Sequence[int]) -> list[list[Cell]]:
+def _scores(block: SizeBlock, numbers: Sequence[int]) -> list[list[Cell]]:
     labels = block.methods.values()
     best = {n: _best([block.rows[n].scores[label].mean for label in labels]) for n in numbers}
     return [
@@ -162,14 +162,14 @@ def _cell(row: Row, label: str, best: str | None) -> Cell:
     return Cell(text, text == best)
 
 
-def _heading(block: Block) -> str:
+def _heading(block: SizeBlock) -> str:
     return "" if block.size is None else block.size.words
 
 
-def _explained(study: Study) -> tuple[str, ...]:
-    plans = study.blocks[0].size is None
-    uniform = plans and "uniform" in study.blocks[0].methods
-    lines = [f"uniform: the policy of {study.subject} with even budgets"] * uniform
+def _explained(result: Comparison) -> tuple[str, ...]:
+    plans = result.blocks[0].size is None
+    uniform = plans and "uniform" in result.blocks[0].methods
+    lines = [f"uniform: the policy of {result.subject} with even budgets"] * uniform
     lines += ["all methods but full hold as many entries as the plan"] * plans
     return tuple(lines)
 

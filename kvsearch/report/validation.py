@@ -14,9 +14,9 @@ from pydantic import Field, ValidationError
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import LEAST_USEFUL
+from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.evaluation.run_directory import difference
 from kvsearch.evaluation.statistics import Difference, Estimate
-from kvsearch.evaluation.trial import Trial
 from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
 from kvsearch.plan.files import read_bytes
@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The names, in a trial, of the strategies that a subject is judged by."""
+    """The names, in a comparison, of the strategies that a subject is judged by."""
 
     forward: str
     inverse: str
@@ -213,22 +213,22 @@ def prediction_reach(controls: Sequence[float]) -> float:
     return float(t.ppf(0.975, count - 1) * stdev(controls) * (1 + 1 / count) ** 0.5)
 
 
-def judged(trial: Trial, subject: Subject, names: Compared) -> Judged:
-    """A signal with its verdict, from the scores of a trial."""
+def judged(result: PlanComparison, subject: Subject, names: Compared) -> Judged:
+    """A signal with its verdict, from the scores of a comparison."""
     gains = Gains(
-        inverse=trial.gain(names.forward, [names.inverse]),
-        uniform=trial.gain(names.forward, [names.uniform]),
-        random=trial.gain(names.forward, names.random),
-        reach=prediction_reach([trial.score(name).mean for name in names.random]),
+        inverse=result.gain(names.forward, [names.inverse]),
+        uniform=result.gain(names.forward, [names.uniform]),
+        random=result.gain(names.forward, names.random),
+        reach=prediction_reach([result.score(name).mean for name in names.random]),
     )
-    constant = trial.labels[names.forward] == trial.labels[names.inverse]
-    verdict, reason = judge(subject.kind, gains, sum(trial.study.distinct.values()), constant)
+    constant = result.labels[names.forward] == result.labels[names.inverse]
+    verdict, reason = judge(subject.kind, gains, sum(result.comparison.distinct.values()), constant)
     return Judged(
         **subject._asdict(),
-        forward=trial.score(names.forward),
-        inverse=trial.score(names.inverse),
-        uniform=trial.score(names.uniform),
-        random=tuple(map(trial.score, names.random)),
+        forward=result.score(names.forward),
+        inverse=result.score(names.inverse),
+        uniform=result.score(names.uniform),
+        random=tuple(map(result.score, names.random)),
         gains=gains,
         verdict=verdict,
         reason=reason,

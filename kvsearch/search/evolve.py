@@ -19,9 +19,9 @@ import numpy as np
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
 from kvsearch.evaluation.reply_store import Ledger as Replies
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.trial import Trial, prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
@@ -57,7 +57,7 @@ class Splits:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What was chosen on the second split: its name, budgets and plan, and the trial of all finalists by name.
+    """What was chosen on the second split: its name, budgets and plan, and the comparison of all finalists by name.
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...
     """
@@ -65,7 +65,7 @@ class Choice:
     name: str
     table: Ints
     plan: Plan
-    trial: Trial
+    comparison: PlanComparison
     finalists: Mapping[str, Found]
 
 
@@ -75,7 +75,7 @@ class Evolved:
 
     outcome: Outcome
     choice: Choice
-    report: Trial
+    report: PlanComparison
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,9 +144,9 @@ class PreparedSearch:
         """The plan of budgets [L, Hkv]; `settings` go to its provenance."""
         return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
 
-    def trial(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> Trial:
+    def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
         """Scores of plans on a split; `name` is what their replies are kept under."""
-        prepared = prepare_trial(self.loaded, plans, tasks, self.asked)
+        prepared = prepare_plans(self.loaded, plans, tasks, self.asked)
         keeping = keep or (lambda _, __: nullcontext((None, None)))
         with keeping(name, prepared.evaluation) as (ledger, progress):
             return prepared.run(progress, ledger)
@@ -156,12 +156,12 @@ class PreparedSearch:
         finalists = self._finalists(outcome)
         settings = self._origin(outcome)
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
-        trial = self.trial(plans, self.splits.choice, name, keep)
+        result = self.compare(plans, self.splits.choice, name, keep)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
-        best = max(finalists, key=lambda name: (round(trial.score(name).mean, 9), values[name]))
+        best = max(finalists, key=lambda name: (round(result.score(name).mean, 9), values[name]))
         table = finalists[best].table
-        chosen = {**settings, "chosen": best, "found": finalists[best].where, "score": trial.score(best).mean}
-        return Choice(best, table, self.plan(table, chosen), trial, finalists)
+        chosen = {**settings, "chosen": best, "found": finalists[best].where, "score": result.score(best).mean}
+        return Choice(best, table, self.plan(table, chosen), result, finalists)
 
     def contenders(self, choice: Choice) -> dict[str, Plan]:
         """What the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
@@ -171,9 +171,9 @@ class PreparedSearch:
             plans[STREAMING] = direct_plan(self.loaded, streaming, target, ("prefill",), Uniform())
         return plans
 
-    def report(self, choice: Choice, keep: Keep | None = None) -> Trial:
+    def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:
         """The third part: the `contenders` on the third split."""
-        return self.trial(self.contenders(choice), self.splits.report, "report", keep)
+        return self.compare(self.contenders(choice), self.splits.report, "report", keep)
 
     def decide(self, outcome: Outcome, keep: Keep | None = None) -> Evolved:
         """The second and the third part."""

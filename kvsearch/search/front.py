@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.trial import Trial
+from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.plan import Plan
 from kvsearch.search.completion import extrapolate
 from kvsearch.search.evolve import (
@@ -75,10 +75,10 @@ class PreparedFront:
             ready = _beginning_with(search, found[-1][2].table if found else None)
             outcome = ready.search(executor, ledger, limits, watcher, f"budget {budget}: ")
             found.append((ready, outcome, ready.choose(outcome, keep, f"choice-{budget}")))
-        trial = self._report([(ready, choice) for ready, _, choice in found], keep)
-        return [Point(ready, Evolved(outcome, choice, _view(trial, ready))) for ready, outcome, choice in found]
+        result = self._report([(ready, choice) for ready, _, choice in found], keep)
+        return [Point(ready, Evolved(outcome, choice, _view(result, ready))) for ready, outcome, choice in found]
 
-    def _report(self, found: Sequence[tuple[PreparedSearch, Choice]], keep: Keep | None) -> Trial:
+    def _report(self, found: Sequence[tuple[PreparedSearch, Choice]], keep: Keep | None) -> PlanComparison:
         plans: dict[str, Plan] = {}
         smallest = found[0][1].table
         for number, (ready, choice) in enumerate(found):
@@ -86,7 +86,7 @@ class PreparedFront:
             if number:
                 contenders[EXPANDED] = ready.plan(_scaled(smallest, ready), {})
             plans |= {_label(name, ready): plan for name, plan in contenders.items()}
-        return self.first.trial(plans, self.first.splits.report, "report", keep)
+        return self.first.compare(plans, self.first.splits.report, "report", keep)
 
 
 def prepare_front(
@@ -137,8 +137,8 @@ def _label(name: str, search: PreparedSearch) -> str:
     return f"{name}-{search.settings.budget}"
 
 
-def _view(trial: Trial, search: PreparedSearch) -> Trial:
-    """The part of a trial that one budget is about, with names as if it were alone."""
+def _view(result: PlanComparison, search: PreparedSearch) -> PlanComparison:
+    """The part of a comparison that one budget is about, with names as if it were alone."""
     ending = f"-{search.settings.budget}"
-    mine = {name.removesuffix(ending): label for name, label in trial.labels.items() if name.endswith(ending)}
-    return Trial(trial.study, {FULL: trial.labels[FULL], **mine})
+    mine = {name.removesuffix(ending): label for name, label in result.labels.items() if name.endswith(ending)}
+    return PlanComparison(result.comparison, {FULL: result.labels[FULL], **mine})

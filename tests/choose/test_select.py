@@ -20,10 +20,10 @@ from kvsearch.choose.candidates import Explored, explore, find_field
 from kvsearch.choose.select import PreparedSelection, Questions, halves, prepare_selection, select
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.plan_comparison import prepare_plans
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference, contrast, summarize
-from kvsearch.evaluation.trial import prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
@@ -334,8 +334,8 @@ def profile(model: LoadedModel) -> Profile:
 
 def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Listed:
     """The task with the replies under a plan as the right answers: nothing can beat that plan."""
-    trial = prepare_trial(model, {"plan": plan}, [task], HOW).run()
-    replies = {(one.key, one.question): one.reply for one in trial.study.samples if one.method == "plan"}
+    result = prepare_plans(model, {"plan": plan}, [task], HOW).run()
+    replies = {(one.key, one.question): one.reply for one in result.comparison.samples if one.method == "plan"}
     rows = tuple(
         replace(
             row,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.compare import Settings, Study, prepare
+from kvsearch.evaluation.compare import Comparison, Settings, prepare
 from kvsearch.evaluation.identity import metric_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -43,13 +43,13 @@ def model() -> LoadedModel:
 
 def studied(
     model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
-) -> Study:
+) -> Comparison:
     subject = settings.pop("subject", next(iter(plans)))
     how = Settings(**{"samples": 3, "seed": 5, "batch": 2, **settings})
     return prepare(model, with_baselines(model, plans, names, subject), subject, tasks, how).run()
 
 
-def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Study:
+def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Comparison:
     plans = {
         "mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]]),
         "yours": tiny.plan_for(model, [[15, 15]] * 4),
@@ -58,7 +58,7 @@ def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Stud
 
 
 @pytest.fixture(scope="module")
-def result(model: LoadedModel) -> Study:
+def result(model: LoadedModel) -> Comparison:
     return made(model, ("uniform", "snapkv", "streaming", "random"))
 
 
@@ -140,7 +140,7 @@ def test_a_plan_of_another_model(model: LoadedModel) -> None:
         studied(model, {"mine": plan}, ())
 
 
-def test_methods(result: Study) -> None:
+def test_methods(result: Comparison) -> None:
     assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
     assert (result.model, result.subject, result.settings.seed) == ("tiny", "mine", 5)
     (block,) = result.blocks
@@ -155,7 +155,7 @@ def test_methods(result: Study) -> None:
         assert list(row.differences) == [method for method in result.labels if method != "mine"]
 
 
-def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
+def test_every_method_but_the_full_cache_holds_the_same(result: Comparison) -> None:
     held = dict(result.held)
     full, full_bytes, most = held.pop("full")
     assert most > full
@@ -168,7 +168,7 @@ def test_every_method_but_the_full_cache_holds_the_same(result: Study) -> None:
     assert full == sum(8 * sample.context_tokens for sample in one) / len(one)
 
 
-def test_equal_runs_give_equal_results(result: Study, model: LoadedModel) -> None:
+def test_equal_runs_give_equal_results(result: Comparison, model: LoadedModel) -> None:
     plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
     again = studied(model, plans, ("uniform",))
     pairs = zip(again.blocks[0].rows, result.blocks[0].rows, strict=True)
@@ -177,7 +177,7 @@ def test_equal_runs_give_equal_results(result: Study, model: LoadedModel) -> Non
     assert [sample for sample in again.samples if sample.method == "mine"] == mine
 
 
-def test_as_json(result: Study) -> None:
+def test_as_json(result: Comparison) -> None:
     data = as_json(result)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["schema"] == "kvsearch.evaluation/1"
@@ -197,7 +197,7 @@ def test_as_json(result: Study) -> None:
     assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
 
 
-def test_json_compares_every_method_with_the_subject(result: Study) -> None:
+def test_json_compares_every_method_with_the_subject(result: Comparison) -> None:
     (block,) = as_json(result)["blocks"]
     mine, *others = block["methods"]
     assert mine["differences"] is None
@@ -212,7 +212,7 @@ def test_json_compares_every_method_with_the_subject(result: Study) -> None:
             assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
 
 
-def test_a_difference_is_that_of_the_method_to_the_subject(result: Study, model: LoadedModel) -> None:
+def test_a_difference_is_that_of_the_method_to_the_subject(result: Comparison, model: LoadedModel) -> None:
     """Which of two is the subject only turns the sign."""
     other = made(model, ("uniform", "snapkv", "streaming", "random"), subject="yours")
     assert other.samples == result.samples
@@ -334,7 +334,7 @@ def test_phases_are_said_everywhere(model: LoadedModel) -> None:
     assert [method["phases"] for method in data["blocks"][0]["methods"]] == ["decode", "decode"]
 
 
-def test_the_report_says_what_was_run(result: Study, model: LoadedModel) -> None:
+def test_the_report_says_what_was_run(result: Comparison, model: LoadedModel) -> None:
     data = as_json(result)
     assert data["environment"]["model"] == model.fingerprint.model_dump()
     assert data["environment"]["dtype"] == "float32"
@@ -355,14 +355,14 @@ def test_an_interval_of_one_context_says_nothing(model: LoadedModel) -> None:
     assert single.notes[1:] == [f"{name}: one context: its interval says nothing" for name in ("one", "two")]
 
 
-def test_a_comparison_that_says_nothing_has_a_doubt(result: Study) -> None:
+def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
     assert result.doubt is not None
     assert result.notes[0] == as_json(result)["notes"][0] == result.doubt
     assert f"- {result.doubt}" in markdown(all_tables(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")
 
 
-def test_plain_scores(result: Study) -> None:
+def test_plain_scores(result: Comparison) -> None:
     text = rendered([plain_scores("scores", result.labels, result.blocks[0].rows)])
     assert "yours" in text
     assert "other (mean)" in text

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
-from kvsearch.evaluation.compare import Evaluation, Settings, Study, prepare
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.reply_places import Place
 from kvsearch.evaluation.reply_store import Ledger, read_replies
@@ -50,11 +50,11 @@ def evaluation(
     return prepare(model, contenders, contenders[1].name, tasks, Settings(**{"seed": 3, "batch": 2, **settings}))
 
 
-def report(study: Study) -> bytes:
-    return canonical_json(as_json(study))
+def report(comparison: Comparison) -> bytes:
+    return canonical_json(as_json(comparison))
 
 
-def kept(one: Evaluation, directory: Path, **how: Any) -> Study:
+def kept(one: Evaluation, directory: Path, **how: Any) -> Comparison:
     with open_run(directory, one.config(), **how) as ledger:
         return one.run(ledger=ledger)
 
@@ -319,11 +319,11 @@ def test_force_starts_anew(model: LoadedModel, tmp_path: Path) -> None:
     kept(evaluation(model), tmp_path)
     (tmp_path / "report.json").write_text("old")
     other = evaluation(model, "streaming,lava")
-    study = kept(other, tmp_path, force=True)
-    assert report(study) == report(other.run())
+    comparison = kept(other, tmp_path, force=True)
+    assert report(comparison) == report(other.run())
     assert not (tmp_path / "report.json").exists()
     assert len(read_replies(tmp_path / LEDGER)) == other.replies
-    assert report(kept(other, tmp_path)) == report(study)
+    assert report(kept(other, tmp_path)) == report(comparison)
 
 
 def test_differences_are_named_by_place() -> None:
@@ -372,9 +372,9 @@ def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Pat
     kept(evaluation(model, "pyramid,lava", tasks=TASKS[:1], batch=1), tmp_path / "old")
     renamed = tiny.Listed("renamed", tuple(replace(row, key=f"k{row.key}") for row in TASKS[0].rows))
     more = evaluation(model, "streaming,pyramid,lava", tasks=[TASKS[1], renamed])
-    study = kept(more, tmp_path / "new", reuse=tmp_path / "old")
+    comparison = kept(more, tmp_path / "new", reuse=tmp_path / "old")
     fresh = more.run()
-    assert [replace(s, bytes=0.0) for s in study.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
+    assert [replace(s, bytes=0.0) for s in comparison.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
     lines = [json.loads(line) for line in (tmp_path / "new" / LEDGER).read_text().splitlines()]
     reused = {(item["task"], item["method"]) for line in lines if line["reused"] for item in line["samples"]}
     methods = {"full", "pyramid@8", "lava@8", "pyramid@0.6", "lava@0.6"}

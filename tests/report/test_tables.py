@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import MACRO, blocks_of
-from kvsearch.evaluation.compare import Settings, Study
+from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.report.table_files import all_tables, check_table_file, latex, markdown, on_screen, write_tables
 from kvsearch.report.tables import Cell, Group, TextTable, difference_table, find_columns, score_table, screen_columns
@@ -35,7 +35,7 @@ def contender(label: str) -> Contender:
     return Contender(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
 
 
-def study(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Study:
+def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Comparison:
     """Both questions of a task score the same."""
     samples = [
         Sample(task, category, label, "question-agnostic", str(n), 0, "", score, "", False, 9, 9, 1,
@@ -49,7 +49,7 @@ def study(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: t
     named = {MACRO: tuple(tasks), **averages}
     blocks = blocks_of(samples, contenders, subject, named, 0)
     metrics = dict.fromkeys(tasks, "exact")
-    return Study("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
+    return Comparison("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
 
 
 def shown(table: TextTable) -> list[list[str]]:
@@ -57,7 +57,7 @@ def shown(table: TextTable) -> list[list[str]]:
 
 
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
-    table = score_table(study(), "tasks")
+    table = score_table(comparison(), "tasks")
     assert table.title == "m: score in percent (question-agnostic, phases: prefill)"
     assert table.header == ["method", "a_1", "b", "c", "qa", "code", "macro"]
     assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
@@ -72,33 +72,33 @@ def test_scores_in_percent_with_the_best_of_each_block() -> None:
 
 def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed alike is marked alike, and not at all where no method is worse."""
-    rows = shown(score_table(study(), "averages"))
+    rows = shown(score_table(comparison(), "averages"))
     assert [row[-1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
     for label in ("h2o@8", "tova@8"):
         monkeypatch.setitem(MEANS, label, (0.625, 0.0, 0.0))
     # blocks are of neighbours in the list
     monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
-    rows = shown(score_table(study(), "tasks"))[1:5]
+    rows = shown(score_table(comparison(), "tasks"))[1:5]
     assert [row[1] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
 
 
 def test_columns() -> None:
-    assert score_table(study(), "categories").header == ["method", "qa", "code", "macro"]
-    assert score_table(study(), "averages").header == ["method", "macro"]
-    named = study(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
+    assert score_table(comparison(), "categories").header == ["method", "qa", "code", "macro"]
+    assert score_table(comparison(), "averages").header == ["method", "macro"]
+    named = comparison(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
     assert score_table(named, "averages").header == ["method", "macro = whole", "paper = other"]
     assert shown(score_table(named, "averages"))[1] == ["uniform", "29.17", "31.25"]
-    alone = study(tasks={"a_1": "qa"})
+    alone = comparison(tasks={"a_1": "qa"})
     for columns in ("tasks", "categories", "averages"):
         assert score_table(alone, find_columns(columns)).header == ["method", "a_1"]
     with pytest.raises(UsageError, match="unknown columns 'task'; did you mean 'tasks'"):
         find_columns("task")
-    assert screen_columns(study()) == "tasks"
-    assert screen_columns(study(tasks={f"t{n}": "qa" for n in range(13)})) == "categories"
+    assert screen_columns(comparison()) == "tasks"
+    assert screen_columns(comparison(tasks={f"t{n}": "qa" for n in range(13)})) == "categories"
 
 
 def test_differences_to_the_subject() -> None:
-    table = difference_table(study(), "tasks")
+    table = difference_table(comparison(), "tasks")
     assert "paired difference to uniform" in table.title
     (full, lava), (_, other) = (group.rows for group in table.groups)
     assert [cell.text for cell in lava] == [
@@ -108,7 +108,7 @@ def test_differences_to_the_subject() -> None:
     ]  # fmt: skip
     assert (full[0].text, full[1].text) == ("full", "+50.00 [+50.00, +50.00] 2 / 0 / 0")
     assert other[1].text == "-25.00 [-25.00, -25.00] 0 / 0 / 2"
-    to_full = difference_table(study("full"), "tasks")
+    to_full = difference_table(comparison("full"), "tasks")
     assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
 
 
@@ -157,7 +157,7 @@ def test_latex() -> None:
 
 
 def test_the_screen() -> None:
-    text = rendered(map(on_screen, all_tables(study())))
+    text = rendered(map(on_screen, all_tables(comparison())))
     for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
         assert part in text
     assert "[bold]" not in text
@@ -166,7 +166,7 @@ def test_the_screen() -> None:
 
 
 def test_csv_has_every_number(tmp_path: Path) -> None:
-    write_tables(study(), tmp_path / "t.csv")
+    write_tables(comparison(), tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 * 6
@@ -180,7 +180,7 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "start"), [("t.md", "**m: score"), ("t.tex", "\\begin{table}")])
 def test_files(tmp_path: Path, name: str, start: str) -> None:
-    write_tables(study(), tmp_path / name)
+    write_tables(comparison(), tmp_path / name)
     text = (tmp_path / name).read_text()
     assert text.startswith(start)
     assert text.count("question-agnostic, phases: prefill") == 3

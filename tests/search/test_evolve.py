@@ -50,7 +50,7 @@ def found(
 def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
     prepared, evolved = found
     choice = evolved.choice
-    scores = {name: choice.trial.score(name).mean for name in choice.finalists}
+    scores = {name: choice.comparison.score(name).mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
     assert scores[choice.name] == max(scores.values())
 

@@ -61,13 +61,13 @@ def test_each_begins_with_the_result_before(found: tuple[list[Point], Path, Sile
         frame = point.prepared.frame
         scaled = extrapolate(before.evolved.choice.table, point.budget, frame.floors, frame.caps)
         assert any(np.array_equal(scaled, table) for table in point.prepared.starts.values())
-        scores = {name: point.evolved.choice.trial.score(name).mean for name in point.evolved.choice.finalists}
+        scores = {name: point.evolved.choice.comparison.score(name).mean for name in point.evolved.choice.finalists}
         assert scores[point.evolved.choice.name] == max(scores.values())
 
 
 def test_the_report_is_asked_once_of_everything(found: tuple[list[Point], Path, Silent]) -> None:
     points, _, _ = found
-    assert len({id(point.evolved.report.study) for point in points}) == 1
+    assert len({id(point.evolved.report.comparison) for point in points}) == 1
     assert "expanded" not in points[0].evolved.report.labels
     for point in points[1:]:
         assert {"full", "evolved", "uniform", "pyramid", "streaming", "expanded"} <= set(point.evolved.report.labels)

@@ -231,8 +231,8 @@ def test_ratios_below_what_is_protected(model: LoadedModel) -> None:
 
 def test_notes_on_short_prompts_reach_the_study(model: LoadedModel) -> None:
     contenders = sweep(model, [one("uniform", "window=20")], [Size(ratio=0.6)])
-    study = prepare(model, contenders, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
-    (note,) = (note for note in study.notes if "at ratio" in note)
+    comparison = prepare(model, contenders, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
+    (note,) = (note for note in comparison.notes if "at ratio" in note)
     assert note.startswith("uniform at ratio 0.6: 1 of 2 prompts (")
 
 
@@ -425,17 +425,17 @@ def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
     task = tiny.listed((60, 2), (48, 1))
     methods = find_methods("pyramid,adakv,cake,lava,h2o", ["window=3"])
     contenders = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
-    study = prepare(model, contenders, "pyramid", [task], Settings(batch=2)).run()
-    lengths = {sample.key: sample.context_tokens for sample in study.samples}
-    for sample in study.samples:
+    comparison = prepare(model, contenders, "pyramid", [task], Settings(batch=2)).run()
+    lengths = {sample.key: sample.context_tokens for sample in comparison.samples}
+    for sample in comparison.samples:
         if sample.method != "full":
             size = Size(8) if sample.method.endswith("@8") else Size(ratio=0.5)
             assert sample.entries == size.total(lengths[sample.key], 8)
             assert sample.most <= sample.entries + 8 * 2  # a step's own token, and a question is fed at once
-    assert [block.size for block in study.blocks] == [Size(8), Size(ratio=0.5)]
+    assert [block.size for block in comparison.blocks] == [Size(8), Size(ratio=0.5)]
     alone = sweep(model, [methods[3]], [Size(8)], "both")
     again = prepare(model, alone, "lava", [task], Settings(batch=2)).run()
-    assert [s for s in again.samples if s.method == "lava@8"] == [s for s in study.samples if s.method == "lava@8"]
+    assert [s for s in again.samples if s.method == "lava@8"] == [s for s in comparison.samples if s.method == "lava@8"]
 
 
 def test_no_two_names_stand_for_the_same() -> None:

@@ -1,4 +1,4 @@
-"""A trial: strategies of one size side by side on one set of questions, and what some gain on others."""
+"""Plans: strategies of one size side by side on one set of questions, and what some gain on others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import MACRO, Block
-from kvsearch.evaluation.compare import Evaluation, Settings, Study, prepare
+from kvsearch.evaluation.averages import MACRO, SizeBlock
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference, Estimate, contrast
@@ -22,13 +22,13 @@ from kvsearch.tasks.base import Task
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PlanComparison:
     """Scores of everything that was tried, by name; names of equal plans share their replies.
 
     `labels` maps every name to the contender that replied for it; the full cache is always there.
     """
 
-    study: Study
+    comparison: Comparison
     labels: Mapping[str, str]
 
     def score(self, name: str) -> Estimate:
@@ -45,37 +45,37 @@ class Trial:
         for other in others:
             label = self.labels[other]
             weights[label] = weights.get(label, 0.0) - 1 / len(others)
-        return contrast(self.study.samples, weights, self.study.settings.seed, self.study.contexts)
+        return contrast(self.comparison.samples, weights, self.comparison.settings.seed, self.comparison.contexts)
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """What was asked."""
-        return self.study.averages[MACRO]
+        return self.comparison.averages[MACRO]
 
-    def _block(self, name: str) -> Block:
+    def _block(self, name: str) -> SizeBlock:
         """Where its scores are: contenders of another size are in another block."""
-        return next(block for block in self.study.blocks if self.labels[name] in block.overall.scores)
+        return next(block for block in self.comparison.blocks if self.labels[name] in block.overall.scores)
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A trial that is ready to run."""
+class PlanEvaluation:
+    """Plans that is ready to run."""
 
     evaluation: Evaluation
     labels: Mapping[str, str]
 
-    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Trial:
+    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> PlanComparison:
         """Ask everything that is not in the ledger; see `Evaluation.run` for the errors."""
-        return Trial(self.evaluation.run(progress, ledger), self.labels)
+        return PlanComparison(self.evaluation.run(progress, ledger), self.labels)
 
 
-def prepare_trial(
+def prepare_plans(
     loaded: LoadedModel,
     plans: Mapping[str, Plan],
     tasks: Sequence[Task],
     settings: Settings,
     others: Sequence[Contender] = (),
-) -> Prepared:
+) -> PlanEvaluation:
     """Check that plans, `others` and tasks fit together; plans that differ in nothing but their origin run once.
 
     Raises:
@@ -96,4 +96,4 @@ def prepare_trial(
         contenders[contender.label] = contender
         labels[contender.label] = contender.label
     warn_unfit(loaded.model, {policy for one in contenders.values() for policy in one.program.policies})
-    return Prepared(prepare(loaded, list(contenders.values()), FULL, tasks, settings), labels)
+    return PlanEvaluation(prepare(loaded, list(contenders.values()), FULL, tasks, settings), labels)

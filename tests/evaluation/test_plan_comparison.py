@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.evaluation.statistics import Difference, contrast, summarize
-from kvsearch.evaluation.trial import Prepared, Trial, prepare_trial
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.strategies.contenders import sweep
@@ -47,26 +47,26 @@ def model() -> LoadedModel:
     return tiny.loaded()
 
 
-def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Prepared:
-    return prepare_trial(model, plans, TASKS, Settings(3, seed=4, batch=2))
+def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> PlanEvaluation:
+    return prepare_plans(model, plans, TASKS, Settings(3, seed=4, batch=2))
 
 
 @pytest.fixture(scope="module")
-def trial(model: LoadedModel) -> Trial:
+def compare(model: LoadedModel) -> PlanComparison:
     flat, steep = tiny.plan_for(model, FLAT), tiny.plan_for(model, STEEP)
     again = flat.model_copy(update={"provenance": flat.provenance.model_copy(update={"method": "other", "seed": 99})})
     return prepared(model, {"flat": flat, "again": again, "steep": steep}).run()
 
 
-def scores(trial: Trial, label: str, task: str) -> list[float]:
-    return [sample.score for sample in trial.study.samples if (sample.method, sample.task) == (label, task)]
+def scores(result: PlanComparison, label: str, task: str) -> list[float]:
+    return [sample.score for sample in result.comparison.samples if (sample.method, sample.task) == (label, task)]
 
 
-def test_equal_plans_run_once(trial: Trial) -> None:
-    assert trial.study.labels == ["full", "flat", "steep"]
-    assert trial.labels == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
-    assert trial.score("again") == trial.score("flat")
-    assert len(trial.study.samples) == 3 * sum(task.questions for task in trial.study.coverage)
+def test_equal_plans_run_once(result: PlanComparison) -> None:
+    assert result.comparison.labels == ["full", "flat", "steep"]
+    assert result.labels == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
+    assert result.score("again") == result.score("flat")
+    assert len(result.comparison.samples) == 3 * sum(task.questions for task in result.comparison.coverage)
 
 
 def test_plans_that_differ_in_a_policy_only_both_run(model: LoadedModel) -> None:
@@ -77,39 +77,39 @@ def test_plans_that_differ_in_a_policy_only_both_run(model: LoadedModel) -> None
     assert [one.label for one in found.evaluation.contenders] == ["full", "flat", "other"]
 
 
-def test_scores_are_means_over_tasks(trial: Trial) -> None:
-    assert trial.tasks == ("one", "two")
-    for name, label in trial.labels.items():
-        by_task = {task: fmean(scores(trial, label, task)) for task in trial.tasks}
-        assert trial.by_task(name) == pytest.approx(by_task)
-        assert trial.score(name).mean == pytest.approx(fmean(by_task.values()))
-    assert trial.score("flat").mean != trial.score("steep").mean  # else these tests would say nothing
+def test_scores_are_means_over_tasks(result: PlanComparison) -> None:
+    assert result.tasks == ("one", "two")
+    for name, label in result.labels.items():
+        by_task = {task: fmean(scores(result, label, task)) for task in result.tasks}
+        assert result.by_task(name) == pytest.approx(by_task)
+        assert result.score(name).mean == pytest.approx(fmean(by_task.values()))
+    assert result.score("flat").mean != result.score("steep").mean  # else these tests would say nothing
 
 
-def test_a_gain_is_the_paired_mean(trial: Trial) -> None:
-    mine, theirs = ([np.array(scores(trial, label, task)) for task in trial.tasks] for label in ("flat", "steep"))
+def test_a_gain_is_the_paired_mean(result: PlanComparison) -> None:
+    mine, theirs = ([np.array(scores(result, label, task)) for task in result.tasks] for label in ("flat", "steep"))
     differences = [one - other for one, other in zip(mine, theirs, strict=True)]
-    found = trial.gain("again", ["steep"])
+    found = result.gain("again", ["steep"])
     assert found.mean == pytest.approx(fmean(each.mean() for each in differences))
     signs = np.sign(np.concatenate(differences))
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
 
 
-def test_a_gain_on_several_is_that_on_their_mean(trial: Trial) -> None:
+def test_a_gain_on_several_is_that_on_their_mean(result: PlanComparison) -> None:
     """One of them is the strategy itself, under another name."""
-    found, alone = trial.gain("flat", ["steep", "again", "full"]), trial.gain("flat", ["steep"])
-    assert found.mean == pytest.approx((alone.mean + 0 + trial.gain("flat", ["full"]).mean) / 3)
+    found, alone = result.gain("flat", ["steep", "again", "full"]), result.gain("flat", ["steep"])
+    assert found.mean == pytest.approx((alone.mean + 0 + result.gain("flat", ["full"]).mean) / 3)
     assert found.low <= found.mean <= found.high
 
 
-def test_nothing_is_gained_on_oneself(trial: Trial) -> None:
-    questions = sum(task.questions for task in trial.study.coverage)
-    assert trial.gain("flat", ["again"]) == Difference(0.0, 0.0, 0.0, 0, questions, 0)
+def test_nothing_is_gained_on_oneself(result: PlanComparison) -> None:
+    questions = sum(task.questions for task in result.comparison.coverage)
+    assert result.gain("flat", ["again"]) == Difference(0.0, 0.0, 0.0, 0, questions, 0)
 
 
 def test_contenders_of_another_size_have_scores_too(model: LoadedModel) -> None:
     others = sweep(model, find_methods("streaming", []), [Size(9)])[1:]
-    found = prepare_trial(model, {"flat": tiny.plan_for(model, FLAT)}, TASKS, Settings(2, batch=2), others).run()
+    found = prepare_plans(model, {"flat": tiny.plan_for(model, FLAT)}, TASKS, Settings(2, batch=2), others).run()
     assert found.score("streaming@9").mean == pytest.approx(fmean(found.by_task("streaming@9").values()))
     assert found.score("flat").mean == pytest.approx(fmean(found.by_task("flat").values()))
     assert found.gain("flat", ["streaming@9"]).mean == pytest.approx(
@@ -123,7 +123,7 @@ def test_names_are_taken_once(model: LoadedModel) -> None:
         prepared(model, {"full": plan})
     others = sweep(model, find_methods("streaming", []), [Size(9)])[1:]
     with pytest.raises(UsageError, match="are called 'streaming@9'"):
-        prepare_trial(model, {"streaming@9": plan}, TASKS, Settings(2), others)
+        prepare_plans(model, {"streaming@9": plan}, TASKS, Settings(2), others)
 
 
 def test_gains_are_over_texts_and_not_over_keys(model: LoadedModel) -> None:
@@ -140,10 +140,12 @@ def test_gains_are_over_texts_and_not_over_keys(model: LoadedModel) -> None:
         for task in TASKS
     ]
     plans = {name: tiny.plan_for(model, table) for name, table in (("flat", FLAT), ("steep", STEEP))}
-    one, other = (prepare_trial(model, plans, tasks, Settings(12, seed=4)).run() for tasks in (TASKS, apart))
-    assert one.study.distinct == other.study.distinct
-    assert len({sample.key for sample in other.study.samples}) > len({sample.key for sample in one.study.samples})
-    found, wanted = (trial.gain("flat", ["steep"]) for trial in (other, one))
+    one, other = (prepare_plans(model, plans, tasks, Settings(12, seed=4)).run() for tasks in (TASKS, apart))
+    assert one.comparison.distinct == other.comparison.distinct
+    assert len({sample.key for sample in other.comparison.samples}) > len(
+        {sample.key for sample in one.comparison.samples}
+    )
+    found, wanted = (result.gain("flat", ["steep"]) for result in (other, one))
     assert (found.mean, found.wins, found.losses) == pytest.approx((wanted.mean, wanted.wins, wanted.losses))
     assert found.high - found.low == pytest.approx(wanted.high - wanted.low, rel=0.2)
 
