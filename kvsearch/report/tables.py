@@ -81,8 +81,8 @@ def difference_table(result: Comparison, columns: Columns) -> TextTable:
         ]
         groups.append(Group(_heading(block), cells))
     title = (
-        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied / "
-        f"lost ({_how(result)})"
+        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied "
+        f"/ lost ({_how(result)})"
     )
     return TextTable(title, ["method", *_labels(result, rows)], groups)
 

@@ -52,7 +52,7 @@ def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> PlanEvaluation:
 
 
 @pytest.fixture(scope="module")
-def compare(model: LoadedModel) -> PlanComparison:
+def result(model: LoadedModel) -> PlanComparison:
     flat, steep = tiny.plan_for(model, FLAT), tiny.plan_for(model, STEEP)
     again = flat.model_copy(update={"provenance": flat.provenance.model_copy(update={"method": "other", "seed": 99})})
     return prepared(model, {"flat": flat, "again": again, "steep": steep}).run()
