@@ -16,8 +16,9 @@ from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
 
-__all__ = ["atomic_write", "describe_validation_error", "load_plan", "read_bytes", "save_plan"]
+__all__ = ["atomic_write", "describe_validation_error", "load_plan", "read_bytes", "save_plan", "write_fault"]
 
+TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",
@@ -88,6 +89,12 @@ def atomic_write(path: str | Path, data: bytes, overwrite: bool = True) -> None:
     _sync_folder(target.parent)
 
 
+def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
+    """Return what to say of a file that a run cannot write; `then` is how to go on once the cause is removed."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk and the permissions")
+    return EnvironmentFault(f"cannot write {path}: {(error.strerror or str(error)).lower()}, {remedy}, then {then}")
+
+
 def check_target(path: str | Path) -> None:
     """UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
     _mode_of(Path(path).resolve())
@@ -108,7 +115,7 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _replace(target: Path, data: bytes, mode: int | None) -> None:
-    temporary = target.with_name(f".kvsearch-{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(data)

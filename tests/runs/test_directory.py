@@ -1,0 +1,103 @@
+"""The directory of a run: what is there is found out before anything is done, and only what a run wrote is removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.runs.directory import CONFIG, LEDGER, begin, check_directory, is_unused, run_in
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.lock import locked
+
+ONE = RunConfig(job="evaluate", content={"seed": 1})
+
+
+def test_what_is_there(tmp_path: Path) -> None:
+    assert check_directory(tmp_path / "new", "evaluate") is None
+    assert check_directory(tmp_path, "evaluate") is None
+    begin(tmp_path, ONE)
+    found = check_directory(tmp_path, "evaluate")
+    assert found is not None
+    assert found.to_bytes() == ONE.to_bytes()
+
+
+def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).touch()
+    (tmp_path / ".kvsearch-12.tmp").write_text("{")
+    (tmp_path / ".kvsearch-lock").write_text("{}")
+    assert is_unused(tmp_path)
+    assert check_directory(tmp_path, "evolve") is None
+    (tmp_path / LEDGER).write_text("{}\n")
+    assert not is_unused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("thesis.tex", "mine", "holds something else than a search: choose another directory"),
+        (LEDGER, "{}\n", "holds something else than a search"),
+        (CONFIG, '{"method": "lukv"}', "holds something else than a search"),
+        (CONFIG, ONE.to_bytes().decode(), "holds something else than a search"),
+        (CONFIG, '{"schema": ', r"config.json is not valid JSON at line 1 column \d+: the file ends too early"),
+    ],
+)
+def test_something_else_is_refused(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    for look in (check_directory, run_in):
+        with pytest.raises(UsageError, match=words):
+            look(tmp_path, "evolve")
+    assert [item.name for item in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="is a file: give a directory to write to"):
+        check_directory(tmp_path / "file", "calibrate")
+
+
+def test_a_process_that_writes_is_left_alone(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        assert run_in(tmp_path, "evaluate") is None
+        with pytest.raises(UsageError, match="another kvsearch is writing to"):
+            check_directory(tmp_path, "evaluate")
+
+
+def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
+    for name in ("report.json", "plan-8.json", "mine.txt", LEDGER):
+        (tmp_path / name).write_text("old")
+    for name in ("choice-8", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    begin(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
+    assert {item.name for item in tmp_path.iterdir()} == {CONFIG, "mine.txt", "mine"}
+
+
+def test_a_full_disk_leaves_the_configuration_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path, ONE)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentFault, match="no space left on device, free some space"):
+        begin(tmp_path, RunConfig(job="evaluate", content={"seed": 2}))
+    assert (tmp_path / CONFIG).read_bytes() == ONE.to_bytes()
+    assert [item.name for item in tmp_path.iterdir()] == [CONFIG]
+
+
+def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.json").write_text("old")
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(
+        EnvironmentFault, match=r"cannot write .*report\.json: permission denied, check the permissions"
+    ):
+        begin(tmp_path, ONE, ["report.json"])
+    assert not (tmp_path / CONFIG).exists()

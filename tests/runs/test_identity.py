@@ -1,0 +1,84 @@
+"""Two runs are the same if their content is, and of others the first difference is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.runs.identity import CONFIG, SCHEMA, RunConfig, difference, read_config
+
+CONTENT: dict[str, Any] = {"settings": {"seed": 0, "layers": (0, 1)}, "rows": "a" * 64}
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig(**{"job": "evaluate", "content": CONTENT, **changes})
+
+
+def test_the_file_is_read_again(tmp_path: Path) -> None:
+    one = config(command=["kvsearch", "evaluate"], options={"budget": 8}, execution={"workers": None})
+    (tmp_path / CONFIG).write_bytes(one.to_bytes())
+    assert json.loads(one.to_bytes()) == {
+        "schema": SCHEMA, "job": "evaluate", "command": ["kvsearch", "evaluate"], "options": {"budget": 8},
+        "content": {"settings": {"seed": 0, "layers": [0, 1]}, "rows": "a" * 64}, "execution": {"workers": None},
+    }  # fmt: skip
+    found = read_config(tmp_path)
+    assert found is not None
+    assert found.to_bytes() == one.to_bytes()
+    assert one.difference(found) is None
+
+
+def test_only_the_content_is_compared() -> None:
+    one = config(command=["kvsearch"], options={"a": 1}, execution={"limits": 3})
+    other = config(command=["kvsearch", "evaluate"], options={"a": 2}, execution={"limits": 4})
+    assert one.difference(other) is None
+    changed = config(content={**CONTENT, "settings": {"seed": 1, "layers": [0, 1]}})
+    assert config().difference(changed) == "settings.seed is 1 there, 0 here"
+
+
+def test_the_command_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/kvsearch", "evaluate", "-o", "run"])
+    assert config().command == ["kvsearch", "evaluate", "-o", "run"]
+
+
+@pytest.mark.parametrize("content", [None, "[]", "{}", '{"schema": "kvsearch.evaluation.config/1", "seed": 1}'])
+def test_what_is_none(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / CONFIG).write_text(content)
+    assert read_config(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", r"config.json is not valid JSON at line 1 column \d+: the file ends too early"),
+        (f'{{"schema": "{SCHEMA}", "content": {{}}}}', r"config.json is not valid.*(?s:.*)job: is missing"),
+        (f'{{"schema": "{SCHEMA}", "job": "evolve", "content": {{}}, "more": 1}}', "(?s:.*)more: unknown key"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / CONFIG).write_text(content)
+    with pytest.raises(UsageError, match=words):
+        read_config(tmp_path)
+
+
+def test_differences_are_named_by_place() -> None:
+    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
+    assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
+    assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
+
+
+def test_the_first_item_that_differs_is_shown() -> None:
+    """Never two values that look the same because they are cut."""
+    many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
+    other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
+    assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
+    assert difference({"patterns": many}, {"patterns": many[:2]}) == "patterns has 3 items there, 2 here"
+    assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
+    assert difference({"a": [[*range(30)]]}, {"a": [[*range(29), 7]]}) == "a.0.29 is 29 there, 7 here"
+    assert difference({"a": [*range(30)]}, {"a": None}) == f"a is {str([*range(30)])[:40]}... there, None here"
+    long = "x" * 60
+    assert difference({"a": f"{long}1"}, {"a": f"{long}2"}) == f"a is ...{'x' * 20}1' there, ...{'x' * 20}2' here"

@@ -1,0 +1,155 @@
+"""What is appended to a ledger is read again, and no interruption damages what was there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from tests.runs.notes import Notes
+
+
+def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
+    texts = ["one", "two\nlines", "\u2028", ""]
+    with Notes(tmp_path / "l") as ledger:
+        for text in texts:
+            ledger.add(text)
+        assert ledger.lines == texts
+    assert (tmp_path / "l").read_bytes().count(b"\n") == len(texts)
+    with Notes(tmp_path / "l") as ledger:
+        assert ledger.lines == texts
+
+
+def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    with Notes(path) as ledger:
+        ledger.add("one")
+        ledger.add("two")
+    data = path.read_bytes()
+    for size in range(data.index(b"\n") + 1, len(data)):
+        path.write_bytes(data[:size])
+        with Notes(path) as ledger:
+            assert ledger.lines == ["one"]
+            ledger.add("three")
+        with Notes(path) as ledger:
+            assert ledger.lines == ["one", "three"]
+
+
+@pytest.mark.parametrize("broken", [b"\0\0\0\n", b'{"text": fal\n', b"\xff\n", b"[" * 100_000 + b"\n"])
+def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "l"
+    with Notes(path) as ledger:
+        ledger.add("one")
+    good = path.read_bytes()
+    path.write_bytes(good + broken)
+    with Notes(path) as ledger:
+        assert ledger.lines == ["one"]
+    assert path.read_bytes() == good
+    path.write_bytes(good + broken + good)
+    with pytest.raises(UsageError, match=r"l, line 2 is damaged \(it is no JSON\): restore the file, or start anew"):
+        Notes(path)
+    assert path.read_bytes() == good + broken + good
+
+
+def test_a_whole_line_with_other_content_is_refused(tmp_path: Path) -> None:
+    """Also the last one: nobody was killed in the middle of a whole line."""
+    path = tmp_path / "l"
+    path.write_text('{"text": "x"}\n{"txt": "x"}\n')
+    with pytest.raises(UsageError, match=r"line 2 is damaged \(it has no text\)"):
+        Notes(path)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space left on device, free some space, then try again: 1 notes are kept"),
+        (errno.EIO, "input/output error, check the disk and the permissions, then try again: 1 notes are kept"),
+    ],
+)
+def test_a_line_that_does_not_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "l"
+    with Notes(path) as ledger:
+        ledger.add("one")
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(EnvironmentFault) as found:
+                ledger.add("two")
+        assert str(found.value) == f"cannot write {path}: {words}"
+        assert path.read_bytes() == before
+        assert ledger.lines == ["one"]
+        ledger.add("three")
+    with Notes(path) as ledger:
+        assert ledger.lines == ["one", "three"]
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the end of the disk: the system takes the first part of a line only."""
+    path = tmp_path / "l"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Notes(path) as ledger:
+        ledger.add("one")
+        before = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+        try:
+            with pytest.raises(EnvironmentFault, match=f"^cannot write {path}: file too large"):
+                ledger.add("two")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "l").mkdir()
+    with pytest.raises(EnvironmentFault, match=f"^cannot write {tmp_path / 'l'}: is a directory, check the disk"):
+        Notes(tmp_path / "l")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.runs.notes import Notes
+with Notes(Path(sys.argv[1])) as ledger:
+    number = len(ledger.lines)
+    print("ready", flush=True)
+    while True:
+        ledger.add(f"{number} " + "x" * (number * 37 % 5000))
+        print(number, flush=True)
+        number += 1
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_prefix(tmp_path: Path) -> None:
+    """kill -9 at any moment: whatever was reported as written is there, in order, and the next one goes on."""
+    path, chance = tmp_path / "l", random.Random(0)
+    written = 0
+    for _ in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.0, 0.3))
+        writer.send_signal(signal.SIGKILL)
+        reported = [int(line) for line in writer.stdout.read().split()]
+        writer.wait()
+        assert reported == list(range(written, written + len(reported)))
+        with Notes(path) as ledger:
+            texts = list(ledger.lines)
+        assert [int(text.split()[0]) for text in texts] == list(range(len(texts)))
+        assert all(len(text) == len(f"{number} ") + number * 37 % 5000 for number, text in enumerate(texts))
+        assert written + len(reported) <= len(texts) <= written + len(reported) + 1
+        written = len(texts)
+    assert written > 6
