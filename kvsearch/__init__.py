@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from kvsearch.calibration.lukv import calibrate_lukv
     from kvsearch.errors import KvsearchError
     from kvsearch.models.loading import load
-    from kvsearch.plan import Plan, Profile, load_plan, save_plan
+    from kvsearch.plan import Plan, Profile, Size, load_plan, save_plan
     from kvsearch.plan.profile import load_profile, save_profile
     from kvsearch.runtime import PlanCache, attach
-    from kvsearch.strategies.from_profile import Target, plan_from_profile
+    from kvsearch.strategies.from_profile import plan_from_profile
 
 # resolved on first use, so that `import kvsearch` stays light
 _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
-    "Profile": "kvsearch.plan", "Target": "kvsearch.strategies.from_profile", "attach": "kvsearch.runtime",
+    "Profile": "kvsearch.plan", "Size": "kvsearch.plan", "attach": "kvsearch.runtime",
     "calibrate_dynamic": "kvsearch.calibration.dynamic", "calibrate_lukv": "kvsearch.calibration.lukv",
     "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
     "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.strategies.from_profile",
@@ -27,7 +27,7 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [
-    "KvsearchError", "Plan", "PlanCache", "Profile", "Target", "attach", "calibrate_dynamic", "calibrate_lukv",
+    "KvsearchError", "Plan", "PlanCache", "Profile", "Size", "attach", "calibrate_dynamic", "calibrate_lukv",
     "load", "load_plan",
     "load_profile", "plan_from_profile", "save_plan", "save_profile",
 ]  # fmt: skip

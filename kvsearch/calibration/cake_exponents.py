@@ -22,11 +22,11 @@ from kvsearch.calibration.dynamic import calibrate_dynamic
 from kvsearch.calibration.observing import DensePass, ObservingLayer
 from kvsearch.calibration.options import CakeOptions, DynamicOptions
 from kvsearch.calibration.prompts import Following, Prompt, check_lengths, prompts_of
-from kvsearch.calibration.provenance import extended
 from kvsearch.calibration.tables import Floats, Ints, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
+from kvsearch.plan.origin import extended
 from kvsearch.plan.rounding import GUARD, round_half_up
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs

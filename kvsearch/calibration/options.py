@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase
+from kvsearch.plan import PHASES, Phase
 
 Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
 Aggregate = Literal["ratios", "importance"]
@@ -22,7 +22,6 @@ ANSWER_TOKENS = 128
 SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
 
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-BOTH_PHASES: tuple[Phase, ...] = get_args(Phase)
 
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 
@@ -118,7 +117,7 @@ class PolykvOptions:
 
     base: str = "snapkv"
     budgets: tuple[int, ...] = (512,)
-    phases: tuple[Phase, ...] = BOTH_PHASES
+    phases: tuple[Phase, ...] = PHASES["both"]
     signals: tuple[Signal, ...] = SIGNALS
     literal_entropy: bool = False
     entropy_rows: int = 32
@@ -131,7 +130,7 @@ class PolykvOptions:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        for name, known in (("phases", BOTH_PHASES), ("signals", SIGNALS)):
+        for name, known in (("phases", PHASES["both"]), ("signals", SIGNALS)):
             _check_listed(name, getattr(self, name), known)
         if not self.budgets or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
             raise UsageError(f"budgets must be ascending entries per kv head, each once, got {list(self.budgets)}")

@@ -27,16 +27,16 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase, Plan, PolicySpec, Profile
+from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size, phases_of
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.plan.schema import STATIC
+from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.direct import PHASES, direct_plan
+from kvsearch.strategies.direct import direct_plan
 from kvsearch.strategies.direct import pyramid as pyramid_above
-from kvsearch.strategies.from_profile import Target, total_entries
 from kvsearch.strategies.from_signals import (
     FULL,
     UNIFORM,
@@ -119,7 +119,7 @@ class Field:
 
 def explore(
     profile: Profile,
-    target: Target,
+    size: Size,
     level: str = "standard",
     routes: Sequence[str] | None = None,
     allocators: Sequence[str] | None = None,
@@ -137,7 +137,8 @@ def explore(
     if level not in LEVELS:
         raise UsageError(f"unknown level to explore {level!r}{suggest(level, list(LEVELS))}")
     table = SignalTable(profile)
-    missing, patterns = _missing_curves(table, _Size.of(table, target).mean), _patterns(table)
+    mean = size.pool(profile.metadata).mean
+    missing, patterns = _missing_curves(table, mean), _patterns(table)
     has_routes = (NONE, *table.routes, *patterns)
     shares = {UNIFORM, PYRAMID, *table.sensitivities, *(name for name, why in missing.items() if why is None)}
     for name in routes or ():
@@ -155,26 +156,26 @@ def explore(
 
 
 def find_field(
-    loaded: LoadedModel, profile: Profile, target: Target, phases: str = "prefill", explored: Explored | None = None
+    loaded: LoadedModel, profile: Profile, size: Size, phases: str = "prefill", explored: Explored | None = None
 ) -> Field:
     """Candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
 
     Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
 
     Raises:
-        UsageError: a phase was not measured, or no pattern can be used at `target`.
+        UsageError: a phase was not measured, or no pattern can be used at `size`.
     """
     table = SignalTable(profile)
     _check_phases(table, phases)
-    size = _Size.of(table, target)
-    barred = _barred(table, size.mean)
-    made = _Maker(table, target, size, phases, tuple(barred))
+    pool = size.pool(profile.metadata)
+    barred = _barred(table, pool.mean)
+    made = _Maker(table, size, pool, phases, tuple(barred))
     notes = [f"{name} is left out: {why}" for name, why in barred.items()]
     found = dict[str, Entrant]()
     baselines = _distinct(found, [*made.single(), *made.methods(loaded, notes)])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", KvsearchWarning)
-        candidates = _distinct(found, made.strategies(explored or explore(profile, target)))
+        candidates = _distinct(found, made.strategies(explored or explore(profile, size)))
     _pass_on(told, notes)
     own = profile.metadata.policy.name
     return Field(phases, candidates, baselines, own if own in baselines else next(iter(baselines)), tuple(notes))
@@ -205,37 +206,20 @@ def tuned_policy(name: str, profile: Profile) -> Policy:
     return create_policy(name)
 
 
-class _Size(NamedTuple):
-    """What there is to share: the total over (profile layers, kv heads), and the most that one head may have."""
-
-    shape: tuple[int, int]
-    total: int
-    most: int
-
-    @classmethod
-    def of(cls, table: SignalTable, target: Target) -> _Size:
-        shape, length = table.profile.metadata.shape, target.length or table.profile.metadata.length
-        return cls(shape, total_entries(target, length, shape[0] * shape[1]), length)
-
-    @property
-    def mean(self) -> float:
-        return self.total / (self.shape[0] * self.shape[1])
-
-
 @dataclass(frozen=True)
 class _Maker:
     """Makes the entrants of one phase setting; no layer takes a `barred` pattern."""
 
     table: SignalTable
-    target: Target
-    size: _Size
+    size: Size
+    pool: Pool
     phases: str
     barred: tuple[str, ...]
 
     def single(self) -> Iterator[Entrant]:
         """Every pattern with equal budgets."""
         for name in self._usable:
-            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.target)
+            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
             yield self._entrant(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[Entrant]:
@@ -250,7 +234,7 @@ class _Maker:
     def strategies(self, explored: Explored) -> Iterator[Entrant]:
         """Every route with every allocator; the joint allocator brings its own patterns."""
         for strategy in self._routed(explored.routes):
-            routed = choose(self.table, strategy, self.target)
+            routed = choose(self.table, strategy, self.size)
             route = strategy.route or NONE
             for allocator in (name for name in explored.allocators if name not in TOGETHER):
                 name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
@@ -270,21 +254,21 @@ class _Maker:
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
     def _entrant(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> Entrant:
-        return Entrant(name, plan_of(self.table.profile, chosen, self.target, {}), origin)
+        return Entrant(name, plan_of(self.table.profile, chosen, self.size, {}), origin)
 
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
         spec = PolicySpec(name=policy.name, params=policy.parameters())
-        if self.size.mean < floor_of(spec):
+        if self.pool.mean < floor_of(spec):
             smaller = ", or calibrate with a smaller --set window" if has_window(spec) else ""
             raise UsageError(
-                f"{self.size.mean:g} entries per kv head is below the {floor_of(spec)} that {policy.name} always "
+                f"{self.pool.mean:g} entries per kv head is below the {floor_of(spec)} that {policy.name} always "
                 f"keeps: keep more{smaller}"
             )
-        target = replace(self.target, length=self.size.most)  # as for candidates, no head gets more
+        size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
         allocator = pyramid_above(policy) if recipe.allocator == PYRAMID else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
-        return direct_plan(loaded, policy, target, PHASES[self.phases], allocator, allocation)
+        return direct_plan(loaded, policy, size, PHASES[self.phases], allocator, allocation)
 
     def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
         """Of the patterns of all phases together, [L, Hkv], by the signals of the first."""
@@ -292,7 +276,7 @@ class _Maker:
         if allocator == UNIFORM:
             return part.budgets
         floors = self._floors(floors_of({when: other.patterns for when, other in routed.items()}))
-        bounds, used = (self.size.total, floors, self._caps), [pattern.name for pattern in part.patterns]
+        bounds, used = (self.pool.total, floors, self._caps), [pattern.name for pattern in part.patterns]
         indices = [self.table.patterns.index(name) for name in used]
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)
@@ -300,7 +284,7 @@ class _Maker:
             losses = self._losses(phase)[np.arange(len(indices)), indices]
             return self._curves(allocator).allocate(losses, *bounds)
         signal, power = _split(allocator)
-        weights = self.table.sensitivity(signal, phase, self.size.mean, indices)
+        weights = self.table.sensitivity(signal, phase, self.pool.mean, indices)
         if len(weights) > 1 and is_constant(weights):
             warn_constant(signal, phase)
             return part.budgets
@@ -310,16 +294,16 @@ class _Maker:
         """Budgets by the best patterns of the first phase, and in every phase those that are best at these budgets."""
         usable = [self.table.patterns.index(name) for name in self._usable]
         specs = [self.table.axes.patterns[index] for index in usable]
-        low, high = self._floors([max(map(floor_of, specs))] * self.size.shape[0]), self._caps
+        low, high = self._floors([max(map(floor_of, specs))] * self.pool.shape[0]), self._caps
         curves, found = self._curves(allocator), dict[Phase, Chosen]()
         for phase in PHASES[self.phases]:
-            budgets, best = curves.allocate_jointly(self._losses(phase)[:, usable], self.size.total, low, high)
+            budgets, best = curves.allocate_jointly(self._losses(phase)[:, usable], self.pool.total, low, high)
             found[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
             low = high = budgets  # which leaves other phases no choice but of patterns
         return found
 
     def _curves(self, allocator: str) -> LossCurves:
-        least = max(1, round_half_up(self.size.mean / 10)) if allocator.endswith(LOW) else None
+        least = max(1, round_half_up(self.pool.mean / 10)) if allocator.endswith(LOW) else None
         return LossCurves((*self._measured, self.table.profile.metadata.length), least)
 
     def _losses(self, phase: Phase) -> Floats:
@@ -327,11 +311,11 @@ class _Maker:
         return np.stack([self.table.measured("nll", phase, budget) for budget in self._measured], axis=-1)
 
     def _floors(self, by_layer: Sequence[int]) -> Ints:
-        return np.array(by_layer, dtype=np.int64)[:, None].repeat(self.size.shape[1], axis=1)
+        return np.array(by_layer, dtype=np.int64)[:, None].repeat(self.pool.shape[1], axis=1)
 
     @cached_property
     def _caps(self) -> Ints:
-        return np.full(self.size.shape, self.size.most, dtype=np.int64)
+        return np.full(self.pool.shape, self.pool.length, dtype=np.int64)
 
     @property
     def _measured(self) -> tuple[int, ...]:
@@ -367,9 +351,7 @@ def _barred(table: SignalTable, mean: float) -> dict[str, str]:
 
 
 def _check_phases(table: SignalTable, phases: str) -> None:
-    if phases not in PHASES:
-        raise UsageError(f"unknown phases {phases!r}{suggest(phases, list(PHASES))}")
-    for phase in PHASES[phases]:
+    for phase in phases_of(phases):
         if phase not in table.axes.phases:
             known = ", ".join(table.axes.phases)
             raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")

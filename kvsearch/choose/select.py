@@ -14,7 +14,6 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from kvsearch.calibration.provenance import provenance
 from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
 from kvsearch.choose.candidates import Entrant, Explored, Field, find_field
 from kvsearch.errors import UsageError
@@ -26,13 +25,12 @@ from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Profile
+from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.report.selection import Asked, Held, Kind, Outcome, Reported, Selection, Standing
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.from_profile import Target
-from kvsearch.strategies.methods import FULL, Size
+from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks, token_hash
 
@@ -62,7 +60,7 @@ def halves(encoded: Sequence[TaskPrompts], share: float, seed: int) -> tuple[lis
 def select(
     loaded: LoadedModel,
     profile: Profile,
-    target: Target,
+    size: Size,
     questions: Questions,
     settings: Settings,
     phases: Sequence[str] = ("prefill",),
@@ -71,13 +69,13 @@ def select(
     keep: Keep | None = None,
 ) -> Selection:
     """Choose a strategy of a profile at one size; see `prepare_selection` and its `run`."""
-    return prepare_selection(loaded, profile, target, questions, settings, phases, explored, rule).run(keep)
+    return prepare_selection(loaded, profile, size, questions, settings, phases, explored, rule).run(keep)
 
 
 def prepare_selection(
     loaded: LoadedModel,
     profile: Profile,
-    target: Target,
+    size: Size,
     questions: Questions,
     settings: Settings,
     phases: Sequence[str] = ("prefill",),
@@ -97,15 +95,15 @@ def prepare_selection(
     profile.metadata.model.require(loaded.fingerprint, "this profile")
     if not phases:
         raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
-    fields = [find_field(loaded, profile, target, when, explored) for when in phases]
+    fields = [find_field(loaded, profile, size, when, explored) for when in phases]
     contests = []
     for field in fields:
         plans = {name: entrant.plan for name, entrant in field.entrants.items()}
         result = prepare_plans(loaded, plans, questions.selection, settings)
-        note = check_eviction(result.evaluation, target)
+        note = check_eviction(result.evaluation, size)
         told = field if note is None else replace(field, notes=(*field.notes, note))
         contests.append(_Contest(told, result))
-    prepared = PreparedSelection(loaded, profile, target, questions, settings, rule or Rule(), tuple(contests))
+    prepared = PreparedSelection(loaded, profile, size, questions, settings, rule or Rule(), tuple(contests))
     prepared.check()
     return prepared
 
@@ -123,7 +121,7 @@ class PreparedSelection:
 
     loaded: LoadedModel
     profile: Profile
-    target: Target
+    size: Size
     questions: Questions
     settings: Settings
     rule: Rule
@@ -160,7 +158,7 @@ class PreparedSelection:
         whole = without_rounding(evaluation.config())
         del whole["methods"]
         digest = sha256(self.profile.to_bytes()).hexdigest()
-        return {**whole, "profile_sha256": digest, **self._size.as_json()}
+        return {**whole, "profile_sha256": digest, **self.size.as_json()}
 
     def run(self, keep: Keep | None = None) -> Selection:
         """Run both stages of every phase setting, decide, and report; `keep` is asked for a ledger before each stage.
@@ -174,7 +172,7 @@ class PreparedSelection:
         chosen, field = outcomes[best], self.contests[best].field
         plan = self._plan(field.entrants[chosen.written], chosen, outcomes)
         return Selection(
-            self.loaded.name, self._size, self.settings.protocol, self.settings.seed, self.rule, tuple(outcomes),
+            self.loaded.name, self.size, self.settings.protocol, self.settings.seed, self.rule, tuple(outcomes),
             chosen, field.even, plan, self._reported(chosen, field, keeping),
         )  # fmt: skip
 
@@ -215,7 +213,7 @@ class PreparedSelection:
         """The plan to write; its provenance says how it was chosen."""
         origin, one = self.profile.metadata.provenance, chosen.standing(entrant.name)
         told = {
-            **origin.settings, **self._size.as_json(), **entrant.origin, "phases": chosen.phases,
+            **origin.settings, **self.size.as_json(), **entrant.origin, "phases": chosen.phases,
             "phases_tried": tuple(outcome.phases for outcome in outcomes), "fallback": chosen.winner is None,
             "candidates": chosen.count("candidate"), "baselines": chosen.count("baseline"),
             "best_baseline": chosen.best, "selection_protocol": self.settings.protocol,
@@ -233,10 +231,6 @@ class PreparedSelection:
     def _stages(self, prepared: PlanEvaluation) -> tuple[PlanEvaluation, PlanEvaluation]:
         first, second = halves(prepared.evaluation.encoded, self.rule.share, self.settings.seed)
         return _asking(prepared, first), _asking(prepared, second)
-
-    @property
-    def _size(self) -> Size:
-        return Size(self.target.budget, self.target.ratio)
 
     @cached_property
     def _report_prompts(self) -> list[TaskPrompts]:

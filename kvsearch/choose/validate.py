@@ -26,7 +26,7 @@ from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase, Plan, PolicySpec, Profile
+from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.policies.registry import create_policy
 from kvsearch.report.validation import (
     FILE,
@@ -43,8 +43,6 @@ from kvsearch.report.validation import (
     load_validation,
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.from_profile import Target, total_entries
 from kvsearch.strategies.from_signals import Chosen, Strategy, choose, has_window, plan_of
 from kvsearch.strategies.method_list import PROFILE
 from kvsearch.strategies.methods import FULL, protected
@@ -104,20 +102,20 @@ def refuse_reported(tasks: Sequence[Task]) -> None:
 def prepare_validation(
     loaded: LoadedModel,
     profile: Profile,
-    target: Target,
+    size: Size,
     tasks: Sequence[Task],
     settings: Settings,
     subjects: Sequence[Subject] | None = None,
     permutations: int = PERMUTATIONS,
 ) -> PreparedValidation:
-    """Make all strategies and controls at `target`, and check that they, the model and the questions fit together.
+    """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
 
     Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
     layers in another order. There are `permutations` of them. Default subjects: see `find_subjects`.
 
     Raises:
         UsageError: no subjects, too few random controls, a task that results are reported on or that has one context
-            only, a target that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
+            only, a size that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     check_permutations(permutations)
@@ -128,20 +126,20 @@ def prepare_validation(
     plans, compared = dict[str, Plan](), dict[Subject, Compared]()
     for subject in find_subjects(table) if subjects is None else subjects:
         compared[subject] = names = _names(subject, permutations)
-        made = _strategies(table, subject, names, target, settings.seed)
-        plans |= {name: plan_of(profile, chosen, target, {}) for name, chosen in made.items() if name not in plans}
+        made = _strategies(table, subject, names, size, settings.seed)
+        plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, tasks, settings)
     for task in prepared.evaluation.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
-    note = check_eviction(prepared.evaluation, target)
-    return PreparedValidation(prepared, profile, target, compared, () if note is None else (note,))
+    note = check_eviction(prepared.evaluation, size)
+    return PreparedValidation(prepared, profile, size, compared, () if note is None else (note,))
 
 
 def validate(
     loaded: LoadedModel,
     profile: Profile,
-    target: Target,
+    size: Size,
     tasks: Sequence[Task],
     settings: Settings,
     subjects: Sequence[Subject] | None = None,
@@ -150,7 +148,7 @@ def validate(
     ledger: Ledger | None = None,
 ) -> Validation:
     """Judge signals of a profile at one size; arguments and errors are those of `prepare_validation` and its `run`."""
-    return prepare_validation(loaded, profile, target, tasks, settings, subjects, permutations).run(progress, ledger)
+    return prepare_validation(loaded, profile, size, tasks, settings, subjects, permutations).run(progress, ledger)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +160,7 @@ class PreparedValidation:
 
     prepared: PlanEvaluation
     profile: Profile
-    target: Target
+    size: Size
     compared: Mapping[Subject, Compared]
     notes: tuple[str, ...] = ()
 
@@ -174,7 +172,7 @@ class PreparedValidation:
     @property
     def budget(self) -> float:
         """Entries per kv head, on average; for a ratio, of a prompt as long as calibrated."""
-        return _mean(self.profile, self.target)
+        return self.size.pool(self.profile.metadata).mean
 
     @property
     def strategies(self) -> int:
@@ -202,7 +200,7 @@ class PreparedValidation:
         signals, phases or more permutations goes on with the same replies, and so does one with another batch, which
         changes them by rounding alone.
         """
-        size = {"budget": self.budget, "ratio": self.target.ratio}
+        size = {"budget": self.budget, "ratio": self.size.ratio}
         whole = without_rounding(self.evaluation.config())
         del whole["methods"]
         return {**whole, "profile_sha256": _hash(self.profile.to_bytes()), **size}
@@ -211,7 +209,7 @@ class PreparedValidation:
         """Ask everything that is not in the ledger, and judge; see `Evaluation.run` for the errors."""
         result = self.prepared.run(progress, ledger)
         signals = tuple(judged(result, subject, names) for subject, names in self.compared.items())
-        at = AtBudget(budget=self.budget, ratio=self.target.ratio, full=result.score(FULL), signals=signals)
+        at = AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
         conditions = self.conditions
         return Validation(**{name: getattr(conditions, name) for name in Conditions.model_fields}, budgets=(at,))
 
@@ -286,17 +284,17 @@ def _names(subject: Subject, permutations: int) -> Compared:
 
 
 def _strategies(
-    table: SignalTable, subject: Subject, names: Compared, target: Target, seed: int
+    table: SignalTable, subject: Subject, names: Compared, size: Size, seed: int
 ) -> dict[str, dict[Phase, Chosen]]:
     """What a subject is judged by, by name."""
     forward, inverse = _directions(subject)
     uniform = Strategy(route=None, phases=subject.phases)
     if subject.kind == "route":
-        _check_floors(table, target)
+        _check_floors(table, size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
         made = {
-            name: choose(table, strategy, target)
+            name: choose(table, strategy, size)
             for name, strategy in ((names.forward, forward), (names.inverse, inverse), (names.uniform, uniform))
         }
     for number, name in enumerate(names.random):
@@ -337,9 +335,9 @@ def _candidates(table: SignalTable) -> list[PolicySpec]:
     return [pattern for pattern in table.axes.patterns if pattern.name != FULL]
 
 
-def _check_floors(table: SignalTable, target: Target) -> None:
+def _check_floors(table: SignalTable, size: Size) -> None:
     """UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
-    given = int(_mean(table.profile, target))
+    given = int(size.pool(table.profile.metadata).mean)
     for pattern in _candidates(table):
         least = protected(create_policy(pattern.name, pattern.params))
         if given < least:
@@ -348,13 +346,6 @@ def _check_floors(table: SignalTable, target: Target) -> None:
                 f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
                 f"at a larger budget, or calibrate {instead}"
             )
-
-
-def _mean(profile: Profile, target: Target) -> float:
-    """Entries per kv head."""
-    metadata = profile.metadata
-    heads = metadata.shape[0] * metadata.shape[1]
-    return total_entries(target, target.length or metadata.length, heads) / heads
 
 
 def _is_of(found: Validation, profile: Path) -> bool:

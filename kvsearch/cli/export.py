@@ -12,8 +12,7 @@ from kvsearch.cli.common import Common, command
 from kvsearch.cli.strategies import comma_separated
 
 if TYPE_CHECKING:
-    from kvsearch.plan import PhasePlan, Plan, Profile
-    from kvsearch.strategies.from_profile import Target
+    from kvsearch.plan import PhasePlan, Plan, Profile, Size
     from kvsearch.strategies.from_signals import Strategy
 
 PANEL, VALIDATION = "PolyKV", "validation.json"
@@ -113,9 +112,9 @@ def export(
 
     kvsearch export runs/polykv --budget 512 --budget-signal entropy -o plan.json
     """
-    from kvsearch.plan import save_plan
+    from kvsearch.plan import Size, save_plan
     from kvsearch.plan.profile import load_profile
-    from kvsearch.strategies.from_profile import Target, plan_from_profile
+    from kvsearch.strategies.from_profile import plan_from_profile
 
     found = load_profile(profile_file(profile))
     typed: dict[str, Any] = {
@@ -125,11 +124,11 @@ def export(
     }  # fmt: skip
     if found.metadata.signals is None:
         _refuse({**typed, "allow_harmful": allow_harmful}, found)
-        plan = plan_from_profile(found, Target(ratio, budget, length))
+        plan = plan_from_profile(found, Size(budget, ratio, length))
     else:
         directory = profile if profile.is_dir() else profile.parent
-        target = Target(ratio, _default_budget(found) if ratio is None and budget is None else budget, length)
-        plan = _strategic(found, _strategy(found, typed), target, directory, allow_harmful, common)
+        size = Size(_default_budget(found) if ratio is None and budget is None else budget, ratio, length)
+        plan = _strategic(found, _strategy(found, typed), size, directory, allow_harmful, common)
     if not common.dry_run:
         save_plan(plan, output, overwrite=force)
     _report(plan, output, found.metadata.signals is not None, common)
@@ -182,14 +181,14 @@ def _strategy(profile: Profile, typed: dict[str, Any]) -> Strategy:
 
 
 def _strategic(
-    profile: Profile, strategy: Strategy, target: Target, directory: Path, allow_harmful: bool, common: Common
+    profile: Profile, strategy: Strategy, size: Size, directory: Path, allow_harmful: bool, common: Common
 ) -> Plan:
     """The plan of a strategy; UsageError if one of its signals was judged harmful and that is not allowed."""
     from kvsearch.errors import UsageError
     from kvsearch.runtime.plan_checks import check_plan
     from kvsearch.strategies.from_signals import strategy_plan
 
-    plan = strategy_plan(profile, strategy, target)
+    plan = strategy_plan(profile, strategy, size)
     check_plan(plan, "the plan of this strategy")
     if (directory / VALIDATION).exists():
         from kvsearch.choose.validate import harmful

@@ -94,15 +94,15 @@ def merge(
 def _plan_at(path: Path, ratio: float | None) -> Plan:
     """The plan in a file, or that of a profile at `ratio`."""
     from kvsearch.errors import UsageError
-    from kvsearch.plan import load_profile
-    from kvsearch.strategies.from_profile import Target, plan_from_profile
+    from kvsearch.plan import Size, load_profile
+    from kvsearch.strategies.from_profile import plan_from_profile
 
     file = path / PROFILE if path.is_dir() else path
     if file.suffix == Path(PROFILE).suffix:
         profile = load_profile(file)
         if ratio is None:
             raise UsageError(f"{file} is a profile: give the --ratio at which to make a plan of it")
-        return plan_from_profile(profile, Target(ratio))
+        return plan_from_profile(profile, Size(ratio=ratio))
     plan = checked_plan(file)
     if ratio is not None:
         raise UsageError(f"{file} is a plan, and --ratio is for profiles: give another ratio by `kvsearch plan scale`")

@@ -49,9 +49,9 @@ def diff(
 
 
 def _as_data(found: PlanDiff, plans: tuple[Plan, Plan]) -> dict[str, Any]:
-    from kvsearch.plan.differences import PHASES
+    from kvsearch.plan import PHASES
 
-    totals = {phase: [_total(plan, phase) for plan in plans] for phase in PHASES}
+    totals = {phase: [_total(plan, phase) for plan in plans] for phase in PHASES["both"]}
     return {
         "equal": not found,
         "settings": [change._asdict() for change in found.settings],
@@ -61,13 +61,13 @@ def _as_data(found: PlanDiff, plans: tuple[Plan, Plan]) -> dict[str, Any]:
 
 
 def _show(found: PlanDiff, plans: tuple[Plan, Plan], names: tuple[str, str], common: Common) -> None:
-    from kvsearch.plan.differences import PHASES
+    from kvsearch.plan import PHASES
 
     show_facts(dict(zip("AB", names, strict=True)), common)
     settings = [change for change in found.settings if change.name != "total"]  # those are with the budgets
     if settings:
         common.out.print(_settings_table(settings))
-    for phase in PHASES:
+    for phase in PHASES["both"]:
         layers = sorted({change.layer for change in found.budgets if change.phase == phase})
         if layers:
             common.out.print(_budget_table(phase, layers, plans))

@@ -50,7 +50,7 @@ def uniform(
 
     Example: kvsearch plan uniform bundled --policy h2o --budget 128 --phases both -o h2o.json
     """
-    _make(model, policy, settings, phases, (ratio, budget, length), allocation, None, output, force, common)
+    _make(model, policy, settings, phases, (budget, ratio, length), allocation, None, output, force, common)
 
 
 @command
@@ -77,7 +77,7 @@ def pyramid(
 
     Example: kvsearch plan pyramid bundled --policy pyramidkv --budget 64 -o pyramid.json
     """
-    _make(model, policy, settings, phases, (ratio, budget, length), allocation, beta, output, force, common)
+    _make(model, policy, settings, phases, (budget, ratio, length), allocation, beta, output, force, common)
 
 
 def _make(
@@ -85,7 +85,7 @@ def _make(
     policy: str,
     settings: list[str] | None,
     phases: str,
-    size: tuple[float | None, int | None, int | None],
+    numbers: tuple[int | None, float | None, int | None],
     allocation: str,
     beta: float | None,
     output: Path,
@@ -94,20 +94,17 @@ def _make(
 ) -> None:
     from kvsearch.budgets.uniform import Uniform
     from kvsearch.calibration.recipe import parse_setting
-    from kvsearch.errors import UsageError
-    from kvsearch.naming import suggest
+    from kvsearch.plan import Size, phases_of
     from kvsearch.policies.registry import create_policy
-    from kvsearch.strategies.direct import PHASES, check_request, direct_plan, parse_allocation
+    from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
     from kvsearch.strategies.direct import pyramid as pyramid_above
-    from kvsearch.strategies.from_profile import Target
 
     made = create_policy(policy, dict(parse_setting(item) for item in settings or []))
     shared = parse_allocation(allocation)
-    if phases not in PHASES:
-        raise UsageError(f"unknown phases {phases!r}{suggest(phases, list(PHASES))}")
+    when = phases_of(phases)
     allocator = Uniform() if beta is None else pyramid_above(made, beta)
-    target = Target(*size)
-    check_request(made, target, shared)
+    size = Size(*numbers)
+    check_request(made, size, shared)
     check_output(output, force)
-    plan = direct_plan(common.load(model), made, target, PHASES[phases], allocator, shared)
+    plan = direct_plan(common.load(model), made, size, when, allocator, shared)
     deliver(plan, output, force, common)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from kvsearch.choose.select import PreparedSelection
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.reply_store import Ledger
-    from kvsearch.plan import Profile
+    from kvsearch.plan import Profile, Size
     from kvsearch.report.selection import Selection
-    from kvsearch.strategies.from_profile import Target
 
 ALL = "all"
 SPLITS = "select", "report"
@@ -146,9 +145,9 @@ def select(
     from kvsearch.tasks.protocol import find_protocol
 
     profile = load_signals(directory)
-    rule, target, when = Rule(top, margin=margin), _target(profile, budget, ratio), _phase_settings(phases)
+    rule, size, when = Rule(top, margin=margin), _size(profile, budget, ratio), _phase_settings(phases)
     explored = find_explored(
-        profile, target, explore, comma_separated("--routes", routes), comma_separated("--allocators", allocators)
+        profile, size, explore, comma_separated("--routes", routes), comma_separated("--allocators", allocators)
     )
     options = details.options(length)
     questions = Questions(*(find_tasks(tasks, replace(options, split=split)) for split in SPLITS))
@@ -157,10 +156,10 @@ def select(
         own.memory_bytes(max_memory), max_length,
     )  # fmt: skip
     check_output(output, force)
-    place = run or directory / "selection" / f"{target.budget or target.ratio}-{how.protocol}-{phases}"
+    place = run or directory / "selection" / f"{size.budget or size.ratio}-{how.protocol}-{phases}"
     check_place(place)
     loaded = load_calibrated(common, directory, model, profile)
-    prepared = prepare_selection(loaded, profile, target, questions, how, when, explored, rule)
+    prepared = prepare_selection(loaded, profile, size, questions, how, when, explored, rule)
     if common.dry_run:
         _foretell(prepared, place, common)
         return
@@ -168,23 +167,23 @@ def select(
     _deliver(result, output, place, force, common)
 
 
-def _target(profile: Profile, budget: int | None, ratio: float | None) -> Target:
+def _size(profile: Profile, budget: int | None, ratio: float | None) -> Size:
     """The size that was typed, or the one that was measured."""
+    from kvsearch.plan import Size
     from kvsearch.signals.table import SignalTable
-    from kvsearch.strategies.from_profile import Target
 
     measured = SignalTable(profile).axes.budgets
     if budget is not None or ratio is not None:
-        return Target(ratio, budget)
+        return Size(budget, ratio)
     if len(measured) > 1:
         known = ", ".join(map(str, measured))
         raise UsageError(f"signals were measured at {known} entries per kv head: say how many to keep with --budget")
-    return Target(budget=measured[0])
+    return Size(budget=measured[0])
 
 
 def _phase_settings(phases: str) -> tuple[str, ...]:
     from kvsearch.naming import suggest
-    from kvsearch.strategies.direct import PHASES
+    from kvsearch.plan import PHASES
 
     if phases not in (*PHASES, ALL):
         raise UsageError(f"unknown phases {phases!r}{suggest(phases, [*PHASES, ALL])}")

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.cli.common import Common
     from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.plan import Profile
-    from kvsearch.strategies.from_profile import Target
+    from kvsearch.plan import Profile, Size
 
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
@@ -103,18 +102,18 @@ def load_calibrated(common: Common, directory: Path, typed: str | None, profile:
     return loaded
 
 
-def targets_of(profile: Profile, budget: int | None = None, ratio: float | None = None) -> list[Target]:
+def sizes_of(profile: Profile, budget: int | None = None, ratio: float | None = None) -> list[Size]:
     """The sizes to try: the one that was typed, or else all budgets that the calibration measured, ascending.
 
     Raises:
         UsageError: both a budget and a ratio, or one out of range.
     """
+    from kvsearch.plan import Size
     from kvsearch.signals.table import SignalTable
-    from kvsearch.strategies.from_profile import Target
 
     if budget is None and ratio is None:
-        return [Target(budget=measured) for measured in SignalTable(profile).axes.budgets]
-    return [Target(ratio, budget)]
+        return [Size(budget=measured) for measured in SignalTable(profile).axes.budgets]
+    return [Size(budget, ratio)]
 
 
 def comma_separated(flag: str, typed: str | None) -> list[str] | None:

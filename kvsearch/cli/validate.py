@@ -102,14 +102,12 @@ def validate(
     table = SignalTable(profile)
     names = own.comma_separated("--signals", signals), own.comma_separated("--phases", phases)
     subjects = find_subjects(table, *names)
-    targets = own.targets_of(profile, budget, ratio)
+    sizes = own.sizes_of(profile, budget, ratio)
     memory = how_asked.memory_bytes(max_memory)
     protocol_used = find_protocol(protocol or table.axes.protocol)
     settings = Settings(samples, protocol_used, common.seed, batch, memory, max_length)
     loaded = own.load_calibrated(common, directory, model, profile)
-    prepared = [
-        prepare_validation(loaded, profile, target, chosen, settings, subjects, permutations) for target in targets
-    ]
+    prepared = [prepare_validation(loaded, profile, size, chosen, settings, subjects, permutations) for size in sizes]
     for note in (note for one in prepared for note in one.notes):
         common.warn(note)
     before = _before(directory / FILE, prepared[0], force)
@@ -126,7 +124,7 @@ def _to_do(prepared: Sequence[PreparedValidation]) -> dict[str, object]:
     conditions = prepared[0].conditions
     sizes = [
         {
-            "budget": one.budget, "ratio": one.target.ratio, "strategies": one.strategies,
+            "budget": one.budget, "ratio": one.size.ratio, "strategies": one.strategies,
             "replies": one.evaluation.replies,
         }
         for one in prepared
@@ -181,7 +179,7 @@ def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation
 def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path, common: Common) -> None:
     from kvsearch.report.validation import as_json, validation_tables, verdict_lines
 
-    sizes = [(one.budget, one.target.ratio) for one in prepared]
+    sizes = [(one.budget, one.size.ratio) for one in prepared]
     now = [at for at in found.budgets if (at.budget, at.ratio) in sizes]
     for at in now:
         if at.doubt is not None:
@@ -200,5 +198,5 @@ def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path,
 
 def _slug(prepared: PreparedValidation) -> str:
     """The size in the name of a directory."""
-    target = prepared.target
-    return str(target.budget) if target.budget is not None else f"ratio-{target.ratio}"
+    size = prepared.size
+    return str(size.budget) if size.budget is not None else f"ratio-{size.ratio}"

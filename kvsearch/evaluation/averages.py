@@ -9,8 +9,9 @@ from itertools import groupby
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import Difference, Row, summarize
+from kvsearch.plan import Size
 from kvsearch.strategies.contenders import Contender
-from kvsearch.strategies.methods import FULL, Size
+from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.longbench.specs import AVERAGES
 from kvsearch.tasks.longbench.task import LongBenchTask

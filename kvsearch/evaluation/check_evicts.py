@@ -7,17 +7,16 @@ import torch
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import FULL, Evaluation
+from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.from_profile import Target
-from kvsearch.strategies.methods import Size
 from kvsearch.tasks.protocol import Reading, readings
 
 
-def check_eviction(evaluation: Evaluation, target: Target) -> str | None:
+def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
     """A note if some strategies evict nothing from some prompts, which are too short; None if all evict from all.
 
-    `target` is the size of all strategies, for the words.
+    `size` is the size of all strategies, for the words.
 
     Raises:
         UsageError: no strategy evicts anything from any prompt.
@@ -29,16 +28,16 @@ def check_eviction(evaluation: Evaluation, target: Target) -> str | None:
     if all(_evicts(program, min(lengths), min(last)) for program in programs):
         return None  # then they evict from longer ones, too
     idle = {end: [number for number, one in enumerate(programs) if not _evicts(one, *end)] for end in set(ends)}
-    size, whole = Size(target.budget, target.ratio).words, {number for found in idle.values() for number in found}
+    whole = {number for found in idle.values() for number in found}
     if all(len(found) == len(programs) for found in idle.values()):
         raise UsageError(
-            f"{size}: nothing would be evicted from any prompt, the longest has {max(lengths)} tokens; give a smaller "
-            "--budget, or longer contexts (--length of synthetic ones)"
+            f"{size.words}: nothing would be evicted from any prompt, the longest has {max(lengths)} tokens; give a "
+            "smaller --budget, or longer contexts (--length of synthetic ones)"
         )
     short = [length for length, end in ends if idle[length, end]]
     return (
-        f"{size}: {len(short)} of {len(asked)} prompts are so short, up to {max(short)} tokens, that {len(whole)} of "
-        f"{len(programs)} strategies evict nothing from them"
+        f"{size.words}: {len(short)} of {len(asked)} prompts are so short, up to {max(short)} tokens, that "
+        f"{len(whole)} of {len(programs)} strategies evict nothing from them"
     )
 
 

@@ -11,9 +11,10 @@ import torch
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Size
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.contenders import Contender
-from kvsearch.strategies.methods import Size, protected
+from kvsearch.strategies.methods import protected
 
 
 def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> list[str]:
@@ -49,7 +50,7 @@ def decode_entries(phase: PhaseProgram, length: int) -> int:
 
 
 def _check_total(contender: Contender, size: Size, length: int, heads: int) -> None:
-    total = size.total(length, heads)
+    total = size.held(length, heads)
     prefill, decode = contender.program.prefill, contender.program.decode
     found = [] if prefill is None else [("of", prefill.entries(length), min(total, length * heads))]
     found += [] if decode is None else [("while it replies to", decode_entries(decode, length), total)]
@@ -65,11 +66,11 @@ def _short_prompts(contender: Contender, size: Size, counts: Counter[int], heads
     """UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, a note."""
     policy = max(contender.program.policies, key=protected)
     least = protected(policy)
-    short = sorted(length for length in counts if size.total(length, heads) < least * heads)
+    short = sorted(length for length in counts if size.held(length, heads) < least * heads)
     if size.budget is not None or not short:
         return
     if len(short) == len(counts):
-        given = size.total(short[-1], heads) / heads
+        given = size.held(short[-1], heads) / heads
         raise UsageError(
             f"method {contender.name}: ratio {size} leaves {given:.4g} entries per kv head of a prompt of {short[-1]} "
             f"tokens, which is below the {least} that {policy.name} always keeps ({policy.sink_count} sinks, "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.files import atomic_write, describe_validation_error, load_plan, save_plan
 from kvsearch.plan.schema import (
+    PHASES,
     AllocationSpec,
     LayerPlan,
     ModelFingerprint,
@@ -16,6 +17,7 @@ from kvsearch.plan.schema import (
     Plan,
     PolicySpec,
     Provenance,
+    phases_of,
 )
 
 if TYPE_CHECKING:
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     from kvsearch.plan.differences import BudgetChange, PlanDiff, SettingChange, diff
     from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
     from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
+    from kvsearch.plan.size import Size
 
 __all__ = [
     "GRID",
+    "PHASES",
     "AllocationSpec",
     "BudgetChange",
     "LayerPlan",
@@ -39,6 +43,7 @@ __all__ = [
     "ProfileMetadata",
     "Provenance",
     "SettingChange",
+    "Size",
     "atomic_write",
     "budgets_at",
     "canonical_json",
@@ -49,6 +54,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "merge",
+    "phases_of",
     "round_half_up",
     "save_plan",
     "save_profile",
@@ -62,6 +68,7 @@ _LAZY = {
     **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "differences"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
     **dict.fromkeys(("largest_remainder", "round_half_up", "water_fill"), "rounding"),
+    "Size": "size",
 }
 
 

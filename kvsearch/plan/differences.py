@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.plan.fields import Scalar
-from kvsearch.plan.schema import AllocationSpec, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.schema import PHASES, AllocationSpec, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
 
-PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 _MODEL = ("model_type", "config_sha256", "weights_sha256", "head_dim")
 
 
@@ -65,9 +64,11 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
             f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
         )
     settings = [SettingChange(*change) for change in _changes(_whole(a), _whole(b))]
-    for phase in PHASES:
+    for phase in PHASES["both"]:
         settings += _phase_settings(_part(a, phase), _part(b, phase), phase, a.model.layers)
-    return PlanDiff(tuple(settings), tuple(change for phase in PHASES for change in _budget_changes(a, b, phase)))
+    return PlanDiff(
+        tuple(settings), tuple(change for phase in PHASES["both"] for change in _budget_changes(a, b, phase))
+    )
 
 
 def _whole(plan: Plan) -> dict[str, Scalar | None]:

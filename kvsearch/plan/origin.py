@@ -1,14 +1,43 @@
-"""Provenance of plans made of other plans: that of the source, and what was done since."""
+"""Where a file came from: versions, seed, data and settings; never a time, so that equal inputs give equal files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from kvsearch.plan.fields import Provenance
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvsearch.plan.profile import Profile
+
 CHANGES = "changes"
 POLICIES = "policies."
+
+
+def provenance(method: str, seed: int, data_sha256: str | None, settings: Mapping[str, Any]) -> Provenance:
+    """Return the provenance of something made now, by this installation."""
+    return Provenance(
+        method=method,
+        seed=seed,
+        kvsearch=version("kvsearch"),
+        torch=version("torch"),
+        transformers=version("transformers"),
+        data_sha256=data_sha256,
+        settings=dict(settings),
+    )
+
+
+def extended(profile: Profile, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Profile:
+    """Return a profile with more arrays, and more settings in its provenance."""
+    metadata, origin = profile.metadata, profile.metadata.provenance
+    origin = _with_settings(origin, {**origin.settings, **settings})
+    return replace(
+        profile, metadata=metadata.model_copy(update={"provenance": origin}), arrays={**profile.arrays, **arrays}
+    )
 
 
 def changed(provenance: Provenance, change: str) -> Provenance:

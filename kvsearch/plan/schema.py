@@ -8,10 +8,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
 from kvsearch.plan.fields import Count, Entries, Floor, Provenance, Record, ScalarField, Text, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
 
 __all__ = [
+    "PHASES",
     "STATIC",
     "AllocationSpec",
     "LayerPlan",
@@ -21,6 +23,7 @@ __all__ = [
     "Plan",
     "PolicySpec",
     "Provenance",
+    "phases_of",
 ]
 
 PLAN_FORMAT = "kvsearch.plan"
@@ -28,8 +31,20 @@ PLAN_VERSION = 1
 STATIC = "static"
 
 Phase = Literal["prefill", "decode"]
+PHASES: dict[str, tuple[Phase, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "both": ("prefill", "decode"),
+}
 Budgets = tuple[tuple[int, ...] | None, ...]
 Problem = tuple[tuple[str | int, ...], str]
+
+
+def phases_of(name: str) -> tuple[Phase, ...]:
+    """Return the phases called "prefill", "decode" or "both"; UsageError if there are none of that name."""
+    if name not in PHASES:
+        raise UsageError(f"unknown phases {name!r}{suggest(name, list(PHASES))}")
+    return PHASES[name]
 
 
 class PolicySpec(Record):

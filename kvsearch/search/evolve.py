@@ -23,7 +23,7 @@ from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
 from kvsearch.evaluation.reply_store import Ledger as Replies
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan
+from kvsearch.plan import Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.search.bank.bank import CandidateBank
@@ -37,7 +37,6 @@ from kvsearch.search.settings import EvolveSettings, Limits
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import STREAMING, Base, start_tables
 from kvsearch.strategies.direct import direct_plan
-from kvsearch.strategies.from_profile import Target
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 
@@ -166,9 +165,9 @@ class PreparedSearch:
     def contenders(self, choice: Choice) -> dict[str, Plan]:
         """What the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
-        streaming, target = create_policy(STREAMING), Target(budget=self.settings.budget)
+        streaming, size = create_policy(STREAMING), Size(budget=self.settings.budget)
         if self.settings.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(self.loaded, streaming, target, ("prefill",), Uniform())
+            plans[STREAMING] = direct_plan(self.loaded, streaming, size, ("prefill",), Uniform())
         return plans
 
     def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.provenance import provenance
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.origin import provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy

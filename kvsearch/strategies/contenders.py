@@ -9,13 +9,12 @@ from typing import Any
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan
+from kvsearch.plan import PHASES, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.strategies.baselines import baselines, full_cache
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.methods import FULL, Method, Size
+from kvsearch.strategies.methods import FULL, Method
 
 
 @dataclass(frozen=True)

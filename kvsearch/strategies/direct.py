@@ -12,24 +12,18 @@ import torch
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.provenance import provenance
 from kvsearch.calibration.recipe import parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.plan import AllocationSpec, Phase, Plan, PolicySpec
+from kvsearch.plan import AllocationSpec, Phase, Plan, PolicySpec, Size
 from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.origin import provenance
 from kvsearch.policies import Policy
-from kvsearch.strategies.from_profile import Target, phase_of, total_entries
+from kvsearch.strategies.from_profile import phase_of
 
 if TYPE_CHECKING:
     from kvsearch.budgets.dynamic import Allocation
     from kvsearch.models.loading import LoadedModel
-
-PHASES: dict[str, tuple[Phase, ...]] = {
-    "prefill": ("prefill",),
-    "decode": ("decode",),
-    "both": ("prefill", "decode"),
-}
 
 
 def parse_allocation(text: str) -> Allocation | None:
@@ -49,16 +43,16 @@ def parse_allocation(text: str) -> Allocation | None:
     return create_allocation(name.strip(), params)
 
 
-def check_request(policy: Policy, target: Target, allocation: Allocation | None = None) -> None:
+def check_request(policy: Policy, size: Size, allocation: Allocation | None = None) -> None:
     """Find what is wrong with a request before a model is loaded.
 
     Raises:
-        UsageError: a ratio without a length, a target below what the policy protects or that evicts nothing, or an
+        UsageError: a ratio without a length, a size below what the policy protects or that evicts nothing, or an
             allocation that cannot share the policy's entries.
     """
-    if target.ratio is not None and target.length is None:
+    if size.ratio is not None and size.length is None:
         raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
-    least, given = _floor(policy), _mean(target)
+    least, given = _floor(policy), size.mean(size.length or 0)
     if given < least:
         raise UsageError(
             f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
@@ -68,8 +62,8 @@ def check_request(policy: Policy, target: Target, allocation: Allocation | None 
         raise UsageError(
             f"{policy.name} never evicts heads with budgets of {given:g} entries on average: see its description"
         )
-    if target.length is not None and given >= target.length:
-        raise UsageError(f"{given:g} entries per kv head is all of a {target.length}-token prompt: lower the budget")
+    if size.length is not None and given >= size.length:
+        raise UsageError(f"{given:g} entries per kv head is all of a {size.length}-token prompt: lower the budget")
     if allocation is not None:
         allocation.check(policy, "--allocation")
 
@@ -82,33 +76,33 @@ def pyramid(policy: Policy, beta: float = Pyramid.beta) -> Pyramid:
 def direct_plan(
     loaded: LoadedModel,
     policy: Policy,
-    target: Target,
+    size: Size,
     phases: Sequence[Phase],
     allocator: Uniform | Pyramid,
     allocation: Allocation | None = None,
 ) -> Plan:
     """`policy` for every full-attention layer of a model, with budgets that need no measurement.
 
-    With a ratio, budgets are for prompts of `target.length` tokens and scale with the prompt at hand. The total is
+    With a ratio, budgets are for prompts of `size.length` tokens and scale with the prompt at hand. The total is
     exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to anew for
     every prompt.
 
     Raises:
         UsageError: see `check_request`.
     """
-    check_request(policy, target, allocation)
+    check_request(policy, size, allocation)
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
-    total = total_entries(target, target.length or 0, heads[0] * heads[1])
-    floors, caps = np.full(heads, _floor(policy)), np.full(heads, target.length or MOST_ENTRIES)
+    total = size.total(size.length or 0, heads[0] * heads[1])
+    floors, caps = np.full(heads, _floor(policy)), np.full(heads, size.length or MOST_ENTRIES)
     budgets = allocator.allocate(np.zeros(heads), total, floors, caps)
     spec = PolicySpec(name=policy.name, params=policy.parameters())
     phase = phase_of(budgets, shape.full_layers, shape.layers, spec)
-    settings = {"ratio": target.ratio, "budget": target.budget, **asdict(allocator)}
+    settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
     return Plan(
         model=loaded.fingerprint,
-        length=target.length,
-        scaling="proportional" if target.ratio is not None else "fixed",
+        length=size.length,
+        scaling="proportional" if size.ratio is not None else "fixed",
         allocation=_spec(allocation),
         floor=_floor(policy),
         prefill=phase if "prefill" in phases else None,
@@ -126,10 +120,3 @@ def _spec(allocation: Allocation | None) -> AllocationSpec:
 
 def _floor(policy: Policy) -> int:
     return max(1, policy.sink_count + policy.window_count)
-
-
-def _mean(target: Target) -> float:
-    """Entries per kv head."""
-    if target.budget is not None:
-        return target.budget
-    return (1 - float(target.ratio or 0)) * (target.length or 0)

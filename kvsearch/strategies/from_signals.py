@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.polykv import Direction, Proportional
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.provenance import provenance
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile
+from kvsearch.plan import PHASES, LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
+from kvsearch.plan.origin import provenance
+from kvsearch.plan.size import Pool
 from kvsearch.policies.registry import create_policy
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.from_profile import Target, total_entries
 
 Ints = NDArray[np.int64]
 
@@ -109,34 +108,34 @@ class Chosen(NamedTuple):
     budgets: Ints  # [L, Hkv]
 
 
-def strategy_plan(profile: Profile, strategy: Strategy, target: Target) -> Plan:
-    """The plan of a strategy at `target`; its provenance says what was chosen and from which signals.
+def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
+    """The plan of a strategy at `size`; its provenance says what was chosen and from which signals.
 
     Raises:
         UsageError: see `choose`.
     """
     table = SignalTable(profile)
-    chosen = choose(table, strategy, target)
+    chosen = choose(table, strategy, size)
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
-    settings["signal_budget"] = table.nearest(_size(profile, target).mean)
-    return plan_of(profile, chosen, target, settings)
+    settings["signal_budget"] = table.nearest(_pool(profile, size).mean)
+    return plan_of(profile, chosen, size, settings)
 
 
-def choose(table: SignalTable, strategy: Strategy, target: Target) -> dict[Phase, Chosen]:
+def choose(table: SignalTable, strategy: Strategy, size: Size) -> dict[Phase, Chosen]:
     """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
 
-    Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `target`
+    Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `size`
     exactly; heads of a layer get equal ones, but for odd entries. None is above the length that the plan states: that
-    of the target, or else of the calibration's prompts. A signal that is the same everywhere is warned of
+    of the size, or else of the calibration's prompts. A signal that is the same everywhere is warned of
     (KvsearchWarning): patterns are then the policy of the profile, budgets equal.
 
     Raises:
-        UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the target is below what
+        UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the size is below what
             patterns always keep or keeps everything.
     """
-    return _Construction(table, strategy, _size(table.profile, target)).chosen()
+    return _Construction(table, strategy, size, _pool(table.profile, size)).chosen()
 
 
 def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
@@ -160,16 +159,16 @@ def warn_constant(signal: str, phase: Phase) -> None:
     _warn(f"{signal} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
 
 
-def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], target: Target, settings: Mapping[str, Any]) -> Plan:
+def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
     """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
     metadata, origin = profile.metadata, profile.metadata.provenance
     phases = {phase: _phase_plan(profile, part) for phase, part in chosen.items()}
     floors = [floor_of(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
-    joined = {**origin.settings, "ratio": target.ratio, "budget": target.budget, **settings}
+    joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
     return Plan(
         model=metadata.model,
-        length=target.length or metadata.length,
-        scaling="proportional" if target.ratio is not None else "fixed",
+        length=size.length or metadata.length,
+        scaling="proportional" if size.ratio is not None else "fixed",
         floor=min(floors, default=1),
         prefill=phases.get("prefill"),
         decode=phases.get("decode"),
@@ -186,30 +185,14 @@ def _phase_plan(profile: Profile, chosen: Chosen) -> PhasePlan:
     return PhasePlan(layers=tuple(layers))
 
 
-@dataclass(frozen=True)
-class _Size:
-    """What there is to share out."""
-
-    shape: tuple[int, int]  # profile layers, kv heads
-    total: int
-    length: int  # of the prompts that the budgets are for; no head may have more
-    known: bool  # the length of one's own prompts is, not only that of the calibration's
-
-    @property
-    def mean(self) -> float:
-        return self.total / (self.shape[0] * self.shape[1])
-
-
-def _size(profile: Profile, target: Target) -> _Size:
-    shape, length = profile.metadata.shape, target.length or profile.metadata.length
-    known = target.length is not None or target.ratio is not None
-    size = _Size(shape, total_entries(target, length, shape[0] * shape[1]), length, known)
-    if size.mean >= length:
+def _pool(profile: Profile, size: Size) -> Pool:
+    pool = size.pool(profile.metadata)
+    if pool.mean >= pool.length:
         raise UsageError(
-            f"{size.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; "
+            f"{pool.mean:g} entries per kv head is all of a {pool.length}-token prompt: nothing would be evicted; "
             f"lower the budget or give the --length of your prompts"
         )
-    return size
+    return pool
 
 
 @dataclass(frozen=True)
@@ -218,18 +201,19 @@ class _Construction:
 
     table: SignalTable
     strategy: Strategy
-    size: _Size
+    size: Size
+    pool: Pool
 
     def chosen(self) -> dict[Phase, Chosen]:
         routed = {phase: self._routed(phase) for phase in self._phases}
         known, full = self.table.axes.patterns, self._full_layers(routed)
         patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
-        rest = [row for row in range(self.size.shape[0]) if row not in full]
-        whole, heads = self.size.length, self.size.shape[1]
-        left = self.size.total - len(full) * heads * whole
+        rest = [row for row in range(self.pool.shape[0]) if row not in full]
+        whole, heads = self.pool.length, self.pool.shape[1]
+        left = self.pool.total - len(full) * heads * whole
         floors = [floors_of(patterns)[row] for row in rest]
         self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
-        budgets = np.full(self.size.shape, whole, dtype=np.int64)
+        budgets = np.full(self.pool.shape, whole, dtype=np.int64)
         budgets[rest] = self._share(self._weights(routed, rest), left, floors)
         return {
             phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(mine)), budgets)
@@ -242,7 +226,7 @@ class _Construction:
 
     def _routed(self, phase: Phase) -> list[int]:
         """The pattern of every layer, as an index into the patterns of the table."""
-        strategy, layers = self.strategy, self.size.shape[0]
+        strategy, layers = self.strategy, self.pool.shape[0]
         if strategy.route is None:
             return [self._policy()] * layers
         candidates, wanted = self._wanted(strategy.route, phase)
@@ -251,7 +235,7 @@ class _Construction:
             policy = (own or candidates)[0]
             _warn(
                 f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
-                f"been evicted at {self.table.nearest(self.size.mean)} entries per kv head, so "
+                f"been evicted at {self.table.nearest(self.pool.mean)} entries per kv head, so "
                 f"{self.table.patterns[policy]} is used everywhere"
             )
             return [policy] * layers
@@ -265,7 +249,7 @@ class _Construction:
     def _wanted(self, route: str, phase: Phase) -> tuple[list[int], NDArray[np.float64]]:
         """The candidates, and how much each layer prefers them, [L, candidates]."""
         candidates = self._candidates()
-        return candidates, self.table.preference(route, phase, self.size.mean)[:, candidates]
+        return candidates, self.table.preference(route, phase, self.pool.mean)[:, candidates]
 
     def _candidates(self) -> list[int]:
         """Indices of the patterns that a layer may take; no signal can judge the full cache, which agrees with itself.
@@ -298,10 +282,10 @@ class _Construction:
 
     def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
         """Rows of the layers that keep the full cache: those that suffer most from the best that can be done."""
-        count, layers = self.strategy.full_layers, self.size.shape[0]
+        count, layers = self.strategy.full_layers, self.pool.shape[0]
         if not count:
             return []
-        if not self.size.known:
+        if self.size.length is None and self.size.ratio is None:  # the calibration's is known, not one's own
             raise UsageError("a layer with the full cache costs a whole prompt: give the --length of your prompts")
         if count >= layers:
             raise UsageError(
@@ -316,7 +300,7 @@ class _Construction:
         return self._sensitivity(phase, routed) if route is None else -self._wanted(route, phase)[1].max(axis=1)
 
     def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
-        return self.table.sensitivity(self.strategy.budgets, phase, self.size.mean, routed)
+        return self.table.sensitivity(self.strategy.budgets, phase, self.pool.mean, routed)
 
     def _check_floors(
         self, patterns: Mapping[Phase, Sequence[PolicySpec]], rest: Sequence[int], floors: Sequence[int], mean: float
@@ -353,9 +337,9 @@ class _Construction:
 
     def _share(self, weights: NDArray[np.float64] | None, total: int, floors: Sequence[int]) -> Ints:
         """Budgets of the layers with these floors, [layers, Hkv]; they add up to `total`."""
-        shape, least = (len(floors), self.size.shape[1]), self.strategy.least
+        shape, least = (len(floors), self.pool.shape[1]), self.strategy.least
         low = np.broadcast_to(np.array(floors)[:, None], shape)
-        caps = np.full(shape, self.size.length)
+        caps = np.full(shape, self.pool.length)
         if weights is None:
             return Uniform().allocate(np.zeros(shape), total, low, caps)
         if least is not None and least * low.size > total:

@@ -12,17 +12,16 @@ from pydantic import ValidationError
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import AllocationSpec, ModelFingerprint, Plan, Provenance
+from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan, Provenance
 from kvsearch.plan.parsing import list_problems, problems_of, require_header
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.runtime.plan_checks import check_plan
 
-PHASES = ("prefill", "decode")
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (
-    "format", "version", "model", "length", "scaling", "floor", "allocation", "policies", *PHASES, "fingerprint",
-    "provenance",
+    "format", "version", "model", "length", "scaling", "floor", "allocation", "policies", *PHASES["both"],
+    "fingerprint", "provenance",
 )  # fmt: skip
 _FINGERPRINT = [name for name in ModelFingerprint.model_fields if name != "name"]
 _LAYERS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
@@ -130,7 +129,7 @@ class _Reader:
         self.policies = self._mapping(("policies",), self.data.get("policies", {}), "such as snapkv: {window: 8}")
         for name, params in self.policies.items():
             self._check_policy(name, params, ("policies", name), ("policies", name))
-        phases = {name: self._phase(name, model) for name in PHASES if self.data.get(name) is not None}
+        phases = {name: self._phase(name, model) for name in PHASES["both"] if self.data.get(name) is not None}
         budgets = [layer.get("budget", []) for layer in next(iter(phases.values()), []) if layer is not None]
         total = sum(entries for budget in budgets for entries in budget if type(entries) is int)
         return {**data, **{name: {"layers": layers} for name, layers in phases.items()}, "total": max(total, 1)}
@@ -229,7 +228,7 @@ class _Reader:
 
     def _check_whole(self, plan: Plan) -> None:
         """Note policies that keep everything and would count as less."""
-        for phase in PHASES:
+        for phase in PHASES["both"]:
             part = getattr(plan, phase)
             for row, layer in enumerate(part.layers if part is not None and plan.length else ()):
                 if layer is not None and layer.policy.name == WHOLE and min(layer.budget) < plan.length:

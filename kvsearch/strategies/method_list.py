@@ -14,11 +14,12 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.calibration.recipe import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
+from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.registry import policy_class, policy_names
 from kvsearch.strategies.baselines import RandomEviction
-from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe, Size, protected
+from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe, protected
 
 PROFILE = "profile.safetensors"
 BETA = "beta"  # the option of the pyramid

@@ -21,13 +21,12 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile
-from kvsearch.plan.rounding import round_half_up
+from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import BudgetTable, PhaseProgram
-from kvsearch.strategies.direct import PHASES, check_request
-from kvsearch.strategies.from_profile import Target, round_ratios
+from kvsearch.strategies.direct import check_request
+from kvsearch.strategies.from_profile import round_ratios
 
 Ints = NDArray[np.int64]
 Heads = tuple[int, int]  # layers, kv heads
@@ -54,46 +53,6 @@ METHODS: dict[str, Recipe] = {
     "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
     "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
 }
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much a method holds: `budget` entries per kv head on average, or all but the share `ratio` of a prompt.
-
-    Raises:
-        UsageError: not exactly one of them, or one out of range.
-    """
-
-    budget: int | None = None
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget is not None and self.budget < 1:
-            raise UsageError(f"a budget of {self.budget} keeps nothing: give at least 1 entry per kv head")
-        Target(self.ratio, self.budget)
-
-    def __str__(self) -> str:
-        return str(self.budget) if self.budget is not None else str(self.ratio)
-
-    @property
-    def words(self) -> str:
-        """The size for people."""
-        if self.budget is not None:
-            return f"{self.budget} {'entry' if self.budget == 1 else 'entries'} per kv head"
-        return f"{100 * float(self.ratio or 0):g}% evicted"
-
-    def total(self, length: int, heads: int) -> int:
-        """Entries of `heads` kv heads together for a prompt of `length` tokens, at least one each.
-
-        A budget counts in full where the prompt is shorter.
-        """
-        if self.budget is not None:
-            return self.budget * heads
-        return max(int(round_half_up((1 - float(self.ratio or 0)) * length * heads)), heads)
-
-    def as_json(self) -> dict[str, int | float]:
-        """The one number that is given, by its name."""
-        return {"budget": self.budget} if self.budget is not None else {"ratio": float(self.ratio or 0)}
 
 
 class Layout(Protocol):
@@ -170,7 +129,7 @@ class Method:
         try:
             for size in sizes:
                 if size.budget is not None:
-                    check_request(self.policy, Target(budget=size.budget), self.allocation)
+                    check_request(self.policy, size, self.allocation)
                 elif self.allocation is not None:
                     self.allocation.check(self.policy, "allocation")
         except UsageError as error:
@@ -179,7 +138,7 @@ class Method:
     def program(self, loaded: LoadedModel, size: Size, phases: str = "prefill") -> Program:
         """The method on a model, in the phases of that name: prefill, decode or both.
 
-        Prefill budgets sum to `size.total`, or to all of a shorter prompt. Decode budgets sum to `size.total` always.
+        Prefill budgets sum to `Size.held`, or to all of a shorter prompt. Decode budgets sum to `Size.held` always.
 
         Raises:
             IncompatibleError: the profile is of another model.
@@ -209,7 +168,7 @@ class Method:
     def _table(self, size: Size, heads: Heads, *, decode: bool) -> BudgetTable:
         @cache
         def table(length: int) -> Ints:
-            total = size.total(length, heads[0] * heads[1])
+            total = size.held(length, heads[0] * heads[1])
             # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
             most = max(length, -(-total // (heads[0] * heads[1]))) if decode else length
             budgets = self.layout.budgets(min(total, most * heads[0] * heads[1]), most, heads)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import Plan
+from kvsearch.plan import PHASES, Plan, Size
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.strategies.baselines import BASELINES
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.methods import FULL, Size
+from kvsearch.strategies.methods import FULL
 
 
 def check_plans(
@@ -73,8 +72,8 @@ def _size(label: str, plan: Plan, sizes: Sequence[Size], phases: str) -> Size:
 def _fits(plan: Plan, layers: int, total: int, size: Size) -> bool:
     heads = layers * plan.model.kv_heads
     if plan.scaling == "fixed" or plan.length is None:
-        return size.budget is not None and total == size.total(0, heads)
-    return size.ratio is not None and total == size.total(plan.length, heads)
+        return size.budget is not None and total == size.held(0, heads)
+    return size.ratio is not None and total == size.held(plan.length, heads)
 
 
 def _totals(plan: Plan) -> dict[str, int]:

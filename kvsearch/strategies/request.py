@@ -10,11 +10,10 @@ from typing import Any
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import Plan, load_plan
+from kvsearch.plan import Plan, Size, load_plan, phases_of
 from kvsearch.strategies.contenders import Contender, sweep, with_baselines
-from kvsearch.strategies.direct import PHASES
 from kvsearch.strategies.method_list import find_methods, find_sizes
-from kvsearch.strategies.methods import FULL, Method, Size
+from kvsearch.strategies.methods import FULL, Method
 from kvsearch.strategies.plan_files import check_plans, plan_sizes
 
 DEFAULT_BASELINES = "uniform,snapkv,streaming"
@@ -78,8 +77,7 @@ def read_contest(
     if baselines is not None:
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     when = phases or "prefill"
-    if when not in PHASES:
-        raise UsageError(f"unknown phases {when!r}{suggest(when, list(PHASES))}")
+    phases_of(when)
     found, sizes = find_methods(methods, settings), find_sizes(budgets, ratios)
     for method in found:
         method.check(sizes)

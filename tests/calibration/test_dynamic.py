@@ -19,12 +19,12 @@ from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
 from kvsearch.calibration.prompts import Prompt, prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel, load
-from kvsearch.plan import Profile, load_profile, save_profile
+from kvsearch.plan import Profile, Size, load_profile, save_profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.from_profile import Target, plan_from_profile
+from kvsearch.strategies.from_profile import plan_from_profile
 from tests import tiny
 from tests.runtime.helpers import running
 
@@ -220,17 +220,17 @@ def test_rows_average_to_the_global_ratio(method: str, profiles: dict[str, Profi
 @methods
 def test_exports_have_exact_totals(method: str, profiles: dict[str, Profile]) -> None:
     made = profiles[method]
-    for target, total in (
-        (Target(ratio=0.8, length=1000), 200 * 8),
-        (Target(ratio=0.333, length=97), round(0.667 * 97 * 8)),
-        (Target(budget=20), 20 * 8),
-        (Target(budget=512, length=4096), 512 * 8),
+    for size, total in (
+        (Size(ratio=0.8, length=1000), 200 * 8),
+        (Size(ratio=0.333, length=97), round(0.667 * 97 * 8)),
+        (Size(budget=20), 20 * 8),
+        (Size(budget=512, length=4096), 512 * 8),
     ):
-        plan = plan_from_profile(made, target)
+        plan = plan_from_profile(made, size)
         assert plan.total == total == sum(sum(layer) for layer in plan.budgets("prefill") if layer)
         assert plan.allocation.name == "static"
         assert plan.provenance.method == method
-        assert plan.provenance.settings["ratio"] == target.ratio
+        assert plan.provenance.settings["ratio"] == size.ratio
 
 
 @methods

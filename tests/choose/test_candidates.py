@@ -10,10 +10,9 @@ import pytest
 from kvsearch.choose.candidates import ALLOCATORS, Explored, Field, explore, find_field, tuned_policy
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Profile
+from kvsearch.plan import Plan, Profile, Size
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.signals.table import SENSITIVITIES
-from kvsearch.strategies.from_profile import Target
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.methods import METHODS
 from tests import tiny
@@ -22,7 +21,7 @@ from tests.signals.profiles import make_signals, signal_metadata
 LAYERS, HEADS, LENGTH = 4, 2, 60
 BUDGETS = (8, 16, 32)
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
-TARGET = Target(budget=12)
+SIZE = Size(budget=12)
 CURVES = ("curves", "curves-low", "curves-joint", "curves-joint-low")
 
 
@@ -48,8 +47,8 @@ def losing(losses: Any, samples: int = 2) -> dict[str, Any]:
 
 
 def field_of(model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any) -> Field:
-    target = options.pop("target", TARGET)
-    return find_field(model, profile, target, explored=explore(profile, target, "full", routes, allocators), **options)
+    size = options.pop("size", SIZE)
+    return find_field(model, profile, size, explored=explore(profile, size, "full", routes, allocators), **options)
 
 
 def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
@@ -66,20 +65,20 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
 
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
-    full = explore(profile, TARGET, "full")
+    full = explore(profile, SIZE, "full")
     assert full.routes == ("none", "cosine", "error", "ppl", "nll")
     unmeasured = {name for name in ALLOCATORS if name.startswith("entropy-literal")}
     assert full.allocators == tuple(name for name in ALLOCATORS if name not in unmeasured)
-    assert explore(profile, TARGET, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
-    standard = explore(profile, TARGET)
+    assert explore(profile, SIZE, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
+    standard = explore(profile, SIZE)
     assert set(CURVES) < set(standard.allocators) < set(full.allocators)
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None})
-    assert explore(bare, TARGET).routes == ("none", "cosine", "error")
-    assert explore(bare, TARGET).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
+    assert explore(bare, SIZE).routes == ("none", "cosine", "error")
+    assert explore(bare, SIZE).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
 
 
 def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
-    field = find_field(model, profile_of(model), TARGET)
+    field = find_field(model, profile_of(model), SIZE)
     assert len(field.candidates) > 30
     contents = [entrant.content for entrant in field.entrants.values()]
     assert len(set(contents)) == len(contents)
@@ -138,7 +137,7 @@ def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, ro
     profile = profile_of(model)
     field = field_of(model, profile, [route], ["uniform", signal])
     strategy = Strategy(route, signal)
-    mine, theirs = field.candidates[strategy.name].plan, strategy_plan(profile, strategy, TARGET)
+    mine, theirs = field.candidates[strategy.name].plan, strategy_plan(profile, strategy, SIZE)
     assert mine.prefill == theirs.prefill
     assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
 
@@ -150,7 +149,7 @@ def test_sensitivities_to_a_power(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 1, 2, 3])[:, None]
     profile = profile_of(model, arrays=losing(losses))
-    field = field_of(model, profile, ["tova"], ["nll", "nll^2", "nll^0.5"], target=Target(budget=25))
+    field = field_of(model, profile, ["tova"], ["nll", "nll^2", "nll^0.5"], size=Size(budget=25))
     # 100 entries, 2.5 (a tenth of the mean, rounded up) for each layer; the rest as 0 : 1 : 2 : 3 and their powers
     found = {name: np.array(kept(entrant.plan)) for name, entrant in field.candidates.items()}
     assert np.abs(found["tova + nll"] - [3, 3 + 88 / 6, 3 + 88 / 3, 47]).max() < 1
@@ -162,7 +161,7 @@ def test_sensitivities_to_a_power(model: LoadedModel) -> None:
 def test_powers_of_tiny_and_of_negative_sensitivities(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([-3.0, 1, 2, 3])[:, None] * 1e-8
-    field = field_of(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], target=Target(budget=25))
+    field = field_of(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], size=Size(budget=25))
     assert np.abs(np.array(kept(field.candidates["tova + nll^2"].plan)) - [3, 9.3, 28.1, 59.6]).max() < 1
 
 
@@ -171,8 +170,8 @@ def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, lengt
     """Budgets beyond that would be of no use, and a candidate would hold less than the baselines."""
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 0, 0, 1])[:, None]
-    profile, target = profile_of(model, arrays=losing(losses)), Target(budget=40, length=length)
-    field = find_field(model, profile, target, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
+    profile, size = profile_of(model, arrays=losing(losses)), Size(budget=40, length=length)
+    field = find_field(model, profile, size, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
     tops = {name: max(kept(entrant.plan)) for name, entrant in field.entrants.items()}
     assert max(tops.values()) <= (length or LENGTH)
     assert tops["tova + nll"] == (length or LENGTH)
@@ -209,7 +208,7 @@ def test_curves_below_what_was_measured(model: LoadedModel) -> None:
     field = field_of(model, profile, ["streaming"], ["curves", "curves-low", "curves-joint-low"])
     # a tenth of the mean is 1 entry, streaming keeps two sinks and the last token
     assert kept(field.candidates["streaming + curves-low"].plan) == [3, 3, 39, 3]
-    smallest = field_of(model, profile, ["streaming"], ["curves-low"], target=Target(budget=8))
+    smallest = field_of(model, profile, ["streaming"], ["curves-low"], size=Size(budget=8))
     assert kept(smallest.candidates["streaming + curves-low"].plan) == [3, 3, 23, 3]
 
 
@@ -222,16 +221,16 @@ def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedM
     assert kept(wide.plan) == [8, 24, 8, 8]
     assert patterns(wide.plan) == ["snapkv", "tova", "snapkv", "snapkv"]
     assert dict(wide.origin) == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
-    tight = field_of(model, profile, ["cosine"], ["curves-joint"], target=Target(budget=9)).candidates["curves-joint"]
+    tight = field_of(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
     assert (kept(tight.plan)[1], patterns(tight.plan)[1]) == (12, "tova")
     losses[:, 3, :2] = [[6, 8], [2.9, 5], [0, 0]]  # now layer 3 needs more than layer 1
     profile = profile_of(model, arrays=losing(losses))
-    tight = field_of(model, profile, ["cosine"], ["curves-joint"], target=Target(budget=9)).candidates["curves-joint"]
+    tight = field_of(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
     assert (kept(tight.plan), patterns(tight.plan)[1]) == ([8, 8, 8, 12], "streaming")
 
 
 def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
-    field = find_field(model, profile_of(model), Target(ratio=0.7))
+    field = find_field(model, profile_of(model), Size(ratio=0.7))
     assert {(one.plan.scaling, one.plan.length, one.plan.total) for one in field.entrants.values()} == {
         ("proportional", LENGTH, 144)
     }
@@ -256,8 +255,8 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
 
 def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
     profile = profile_of(model)
-    explored = explore(profile, TARGET, "full", ["cosine", "none"], ["nll-chosen", "entropy^2", "pyramid", *CURVES])
-    both, alone = (find_field(model, profile, TARGET, phases, explored) for phases in ("both", "prefill"))
+    explored = explore(profile, SIZE, "full", ["cosine", "none"], ["nll-chosen", "entropy^2", "pyramid", *CURVES])
+    both, alone = (find_field(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
     for name in ("tova + nll-chosen", "tova + entropy^2", "tova + curves", "curves-joint"):
         assert kept(both.candidates[name].plan, "decode") == kept(alone.candidates[name].plan), name
     floors = {"snapkv": 4, "streaming": 3, "tova": 1}
@@ -265,7 +264,7 @@ def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: Loa
         for phase in ("prefill", "decode"):
             rows = zip(kept(entrant.plan, phase), patterns(entrant.plan, phase), strict=True)
             assert all(budget >= floors[pattern] for budget, pattern in rows), entrant.name
-    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), TARGET)
+    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
     mine = both.candidates["cosine + nll-chosen"].plan
     assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
 
@@ -289,17 +288,17 @@ def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_pref
 
 def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedModel) -> None:
     large = {**PATTERNS, "pyramidkv": {"window": 13}}
-    field = find_field(model, profile_of(model, large), TARGET)
+    field = find_field(model, profile_of(model, large), SIZE)
     assert field.notes[0] == "pyramidkv is left out: it always keeps 13 entries per kv head, above the mean of 12"
     plans = [one.plan for one in field.candidates.values()]
     assert all("pyramidkv" not in patterns(plan) for plan in plans)
     with pytest.raises(UsageError, match=r"no pattern of the profile can be used \(snapkv: it always keeps 4 entries"):
-        find_field(model, profile_of(model, {"snapkv": {"window": 4}}), Target(budget=3))
+        find_field(model, profile_of(model, {"snapkv": {"window": 4}}), Size(budget=3))
 
 
 def test_the_full_cache_is_no_pattern_to_choose(model: LoadedModel) -> None:
     with_full = {**PATTERNS, "full": {}}
-    field = find_field(model, profile_of(model, with_full), TARGET)
+    field = find_field(model, profile_of(model, with_full), SIZE)
     assert "full" not in field.baselines
     assert all("full" not in patterns(one.plan) for one in field.candidates.values())
 
@@ -320,7 +319,7 @@ def test_the_full_cache_is_no_pattern_to_choose(model: LoadedModel) -> None:
 )
 def test_names_that_are_wrong(model: LoadedModel, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem) as caught:
-        explore(profile_of(model), TARGET, **options)
+        explore(profile_of(model), SIZE, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -332,12 +331,12 @@ def test_why_there_are_no_curves(model: LoadedModel, curve: str) -> None:
         (profile_of(model, budgets=(8,)), "need losses at several budgets, the profile has 8"),
     ):
         with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
-            explore(profile, TARGET, allocators=[curve])
-        assert not set(CURVES) & set(explore(profile, TARGET, "full").allocators)
+            explore(profile, SIZE, allocators=[curve])
+        assert not set(CURVES) & set(explore(profile, SIZE, "full").allocators)
 
 
 def test_curves_from_the_smallest_measured_budget_on_need_a_smaller_one(model: LoadedModel) -> None:
-    smallest = Target(budget=8)
+    smallest = Size(budget=8)
     with pytest.raises(UsageError, match="measured at 8, 16, 32 entries, none below the mean of 8"):
         explore(profile_of(model), smallest, allocators=["curves"])
     there = set(CURVES) & set(explore(profile_of(model), smallest).allocators)
@@ -349,14 +348,14 @@ def test_routes_that_were_not_measured(model: LoadedModel) -> None:
     with pytest.raises(
         UsageError, match=r"no signal for route 'ppl' \(it has none, cosine, error, snapkv, streaming, tova"
     ):
-        explore(bare, TARGET, routes=["ppl"])
+        explore(bare, SIZE, routes=["ppl"])
 
 
 def test_phases_that_were_not_measured(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
-        find_field(model, profile_of(model, phases=("prefill",)), TARGET, "both")
+        find_field(model, profile_of(model, phases=("prefill",)), SIZE, "both")
     with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
-        find_field(model, profile_of(model), TARGET, "decoding")
+        find_field(model, profile_of(model), SIZE, "decoding")
 
 
 @pytest.mark.filterwarnings("error")

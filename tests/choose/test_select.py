@@ -25,10 +25,9 @@ from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference, contrast, summarize
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Profile
+from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
 from kvsearch.runtime.plan_checks import check_plan
-from kvsearch.strategies.from_profile import Target
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.protocol import QUESTION_AWARE
 from tests import tiny
@@ -37,7 +36,7 @@ from tests.evaluation.test_statistics import samples
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
-TARGET = Target(budget=12)
+SIZE = Size(budget=12)
 HOW = Settings(samples=16, seed=3, batch=8)
 
 
@@ -353,12 +352,12 @@ EXPLORED = {"routes": ["cosine", "error"], "allocators": ["uniform", "entropy", 
 
 def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **options: Any) -> PreparedSelection:
     tasks = [questions_of(*range(16), each=2), questions_of(*range(16, 26), each=2)]
-    explored = explore(profile, TARGET, **EXPLORED)
+    explored = explore(profile, SIZE, **EXPLORED)
     if favourite is not None:
         when = options.get("phases", ("prefill",))[0]
-        entrant = find_field(model, profile, TARGET, when, explored).entrants[favourite]
+        entrant = find_field(model, profile, SIZE, when, explored).entrants[favourite]
         tasks = [answered_by(model, entrant.plan, task) for task in tasks]
-    return prepare_selection(model, profile, TARGET, Questions(tasks[:1], tasks[1:]), HOW, explored=explored, **options)
+    return prepare_selection(model, profile, SIZE, Questions(tasks[:1], tasks[1:]), HOW, explored=explored, **options)
 
 
 @pytest.fixture(scope="module")
@@ -421,11 +420,11 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
 
 
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
-    explored = explore(profile, TARGET, routes=["none"], allocators=["uniform"])
+    explored = explore(profile, SIZE, routes=["none"], allocators=["uniform"])
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
-    plan = find_field(model, profile, TARGET, "prefill", explored).entrants["streaming"].plan
+    plan = find_field(model, profile, SIZE, "prefill", explored).entrants["streaming"].plan
     questions = Questions(*([answered_by(model, plan, task)] for task in tasks))
-    found = select(model, profile, TARGET, questions, HOW, explored=explored)
+    found = select(model, profile, SIZE, questions, HOW, explored=explored)
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     assert decision(found.chosen) == (
         "fallback to streaming, the best of 11 baselines on all questions: there is no candidate, every strategy is a "
@@ -504,9 +503,9 @@ def test_every_phase_setting_has_baselines_of_its_own(model: LoadedModel, profil
 
 def test_a_prompt_with_its_question(model: LoadedModel, profile: Profile) -> None:
     task, other = questions_of(*range(4)), questions_of(*range(4, 8))
-    explored = explore(profile, TARGET, routes=["cosine"], allocators=["uniform"])
+    explored = explore(profile, SIZE, routes=["cosine"], allocators=["uniform"])
     how = replace(HOW, protocol=QUESTION_AWARE)
-    found = select(model, profile, TARGET, Questions([task], [other]), how, explored=explored)
+    found = select(model, profile, SIZE, Questions([task], [other]), how, explored=explored)
     assert found.protocol == QUESTION_AWARE
     assert "1 finalist out of 1 candidate" in decision(found.chosen)
     assert "so few contexts cannot show any lead" in decision(found.chosen)
@@ -514,16 +513,14 @@ def test_a_prompt_with_its_question(model: LoadedModel, profile: Profile) -> Non
 
 def test_one_text_under_several_keys_is_no_evidence_twice(model: LoadedModel, profile: Profile) -> None:
     """Twelve keys, but three texts: one or two of them in the second stage, which cannot show any lead."""
-    explored = explore(profile, TARGET, **EXPLORED)
-    plan = find_field(model, profile, TARGET, "prefill", explored).entrants["error + entropy"].plan
+    explored = explore(profile, SIZE, **EXPLORED)
+    plan = find_field(model, profile, SIZE, "prefill", explored).entrants["error + entropy"].plan
     task, other = (answered_by(model, plan, questions_of(*numbers, each=4)) for numbers in ((0, 1, 2), (3, 4)))
     keys = [
         replace(row, key=f"{row.key}/{n}", queries=(query,)) for row in task.rows for n, query in enumerate(row.queries)
     ]
     how = replace(HOW, samples=12)
-    found = select(
-        model, profile, TARGET, Questions([replace(task, rows=tuple(keys))], [other]), how, explored=explored
-    )
+    found = select(model, profile, SIZE, Questions([replace(task, rows=tuple(keys))], [other]), how, explored=explored)
     chosen = found.chosen
     assert (chosen.first.questions, chosen.second.questions) in ((8, 4), (4, 8))
     assert (chosen.first.contexts, chosen.second.contexts) in ((2, 1), (1, 2))
@@ -535,30 +532,30 @@ def test_one_text_under_several_keys_is_no_evidence_twice(model: LoadedModel, pr
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:
     task = questions_of(*range(4))
     with pytest.raises(UsageError, match="4 questions are in the selection and in the report split"):
-        prepare_selection(model, profile, TARGET, Questions([task], [task]), HOW)
+        prepare_selection(model, profile, SIZE, Questions([task], [task]), HOW)
     with pytest.raises(UsageError, match="task one has one context to select by"):
-        prepare_selection(model, profile, TARGET, Questions([questions_of(1)], [task]), HOW)
+        prepare_selection(model, profile, SIZE, Questions([questions_of(1)], [task]), HOW)
 
 
 def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, profile: Profile) -> None:
     questions = Questions([questions_of(*range(4))], [questions_of(*range(4, 8))])
     even = Explored(("cosine",), ("uniform",))
     with pytest.raises(UsageError, match=r"^no phases to evict in: give at least one of prefill, decode, both$"):
-        select(model, profile, TARGET, questions, HOW, phases=())
+        select(model, profile, SIZE, questions, HOW, phases=())
     late: dict[str, Any] = {"phases": ("decode",), "explored": even}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
-        prepare_selection(model, profile, Target(budget=59), questions, HOW, **late)
+        prepare_selection(model, profile, Size(budget=59), questions, HOW, **late)
     both = Questions([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions.report)
-    (contest,) = prepare_selection(model, profile, Target(budget=59), both, HOW, **late).contests
+    (contest,) = prepare_selection(model, profile, Size(budget=59), both, HOW, **late).contests
     assert "4 of 8 prompts are so short" in contest.field.notes[-1]
-    (contest,) = prepare_selection(model, profile, Target(budget=50), questions, HOW).contests  # some give and take
+    (contest,) = prepare_selection(model, profile, Size(budget=50), questions, HOW).contests  # some give and take
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", contest.field.notes[-1])
 
 
 def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile: Profile) -> None:
     questions = Questions([questions_of(*range(4))], [questions_of(*range(4, 8))])
     one, other, third = (
-        prepare_selection(model, profile, TARGET, questions, how)
+        prepare_selection(model, profile, SIZE, questions, how)
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
     first, again, elsewhere = (each.config(each.contests[0].prepared.evaluation) for each in (one, other, third))
@@ -569,4 +566,4 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
     other = make_signals(signal_metadata(None, PATTERNS))
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):
-        prepare_selection(model, other, TARGET, Questions([questions_of(1, 2)], [questions_of(3)]), HOW)
+        prepare_selection(model, other, SIZE, Questions([questions_of(1, 2)], [questions_of(3)]), HOW)

@@ -27,7 +27,7 @@ from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.run_directory import open_run
 from kvsearch.evaluation.statistics import Difference, Estimate
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, save_profile
+from kvsearch.plan import Profile, Size, save_profile
 from kvsearch.report.validation import (
     FILE,
     AtBudget,
@@ -48,7 +48,6 @@ from kvsearch.report.validation import (
 )
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.from_profile import Target
 from kvsearch.strategies.from_signals import Strategy
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -57,7 +56,7 @@ from tests.evaluation.shown import rendered
 from tests.plan.builders import model as toy
 from tests.signals.profiles import make_signals, signal_metadata
 
-TARGET = Target(budget=16)
+SIZE = Size(budget=16)
 HOW = Settings(3, seed=4, batch=4)
 
 
@@ -87,7 +86,7 @@ def prepared(
     profile = changes.pop("profile", None) or profile_of(model)
     subjects = changes.pop("subjects", None)
     subjects = find_subjects(SignalTable(profile), signals, phases) if subjects is None else subjects
-    asked = {"target": TARGET, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
+    asked = {"size": SIZE, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
     return prepare_validation(model, profile, subjects=subjects, **asked)
 
 
@@ -381,7 +380,7 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
 
 def test_controls_at_a_ratio(model: LoadedModel) -> None:
     """Odd entries: all hold the same, too."""
-    made = prepared(model, ["cosine", "entropy"], target=Target(ratio=0.903))
+    made = prepared(model, ["cosine", "entropy"], size=Size(ratio=0.903))
     assert made.budget == round(0.097 * 200 * 8) / 8
     totals = {sum(budgets(made, name)) for names in made.compared.values() for name in (*names[:3], *names.random)}
     assert totals == {round(0.097 * 200 * 8)}
@@ -391,12 +390,12 @@ def test_controls_at_a_ratio(model: LoadedModel) -> None:
     ("changes", "problem"),
     [
         ({"permutations": 4}, "4 permutations cannot tell a signal from chance: at least 5"),
-        ({"target": Target(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
+        ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
         ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
         ({"settings": Settings(1)}, "task one has one context"),
         ({"subjects": []}, "no signals to judge: name at least one"),
         (
-            {"target": Target(budget=71)},
+            {"size": Size(budget=71)},
             "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
         ),
     ],
@@ -408,20 +407,20 @@ def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: s
 
 def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
     assert prepared(model, ["cosine"]).notes == ()
-    (note,) = prepared(model, ["cosine"], target=Target(budget=65)).notes
+    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).notes
     assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
-    late = prepared(model, ["cosine"], ["decode"], target=Target(budget=71))  # the longest prompt and its reply
+    late = prepared(model, ["cosine"], ["decode"], size=Size(budget=71))  # the longest prompt and its reply
     assert "2 of 3 prompts are so short" in late.notes[0]
     with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
-        prepared(model, ["cosine"], ["decode"], target=Target(budget=120))
+        prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
 
 
 def test_a_pattern_without_a_window_cannot_have_a_smaller_one(model: LoadedModel) -> None:
     metadata = signal_metadata(model.fingerprint, {"cam": {"sinks": 6}, "tova": {}}, budgets=(16,))
     with pytest.raises(UsageError, match=r"below the \d+ that cam always keeps: .* or calibrate without cam$"):
-        prepared(model, ["cosine"], profile=make_signals(metadata), target=Target(budget=3))
+        prepared(model, ["cosine"], profile=make_signals(metadata), size=Size(budget=3))
     with pytest.raises(UsageError, match=r"that snapkv always keeps: .* or calibrate with a smaller window$"):
-        prepared(model, ["cosine"], target=Target(budget=3))
+        prepared(model, ["cosine"], size=Size(budget=3))
 
 
 def test_reported_examples_are_out_of_reach() -> None:
@@ -476,7 +475,7 @@ def test_the_same_seed_finds_the_same(found: Validation, model: LoadedModel) -> 
 def test_validate_is_all_of_it_at_once(found: Validation, model: LoadedModel) -> None:
     profile = profile_of(model)
     one = Subject("cosine", "route", "prefill")
-    assert validate(model, profile, TARGET, TASKS, HOW, [one]).budgets[0].signals == found.budgets[0].signals[:1]
+    assert validate(model, profile, SIZE, TASKS, HOW, [one]).budgets[0].signals == found.budgets[0].signals[:1]
 
 
 @pytest.mark.parametrize("name", ["cosine", "entropy"])

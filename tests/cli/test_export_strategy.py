@@ -11,8 +11,7 @@ import pytest
 
 from kvsearch.choose import validate as validation
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import ModelFingerprint, Profile, load_plan, load_profile, save_profile
-from kvsearch.strategies.from_profile import Target
+from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE
@@ -61,9 +60,7 @@ def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -
     code, out, talk = run("export", polykv, "-o", path, "--budget", 32, "--phases", "both")
     assert (code, out) == (0, "")
     plan = load_plan(path)
-    assert plan == strategy_plan(
-        load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Target(budget=32)
-    )
+    assert plan == strategy_plan(load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Size(budget=32))
     first, *lines = talk.splitlines()
     assert first == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
     assert [line.partition(":")[0] for line in lines] == ["prefill", "decode"]
@@ -106,7 +103,7 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
     for strategy, options in given:
         code, _, talk = run("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
         assert code == 0, talk
-        assert load_plan(path) == strategy_plan(profile, strategy, Target(budget=64, length=300))
+        assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
 def test_what_was_asked_at_calibration_is_the_default(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
@@ -114,10 +111,10 @@ def test_what_was_asked_at_calibration_is_the_default(run: Run, tmp_path: Path, 
     profile = calibrated_as(tmp_path / "run", bundled, asked, budgets=(48,))
     path = tmp_path / "plan.json"
     assert run("export", tmp_path / "run", "-o", path)[0] == 0
-    assert load_plan(path) == strategy_plan(profile, Strategy("error", "entropy", "decode"), Target(budget=48))
+    assert load_plan(path) == strategy_plan(profile, Strategy("error", "entropy", "decode"), Size(budget=48))
     typed = ("--route", "cosine", "--budget-signal", "uniform", "--phases", "prefill", "--ratio", 0.5)
     assert run("export", tmp_path / "run", "-o", path, *typed, "--force")[0] == 0
-    assert load_plan(path) == strategy_plan(profile, Strategy(), Target(ratio=0.5))
+    assert load_plan(path) == strategy_plan(profile, Strategy(), Size(ratio=0.5))
     calibrated_as(tmp_path / "run", bundled, {"route": "none"}, budgets=(48,))
     assert run("export", tmp_path / "run", "-o", path, "--policy", "tova", "--force")[0] == 0
     assert load_plan(path).provenance.settings["policy"] == "tova"

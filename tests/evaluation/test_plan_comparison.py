@@ -17,10 +17,9 @@ from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, 
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.evaluation.statistics import Difference, contrast, summarize
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan
+from kvsearch.plan import Plan, Size
 from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
-from kvsearch.strategies.methods import Size
 from kvsearch.tasks.base import Query
 from tests import tiny
 

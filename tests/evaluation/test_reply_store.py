@@ -20,11 +20,11 @@ from kvsearch.evaluation.reply_store import Ledger, read_replies
 from kvsearch.evaluation.run_directory import CONFIG, LEDGER, check_directories, difference, open_run
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Size
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.report.evaluation import as_json
 from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
-from kvsearch.strategies.methods import Size
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol

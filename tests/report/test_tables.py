@@ -12,12 +12,12 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import MACRO, blocks_of
 from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.plan import Size
 from kvsearch.report.table_files import all_tables, check_table_file, latex, markdown, on_screen, write_tables
 from kvsearch.report.tables import Cell, Group, TextTable, difference_table, find_columns, score_table, screen_columns
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.contenders import Contender
-from kvsearch.strategies.methods import Size
 from kvsearch.tasks.encode import Coverage
 from tests.evaluation.shown import rendered
 

@@ -21,7 +21,7 @@ from kvsearch.evaluation.compare import Settings, prepare
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Profile, ProfileMetadata, save_plan
+from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, save_plan
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.profile import save_profile
 from kvsearch.policies import create_policy
@@ -29,9 +29,9 @@ from kvsearch.runtime import Program
 from kvsearch.strategies.baselines import RandomEviction
 from kvsearch.strategies.contenders import Contender, sweep
 from kvsearch.strategies.direct import direct_plan, pyramid
-from kvsearch.strategies.from_profile import Target, plan_from_profile
+from kvsearch.strategies.from_profile import plan_from_profile
 from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
-from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method, Size
+from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method
 from kvsearch.strategies.request import read_contest
 from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS
 from kvsearch.tasks.longbench.task import LongBenchTask
@@ -171,7 +171,7 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
             phases != "decode", phases != "prefill",
         )  # fmt: skip
         for length in (1, 7, 8, 20, 33, 59):
-            total = contender.size.total(length, 8)
+            total = contender.size.held(length, 8)
             if contender.program.prefill is not None:
                 table = contender.program.prefill.table(length)
                 assert table.sum() == min(total, 8 * length)
@@ -184,7 +184,7 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
 @settings(max_examples=60, deadline=None)
 def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: int, name: str) -> None:
     method = one(name, "window=5")
-    total = min(Size(budget).total(length, 8), 8 * length)
+    total = min(Size(budget).held(length, 8), 8 * length)
     budgets = method.layout.budgets(total, length, HEADS)
     assert budgets.sum() == total
     assert budgets.min() >= min(5, budget, length)
@@ -202,7 +202,7 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
     for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
         method = one(name, "window=4")
         made = pyramid(method.policy) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
-        plan = direct_plan(model, method.policy, Target(budget=12), ["prefill"], made)
+        plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))
         assert program.prefill is not None
@@ -282,7 +282,7 @@ def test_a_profile_is_looked_up(model: LoadedModel, tmp_path: Path) -> None:
     for budget, length in ((12, 50), (12, 40), (30, 50)):
         prefill = method.program(model, Size(budget)).prefill
         assert prefill is not None
-        plan = plan_from_profile(made, Target(budget=budget, length=length))
+        plan = plan_from_profile(made, Size(budget=budget, length=length))
         assert prefill.table(length).tolist() == [list(row or ()) for row in plan.budgets("prefill")]
         assert len(set(prefill.table(length).flatten())) > 3
     prefill = method.program(model, Size(12)).prefill

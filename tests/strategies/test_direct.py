@@ -7,11 +7,10 @@ import pytest
 
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
-from kvsearch.plan import AllocationSpec, budgets_at
+from kvsearch.plan import PHASES, AllocationSpec, Size, budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.direct import PHASES, check_request, direct_plan, parse_allocation, pyramid
-from kvsearch.strategies.from_profile import Target
+from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation, pyramid
 from tests import tiny
 
 EVEN = Uniform()
@@ -20,7 +19,7 @@ EVEN = Uniform()
 @pytest.mark.parametrize("phases", PHASES)
 def test_a_fixed_budget_in_each_combination_of_phases(phases: str) -> None:
     model = tiny.loaded("gemma3")
-    plan = direct_plan(model, create_policy("h2o", {"recent": 3}), Target(budget=20), PHASES[phases], EVEN)
+    plan = direct_plan(model, create_policy("h2o", {"recent": 3}), Size(budget=20), PHASES[phases], EVEN)
     assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
     for phase in PHASES[phases]:
         assert plan.budgets(phase) == (None, (20, 20), None, (20, 20))
@@ -30,34 +29,34 @@ def test_a_fixed_budget_in_each_combination_of_phases(phases: str) -> None:
 
 
 def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
-    target = Target(ratio=0.7, length=101)
-    plan = direct_plan(tiny.loaded(), create_policy("streaming"), target, PHASES["prefill"], EVEN)
+    size = Size(ratio=0.7, length=101)
+    plan = direct_plan(tiny.loaded(), create_policy("streaming"), size, PHASES["prefill"], EVEN)
     assert plan.total == 242  # 0.3 * 101 * 8 = 242.4
     assert plan.prefill is not None
     assert {entries for budget in plan.budgets("prefill") if budget for entries in budget} == {30, 31}
     assert budgets_at(plan, "prefill", 1010).sum() == 2420
 
 
-def table(policy: str, target: Target, beta: float, **params: int) -> np.ndarray:
+def table(policy: str, size: Size, beta: float, **params: int) -> np.ndarray:
     made = create_policy(policy, params)
-    plan = direct_plan(tiny.loaded(), made, target, PHASES["prefill"], pyramid(made, beta))
+    plan = direct_plan(tiny.loaded(), made, size, PHASES["prefill"], pyramid(made, beta))
     return np.array([budget for budget in plan.budgets("prefill") if budget])
 
 
 def test_a_pyramid_above_what_the_policy_protects() -> None:
-    budgets = table("snapkv", Target(budget=12), 4, window=4)  # 4 layers, 8 free entries on average: 14, 10, 6, 2
+    budgets = table("snapkv", Size(budget=12), 4, window=4)  # 4 layers, 8 free entries on average: 14, 10, 6, 2
     assert budgets.tolist() == [[18, 18], [14, 14], [10, 10], [6, 6]]
 
 
 def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:
-    budgets = table("snapkv", Target(ratio=0.25, length=16), 4, window=4)  # 12 free in the first layer: 12, 9.3, 6.7, 4
+    budgets = table("snapkv", Size(ratio=0.25, length=16), 4, window=4)  # 12 free in the first layer: 12, 9.3, 6.7, 4
     assert budgets.sum() == 12 * 8
     assert np.abs(budgets[:, 0] - [16, 40 / 3, 32 / 3, 8]).max() < 1
 
 
 @pytest.mark.parametrize("budget", range(9, 60))
 def test_pyramids_and_even_budgets_have_the_same_total(budget: int) -> None:
-    budgets = table("streaming", Target(budget=budget), 20, sinks=4)
+    budgets = table("streaming", Size(budget=budget), 20, sinks=4)
     assert budgets.sum() == budget * 8
     assert budgets.min() >= 5
     assert (np.diff(budgets.sum(1)) <= 0).all()
@@ -65,10 +64,10 @@ def test_pyramids_and_even_budgets_have_the_same_total(budget: int) -> None:
 
 def test_the_plan_says_how_it_was_made() -> None:
     policy = create_policy("snapkv", {"window": 4})
-    plan = direct_plan(tiny.loaded(), policy, Target(budget=12), PHASES["both"], pyramid(policy, 4))
+    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], pyramid(policy, 4))
     assert plan.provenance.method == "pyramid"
     assert plan.provenance.settings == {"ratio": None, "budget": 12, "beta": 4, "window": 4}
-    even = direct_plan(tiny.loaded(), policy, Target(budget=12), PHASES["both"], EVEN)
+    even = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], EVEN)
     assert (even.provenance.method, even.provenance.settings) == ("uniform", {"ratio": None, "budget": 12})
     assert even.allocation == plan.allocation == AllocationSpec()
 
@@ -76,7 +75,7 @@ def test_the_plan_says_how_it_was_made() -> None:
 def test_an_allocation_is_stored_with_all_its_options() -> None:
     policy = create_policy("lava", {"window": 4})
     shared = parse_allocation("lava: layers = planned")
-    plan = direct_plan(tiny.loaded(), policy, Target(budget=12), PHASES["prefill"], EVEN, shared)
+    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["prefill"], EVEN, shared)
     assert plan.allocation.name == "lava"
     assert plan.allocation.params == {"layers": "planned", "heads": "dynamic", "floor_share": 0.2}
 
@@ -116,24 +115,24 @@ def test_allocations_that_are_refused(text: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "problem"),
+    ("name", "size", "problem"),
     [
-        ("snapkv", Target(budget=31), "31 entries per kv head is below the 32 that snapkv always keeps"),
-        ("snapkv", Target(ratio=0.9, length=100), "10 entries per kv head is below the 32"),
-        ("h2o", Target(ratio=0.9), "a ratio needs the --length"),
-        ("h2o", Target(budget=200, length=200), "all of a 200-token prompt"),
-        ("duo_attention", Target(budget=400), "never evicts heads with budgets of 400 entries on average"),
+        ("snapkv", Size(budget=31), "31 entries per kv head is below the 32 that snapkv always keeps"),
+        ("snapkv", Size(ratio=0.9, length=100), "10 entries per kv head is below the 32"),
+        ("h2o", Size(ratio=0.9), "a ratio needs the --length"),
+        ("h2o", Size(budget=200, length=200), "all of a 200-token prompt"),
+        ("duo_attention", Size(budget=400), "never evicts heads with budgets of 400 entries on average"),
     ],
 )
-def test_what_is_refused_before_a_model_is_loaded(name: str, target: Target, problem: str) -> None:
+def test_what_is_refused_before_a_model_is_loaded(name: str, size: Size, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        check_request(create_policy(name), target)
+        check_request(create_policy(name), size)
 
 
 def test_an_allocation_that_the_policy_cannot_have() -> None:
-    check_request(create_policy("d2o"), Target(budget=400), parse_allocation("adakv"))
+    check_request(create_policy("d2o"), Size(budget=400), parse_allocation("adakv"))
     with pytest.raises(UsageError, match="d2o merges what it evicts"):
-        check_request(create_policy("d2o"), Target(budget=400), parse_allocation("lava"))
+        check_request(create_policy("d2o"), Size(budget=400), parse_allocation("lava"))
 
 
 def test_the_slope_of_a_pyramid_is_checked() -> None:

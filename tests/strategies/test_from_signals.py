@@ -11,11 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.plan import Phase, Profile, budgets_at, canonical_json
+from kvsearch.plan import PHASES, Phase, Profile, Size, budgets_at, canonical_json
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.direct import PHASES
-from kvsearch.strategies.from_profile import Target, total_entries
 from kvsearch.strategies.from_signals import FULL, Chosen, Strategy, choose, plan_of, strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
@@ -34,8 +32,8 @@ def entropies(*values: float) -> np.ndarray:
     return np.broadcast_to(np.array(values, dtype=np.float32), (3, 2, len(values)))
 
 
-def prefill(profile: Profile, strategy: Strategy, target: Target) -> Chosen:
-    return choose(SignalTable(profile), strategy, target)["prefill"]
+def prefill(profile: Profile, strategy: Strategy, size: Size) -> Chosen:
+    return choose(SignalTable(profile), strategy, size)["prefill"]
 
 
 def names(chosen: Chosen) -> list[str]:
@@ -64,7 +62,7 @@ def test_every_layer_takes_its_best_pattern_and_of_equal_ones_the_first(
 ) -> None:
     errors = by_layer([0.9, 0.5, 0.3], [0.3, 0.2, 0.3], [0.1, 0.2, 0.3], [0.1, 0.2, 0.3])
     profile = make_signals(cosine=COSINES, relative_error=errors)
-    assert names(prefill(profile, strategy, Target(budget=20))) == expected
+    assert names(prefill(profile, strategy, Size(budget=20))) == expected
 
 
 def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -> None:
@@ -73,10 +71,10 @@ def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -
     entropy = np.stack([entropies(1, 2, 3, 4)[:, 0], entropies(4, 3, 2, 1)[:, 1]], axis=1)
     strategy = Strategy(budgets="entropy", phases="both", least=4)
     table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, entropy=entropy))
-    chosen = choose(table, strategy, Target(budget=10))
+    chosen = choose(table, strategy, Size(budget=10))
     assert names(chosen["decode"]) == names(chosen["prefill"])[::-1]
     assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14]] * 2
-    alone = choose(table, replace(strategy, phases="decode"), Target(budget=10))
+    alone = choose(table, replace(strategy, phases="decode"), Size(budget=10))
     assert alone["decode"].budgets.ravel().tolist() == [14, 11, 9, 6]
 
 
@@ -86,7 +84,7 @@ def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
     cosine[:, :, 1] = np.array([0.1, 0.9, 0])
     nll[..., 0, 0], nll[..., 3, 1] = 2, 2
     profile = make_signals(ONE_HEAD, cosine=cosine, nll=nll, full_nll=np.ones(3))
-    chosen = choose(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Target(budget=10))
+    chosen = choose(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Size(budget=10))
     assert [names(part)[0] for part in chosen.values()] == ["snapkv", "streaming"]
     for part in chosen.values():
         assert part.budgets.ravel().tolist() == [28, 4, 4, 4]
@@ -96,29 +94,29 @@ def test_the_larger_floor_of_both_phases_holds() -> None:
     cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
     cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
     profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
-    chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Target(budget=10))
+    chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Size(budget=10))
     assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
     assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]
     with pytest.raises(UsageError, match="3 entries per kv head is below the 4 that snapkv in decode layer 1 always"):
-        choose(SignalTable(profile), Strategy(phases="both"), Target(budget=3))
+        choose(SignalTable(profile), Strategy(phases="both"), Size(budget=3))
 
 
 def test_signals_are_read_at_the_nearest_measured_budget() -> None:
     profile = make_signals(signal_metadata(budgets=(16, 64)))
-    near = [choose(SignalTable(profile), Strategy(), Target(budget=budget))["prefill"] for budget in (31, 33)]
+    near = [choose(SignalTable(profile), Strategy(), Size(budget=budget))["prefill"] for budget in (31, 33)]
     cosine = profile.arrays["cosine"].mean(axis=0)
     for chosen, values in zip(near, (cosine[0, 0], cosine[1, 0]), strict=True):
         patterns = profile.metadata.signals.patterns  # type: ignore[union-attr]
         assert list(chosen.patterns) == [patterns[index] for index in values.argmax(axis=-1)]
-    assert strategy_plan(profile, Strategy(), Target(ratio=0.7)).provenance.settings["signal_budget"] == 64
+    assert strategy_plan(profile, Strategy(), Size(ratio=0.7)).provenance.settings["signal_budget"] == 64
 
 
 def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself() -> None:
     metadata = signal_metadata(patterns={"tova": {}, "full": {}, "snapkv": {"window": 4}})
     profile = make_signals(metadata, cosine=by_layer(*[[0.5, 1.0, 0.6]] * 4))
-    assert set(names(prefill(profile, Strategy(), Target(budget=20)))) == {"snapkv"}
+    assert set(names(prefill(profile, Strategy(), Size(budget=20)))) == {"snapkv"}
     with pytest.raises(UsageError, match="cannot use policy 'full' in every layer: the full cache evicts nothing"):
-        prefill(profile, Strategy(None, policy="full"), Target(budget=20))
+        prefill(profile, Strategy(None, policy="full"), Size(budget=20))
 
 
 # --- budgets --------------------------------------------------------------------------------------------------------
@@ -128,31 +126,31 @@ def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself
 def test_the_papers_budgets(inverse: bool, expected: list[int]) -> None:
     profile = make_signals(ONE_HEAD, entropy=entropies(1, 2, 3, 4))
     strategy = Strategy(budgets="entropy", inverse_budgets=inverse, least=4)
-    assert prefill(profile, strategy, Target(budget=10)).budgets.tolist() == [[entries] for entries in expected]
+    assert prefill(profile, strategy, Size(budget=10)).budgets.tolist() == [[entries] for entries in expected]
     # as a share of prompts of 100 tokens, and the heads of a layer alike
     two = make_signals(entropy=entropies(1, 2, 3, 4))
-    budgets = prefill(two, strategy, Target(ratio=0.9, length=100)).budgets
+    budgets = prefill(two, strategy, Size(ratio=0.9, length=100)).budgets
     assert budgets.tolist() == [[entries] * 2 for entries in expected]
 
 
 def test_what_a_pattern_always_keeps_is_the_floor_of_its_layers() -> None:
     cosine = by_layer([0.9, 0, 0], [0, 0.9, 0], [0, 0, 0.9], [0, 0, 0.9])
     profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
-    chosen = prefill(profile, Strategy(budgets="entropy", least=0), Target(budget=10))
+    chosen = prefill(profile, Strategy(budgets="entropy", least=0), Size(budget=10))
     assert names(chosen) == ["snapkv", "streaming", "tova", "tova"]
     assert chosen.budgets.ravel().tolist() == [4, 3, 1, 32]  # streaming keeps its sinks and the newest
-    assert strategy_plan(profile, Strategy(budgets="entropy"), Target(budget=10)).floor == 1
+    assert strategy_plan(profile, Strategy(budgets="entropy"), Size(budget=10)).floor == 1
 
 
 def test_no_layer_gets_more_than_the_length_that_the_plan_states() -> None:
     """That of the calibration's prompts, 200, unless another one is given."""
     profile = make_signals(ONE_HEAD, entropy=entropies(0, 0, 0, 1))
     strategy = Strategy(None, budgets="entropy", policy="tova")
-    assert prefill(profile, strategy, Target(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
-    assert strategy_plan(profile, strategy, Target(budget=100)).length == 200
-    assert prefill(profile, strategy, Target(budget=100, length=150)).budgets.max() == 150
-    assert prefill(profile, strategy, Target(budget=100, length=1000)).budgets.max() == 400 - 3 * 10
-    assert prefill(profile, strategy, Target(ratio=0.5)).budgets.max() == 200
+    assert prefill(profile, strategy, Size(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
+    assert strategy_plan(profile, strategy, Size(budget=100)).length == 200
+    assert prefill(profile, strategy, Size(budget=100, length=150)).budgets.max() == 150
+    assert prefill(profile, strategy, Size(budget=100, length=1000)).budgets.max() == 400 - 3 * 10
+    assert prefill(profile, strategy, Size(ratio=0.5)).budgets.max() == 200
 
 
 STRATEGIES = st.builds(
@@ -171,21 +169,21 @@ STRATEGIES = st.builds(
     phases=st.sampled_from(sorted(PHASES)),
     least=st.none() | st.integers(0, 8),
 )
-TARGETS = st.builds(Target, budget=st.integers(8, 199)) | st.builds(Target, ratio=st.floats(0.05, 0.95))
+TARGETS = st.builds(Size, budget=st.integers(8, 199)) | st.builds(Size, ratio=st.floats(0.05, 0.95))
 
 
 @given(STRATEGIES, TARGETS, st.integers(0, 2), st.integers(0, 99))
 def test_totals_are_exact_and_bounds_and_candidates_are_respected(
-    strategy: Strategy, target: Target, full_layers: int, seed: int
+    strategy: Strategy, size: Size, full_layers: int, seed: int
 ) -> None:
     profile = make_signals(seed=seed)
-    known = target.ratio is not None
-    mean = target.budget or (1 - float(target.ratio or 0)) * 200
+    known = size.ratio is not None
+    mean = size.budget or (1 - float(size.ratio or 0)) * 200
     strategy = replace(strategy, full_layers=full_layers if known and mean * 4 - full_layers * 200 > 32 else 0)
-    made = choose(SignalTable(profile), strategy, target)
+    made = choose(SignalTable(profile), strategy, size)
     for chosen in made.values():
         assert np.array_equal(chosen.budgets, next(iter(made.values())).budgets)
-        assert chosen.budgets.sum() == total_entries(target, 200, 8)
+        assert chosen.budgets.sum() == size.total(200, 8)
         assert names(chosen).count("full") == strategy.full_layers
         assert not set(names(chosen)) & set(strategy.exclude)
         assert np.ptp(chosen.budgets, axis=1).max() <= 1
@@ -193,9 +191,9 @@ def test_totals_are_exact_and_bounds_and_candidates_are_respected(
             least = strategy.least or 0
             assert budgets.min() >= max(1, FLOORS[name], least if name != "full" else 200)
             assert not known or budgets.max() <= 200
-    plan = strategy_plan(profile, strategy, target)
+    plan = strategy_plan(profile, strategy, size)
     check_plan(plan, "the plan")
-    assert plan == strategy_plan(profile, strategy, target)
+    assert plan == strategy_plan(profile, strategy, size)
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4, unique=True), st.integers(20, 150))
@@ -203,7 +201,7 @@ def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(va
     assume(max(values) - min(values) > 1e-3)
     profile = make_signals(ONE_HEAD, entropy=entropies(*values))
     forward = Strategy(None, budgets="entropy", policy="tova")
-    chosen = [prefill(profile, way, Target(budget=budget)) for way in (forward, replace(forward, inverse_budgets=True))]
+    chosen = [prefill(profile, way, Size(budget=budget)) for way in (forward, replace(forward, inverse_budgets=True))]
     ordered = np.argsort(values)
     rows = [part.budgets.ravel()[ordered] for part in chosen]
     assert np.array_equal(rows[1], rows[0][::-1])
@@ -216,14 +214,14 @@ def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(va
 def test_full_layers_are_those_whose_best_pattern_is_the_worst() -> None:
     profile = make_signals(ONE_HEAD, cosine=COSINES, entropy=entropies(1, 9, 3, 4))
     strategy = Strategy(full_layers=1)
-    chosen = prefill(profile, strategy, Target(budget=60, length=200))
+    chosen = prefill(profile, strategy, Size(budget=60, length=200))
     assert names(chosen) == ["snapkv", "full", "snapkv", "streaming"]
     assert chosen.budgets.ravel().tolist() == [14, 200, 13, 13]
-    assert names(prefill(profile, replace(strategy, full_layers=2), Target(ratio=0.4))) == [
+    assert names(prefill(profile, replace(strategy, full_layers=2), Size(ratio=0.4))) == [
         "snapkv", "full", "full", "streaming",
     ]  # fmt: skip
     by_need = Strategy(None, policy="tova", budgets="entropy", full_layers=2)
-    assert names(prefill(profile, by_need, Target(ratio=0.4))) == ["tova", "full", "tova", "full"]
+    assert names(prefill(profile, by_need, Size(ratio=0.4))) == ["tova", "full", "tova", "full"]
 
 
 def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
@@ -233,22 +231,22 @@ def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
     profile = make_signals(
         ONE_HEAD, cosine=cosine, entropy=np.stack([entropies(1, 9, 3, 8)[:, 0], entropies(9, 1, 3, 8)[:, 1]], 1)
     )
-    table, target = SignalTable(profile), Target(budget=60, length=200)
-    chosen = choose(table, Strategy(full_layers=1, phases="both"), target)
+    table, size = SignalTable(profile), Size(budget=60, length=200)
+    chosen = choose(table, Strategy(full_layers=1, phases="both"), size)
     for part in chosen.values():
         assert [row for row, name in enumerate(names(part)) if name == "full"] == [2]
         assert part.budgets.ravel().tolist() == [14, 13, 200, 13]
     assert [
-        names(choose(table, Strategy(full_layers=1, phases=phase), target)[phase]).index("full")
+        names(choose(table, Strategy(full_layers=1, phases=phase), size)[phase]).index("full")
         for phase in PHASES["both"]
     ] == [1, 2]
-    by_need = choose(table, Strategy(None, policy="tova", budgets="entropy", full_layers=1, phases="both"), target)
+    by_need = choose(table, Strategy(None, policy="tova", budgets="entropy", full_layers=1, phases="both"), size)
     assert [names(part).index("full") for part in by_need.values()] == [3, 3]
 
 
 def test_a_plan_with_a_full_layer_keeps_all_of_it_at_every_length() -> None:
     profile = make_signals(ONE_HEAD, cosine=COSINES)
-    plan = strategy_plan(profile, Strategy(full_layers=1), Target(ratio=0.6))
+    plan = strategy_plan(profile, Strategy(full_layers=1), Size(ratio=0.6))
     assert plan.prefill is not None
     assert plan.prefill.layers[1].policy == FULL  # type: ignore[union-attr]
     assert plan.total == 320
@@ -262,26 +260,26 @@ def test_a_plan_with_a_full_layer_keeps_all_of_it_at_every_length() -> None:
 def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
     profile = make_signals(cosine=by_layer(*[[1.0] * 3] * 4))
     with pytest.warns(KvsearchWarning, match=r"cosine is .* nothing seems .* evicted at 32 .* so snapkv is used"):
-        chosen = prefill(profile, Strategy(), Target(budget=20))
+        chosen = prefill(profile, Strategy(), Size(budget=20))
     assert names(chosen) == ["snapkv"] * 4
     with pytest.warns(KvsearchWarning, match="so streaming is used everywhere"):
-        chosen = prefill(profile, Strategy(exclude=("snapkv",)), Target(budget=20))
+        chosen = prefill(profile, Strategy(exclude=("snapkv",)), Size(budget=20))
     assert names(chosen) == ["streaming"] * 4
 
 
 def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pytest.WarningsRecorder) -> None:
     profile = make_signals(entropy=entropies(1, 1, 1, 1))
     with pytest.warns(KvsearchWarning, match="entropy is the same in every prefill layer"):
-        chosen = prefill(profile, Strategy(budgets="entropy"), Target(budget=20))
+        chosen = prefill(profile, Strategy(budgets="entropy"), Size(budget=20))
     assert (chosen.budgets == 20).all()
     one = make_signals(signal_metadata(model(layers=1)), entropy=entropies(1))
-    assert prefill(one, Strategy(budgets="entropy"), Target(budget=20)).budgets.tolist() == [[20, 20]]
+    assert prefill(one, Strategy(budgets="entropy"), Size(budget=20)).budgets.tolist() == [[20, 20]]
     assert not recwarn.list  # one layer has nobody to be told apart from
 
 
 def test_one_candidate_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     profile = make_signals(signal_metadata(patterns={"tova": {}}))
-    assert set(names(prefill(profile, Strategy(), Target(budget=20)))) == {"tova"}
+    assert set(names(prefill(profile, Strategy(), Size(budget=20)))) == {"tova"}
     assert not recwarn.list
 
 
@@ -292,7 +290,7 @@ def test_a_plan_says_where_it_comes_from() -> None:
     asked = {"route": "ppl", "budget_signal": "entropy", "phases": "both", "budgets": [32], "texts": "some.json"}
     metadata = signal_metadata(provenance={**PROVENANCE, "method": "polykv", "settings": asked})
     strategy = Strategy(budgets="ppl", exclude=("tova",), full_layers=1)
-    plan = strategy_plan(make_signals(metadata), strategy, Target(budget=70, length=210))
+    plan = strategy_plan(make_signals(metadata), strategy, Size(budget=70, length=210))
     assert (plan.scaling, plan.length, plan.total, plan.decode) == ("fixed", 210, 560, None)
     assert (plan.provenance.method, plan.provenance.seed) == ("polykv", 7)
     assert plan.provenance.settings == {
@@ -300,45 +298,45 @@ def test_a_plan_says_where_it_comes_from() -> None:
         "inverse_route": False, "inverse_budgets": False, "exclude": ("tova",), "least": None, "full_layers": 1,
         "signal_budget": 32, "budgets": (32,), "texts": "some.json",
     }  # fmt: skip
-    alone = strategy_plan(make_signals(), Strategy(None), Target(budget=70)).provenance.settings
+    alone = strategy_plan(make_signals(), Strategy(None), Size(budget=70)).provenance.settings
     assert (alone["route"], alone["policy"]) == (None, "snapkv")
 
 
 @pytest.mark.parametrize(
-    ("target", "scaling", "length"),
+    ("size", "scaling", "length"),
     [
-        (Target(budget=20), "fixed", 200),
-        (Target(budget=20, length=90), "fixed", 90),
-        (Target(ratio=0.8), "proportional", 200),
-        (Target(ratio=0.8, length=1000), "proportional", 1000),
+        (Size(budget=20), "fixed", 200),
+        (Size(budget=20, length=90), "fixed", 90),
+        (Size(ratio=0.8), "proportional", 200),
+        (Size(ratio=0.8, length=1000), "proportional", 1000),
     ],
 )
 @pytest.mark.parametrize("phases", PHASES)
-def test_sizes_and_phases(target: Target, scaling: str, length: int, phases: str) -> None:
-    plan = strategy_plan(make_signals(), Strategy(phases=phases), target)
+def test_sizes_and_phases(size: Size, scaling: str, length: int, phases: str) -> None:
+    plan = strategy_plan(make_signals(), Strategy(phases=phases), size)
     assert (plan.scaling, plan.length) == (scaling, length)
     assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
-    assert plan.total == {20: 160, None: 8 * length // 5}[target.budget]
+    assert plan.total == {20: 160, None: 8 * length // 5}[size.budget]
 
 
 def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
     metadata = signal_metadata(model(layers=4), layers=[1, 3])
-    plan = strategy_plan(make_signals(metadata), Strategy(), Target(budget=20))
+    plan = strategy_plan(make_signals(metadata), Strategy(), Size(budget=20))
     assert plan.planned_layers("prefill") == (1, 3)
 
 
 def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
     profile = make_signals()
-    chosen: dict[Phase, Chosen] = choose(SignalTable(profile), Strategy(), Target(budget=20))
+    chosen: dict[Phase, Chosen] = choose(SignalTable(profile), Strategy(), Size(budget=20))
     turned = Chosen(chosen["prefill"].patterns[::-1], chosen["prefill"].budgets)
-    plan = plan_of(profile, {"decode": turned}, Target(budget=20), {"control": "random"})
+    plan = plan_of(profile, {"decode": turned}, Size(budget=20), {"control": "random"})
     assert plan.prefill is None
     assert [layer.policy for layer in plan.phase("decode").layers if layer] == list(turned.patterns)
     assert (plan.total, plan.provenance.settings["control"]) == (160, "random")
 
 
 def test_equal_strategies_give_equal_bytes() -> None:
-    plans = [strategy_plan(make_signals(), Strategy(budgets="ppl", phases="both"), Target(ratio=0.5)) for _ in range(2)]
+    plans = [strategy_plan(make_signals(), Strategy(budgets="ppl", phases="both"), Size(ratio=0.5)) for _ in range(2)]
     assert canonical_json(plans[0]) == canonical_json(plans[1])
 
 
@@ -388,11 +386,11 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], problem: str) -> N
     assert problem in str(caught.value)
 
 
-LONG = Target(budget=20, length=200)
+LONG = Size(budget=20, length=200)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "target", "problem"),
+    ("strategy", "size", "problem"),
     [
         (
             Strategy(exclude=("tofa",)),
@@ -405,22 +403,22 @@ LONG = Target(budget=20, length=200)
         (Strategy(budgets="entropy-literal"), LONG, "this profile has no 'entropy-literal' signal"),
         (
             Strategy(None),
-            Target(budget=3),
+            Size(budget=3),
             "3 entries per kv head is below the 4 that snapkv in prefill layer 0 always",
         ),
         (
             Strategy(None),
-            Target(ratio=0.99),
+            Size(ratio=0.99),
             "2 entries per kv head is below the 4 that snapkv .*: keep more, use anot",
         ),
         (
             Strategy(),
-            Target(budget=200),
+            Size(budget=200),
             "200 entries per kv head is all of a 200-token prompt: nothing would be evict",
         ),
-        (Strategy(), Target(budget=90, length=90), "90 entries per kv head is all of a 90-token prompt"),
+        (Strategy(), Size(budget=90, length=90), "90 entries per kv head is all of a 90-token prompt"),
         (Strategy(budgets="entropy", least=21), LONG, "least 21 is above the mean of 20 entries per kv head"),
-        (Strategy(full_layers=1), Target(budget=20), "costs a whole prompt: give the --length"),
+        (Strategy(full_layers=1), Size(budget=20), "costs a whole prompt: give the --length"),
         (Strategy(full_layers=4), LONG, "4 of 4 layers in full would leave none"),
         (
             Strategy(full_layers=1),
@@ -429,9 +427,9 @@ LONG = Target(budget=20, length=200)
         ),
     ],
 )
-def test_requests_that_are_refused_on_one_line(strategy: Strategy, target: Target, problem: str) -> None:
+def test_requests_that_are_refused_on_one_line(strategy: Strategy, size: Size, problem: str) -> None:
     with pytest.raises(UsageError, match=problem) as caught:
-        strategy_plan(make_signals(), strategy, target)
+        strategy_plan(make_signals(), strategy, size)
     assert "\n" not in str(caught.value)
 
 
@@ -440,8 +438,8 @@ def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
     with pytest.raises(
         UsageError, match=r"3 .* below the 4 that snapkv in prefill layer 0 .* exclude snapkv, or calibr"
     ):
-        prefill(profile, Strategy(), Target(budget=3))
-    assert (prefill(profile, Strategy(exclude=("snapkv",)), Target(budget=3)).budgets == 3).all()
+        prefill(profile, Strategy(), Size(budget=3))
+    assert (prefill(profile, Strategy(exclude=("snapkv",)), Size(budget=3)).budgets == 3).all()
 
 
 def test_a_smaller_window_is_advised_only_where_there_is_one() -> None:
@@ -451,7 +449,7 @@ def test_a_smaller_window_is_advised_only_where_there_is_one() -> None:
         (Strategy(None, full_layers=1, budgets="entropy"), "keep more or use another policy$"),
     ):
         with pytest.raises(UsageError, match=rf"that cam in prefill layer \d always keeps: .*{remedy}"):
-            strategy_plan(make_signals(metadata), strategy, Target(budget=3, length=100))
+            strategy_plan(make_signals(metadata), strategy, Size(budget=3, length=100))
 
 
 def test_a_phase_that_was_not_measured() -> None:

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from kvsearch.calibration.base import Flag, Number, Progress, Recipe, Whole
 from kvsearch.calibration.options import (
     ANSWER_TOKENS,
-    BOTH_PHASES,
     QUESTION_AGNOSTIC,
     SIGNALS,
     PolykvOptions,
@@ -21,7 +20,7 @@ from kvsearch.calibration.options import (
 from kvsearch.calibration.polykv.patterns import candidates
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import Phase, PolicySpec
+from kvsearch.plan import PHASES, Phase, PolicySpec
 from kvsearch.plan.fields import Entries, refuse
 from kvsearch.policies import Policy
 from kvsearch.signals.table import ENTROPIES, MEASURES, ROUTES, SENSITIVITIES
@@ -122,7 +121,7 @@ class PolykvRecipe(Recipe):
     @property
     def measured_phases(self) -> tuple[Phase, ...]:
         """The phases in which patterns are tried."""
-        return BOTH_PHASES if self.phases == "both" else (self.phases,)
+        return PHASES[self.phases]
 
     def remarks(self) -> list[str]:
         """What is left out, and patterns that cannot be told apart; UsageError as `candidates`."""

@@ -1,0 +1,93 @@
+"""How much of a cache is kept: entries per kv head, or all but a share of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import round_half_up
+
+if TYPE_CHECKING:
+    from kvsearch.plan.profile import ProfileMetadata
+
+
+class Pool(NamedTuple):
+    """Entries to share out among the kv heads of some layers, none of which may get more than `length`."""
+
+    shape: tuple[int, int]  # layers, kv heads
+    total: int
+    length: int
+
+    @property
+    def mean(self) -> float:
+        """Entries per kv head."""
+        return self.total / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class Size:
+    """Keep `budget` entries per kv head on average, or evict the share `ratio` of any prompt.
+
+    `length` is the prompt length, in tokens, that the integer budgets of a plan are for; default: the calibration's.
+
+    Raises:
+        UsageError: not exactly one of budget and ratio, or a number out of range.
+    """
+
+    budget: int | None = None
+    ratio: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 1:
+            raise UsageError(f"a budget of {self.budget} keeps nothing: give at least 1 entry per kv head")
+        if (self.ratio is None) == (self.budget is None):
+            raise UsageError("give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)")
+        if self.ratio is not None and not 0 < self.ratio < 1:
+            raise UsageError(f"ratio {self.ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth")
+        if self.length is not None and self.length < 1:
+            raise UsageError(f"length {self.length} must be 1 token or more")
+        # files hold plain numbers, whatever a caller computes with
+        for name, plain in (("budget", int), ("ratio", float), ("length", int)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else plain(value))
+
+    def __str__(self) -> str:
+        return str(self.ratio if self.budget is None else self.budget)
+
+    @property
+    def words(self) -> str:
+        """The size for people."""
+        if self.budget is not None:
+            return f"{self.budget} {'entry' if self.budget == 1 else 'entries'} per kv head"
+        return f"{100 * float(self.ratio or 0):g}% evicted"
+
+    @property
+    def scaling(self) -> Literal["fixed", "proportional"]:
+        """The scaling of plans of this size: a ratio follows the prompt at hand."""
+        return "proportional" if self.budget is None else "fixed"
+
+    def mean(self, length: int) -> float:
+        """Entries per kv head of a prompt of `length` tokens, before rounding."""
+        return (1 - float(self.ratio or 0)) * length if self.budget is None else self.budget
+
+    def total(self, length: int, heads: int) -> int:
+        """Entries of `heads` kv heads together for a prompt of `length` tokens.
+
+        A budget counts in full where the prompt is shorter.
+        """
+        return self.budget * heads if self.budget is not None else round_half_up(self.mean(length) * heads)
+
+    def held(self, length: int, heads: int) -> int:
+        """Entries that a method holds of the prompt at hand: the total, but at least one for each head."""
+        return max(self.total(length, heads), heads)
+
+    def pool(self, metadata: ProfileMetadata) -> Pool:
+        """What the layers of a profile share, of prompts as long as its own where the size has no length."""
+        length, shape = self.length or metadata.length, metadata.shape
+        return Pool(shape, self.total(length, shape[0] * shape[1]), length)
+
+    def as_json(self) -> dict[str, int | float]:
+        """The one number that is given, by its name."""
+        return {"budget": self.budget} if self.budget is not None else {"ratio": float(self.ratio or 0)}
