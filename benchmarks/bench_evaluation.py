@@ -19,7 +19,7 @@ from kvsearch.models.loading import LoadOptions, load
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.protocol import PROTOCOLS, Protocol
+from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 

@@ -31,7 +31,7 @@ from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.tasks.protocol import PROTOCOLS, Protocol
+from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 SEARCH = 200  # candidates

@@ -14,7 +14,6 @@ from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.base import Flag, Number, Progress, Recipe, Whole
 from kvsearch.calibration.options import (
     ANSWER_TOKENS,
-    QUESTION_AGNOSTIC,
     Aggregate,
     CakeOptions,
     DynamicOptions,
@@ -22,10 +21,10 @@ from kvsearch.calibration.options import (
     Group,
     LukvOptions,
     Normalization,
-    Protocol,
 )
 from kvsearch.calibration.polykv.recipe import PolykvRecipe
 from kvsearch.plan.fields import refuse
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 
 if TYPE_CHECKING:

@@ -9,15 +9,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 
 Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
 Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
-Protocol = Literal["question-agnostic", "question-aware"]
 Exponents = Literal["auto", "fixed", "fit"]
 Signal = Literal["cosine", "ppl", "entropy"]
 
-QUESTION_AGNOSTIC: Protocol = "question-agnostic"
 ANSWER_TOKENS = 128
 SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
 

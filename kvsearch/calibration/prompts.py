@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.data import CalibrationData, Context
-from kvsearch.calibration.options import QUESTION_AGNOSTIC, Protocol
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.tasks.prompts import PromptFormat
 

@@ -49,9 +49,9 @@ def evaluate(
     from kvsearch.cli.evaluate_output import Deliveries, deliver, kept, output_losses
     from kvsearch.cli.evaluate_perplexity import PERPLEXITY, perplexity, refuse_unread
     from kvsearch.evaluation.compare import Settings, prepare
+    from kvsearch.plan.protocol import QUESTION_AGNOSTIC, find_protocol
     from kvsearch.strategies.request import read_contest
     from kvsearch.tasks.catalog import find_tasks
-    from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, find_protocol
 
     options = details.options(length, split)
     if tasks.startswith(PERPLEXITY):

@@ -71,12 +71,12 @@ def evolve(
     """
     from kvsearch.cli.evolve_run import Work, deliver, foretell, parse_limits
     from kvsearch.evaluation.compare import Settings
+    from kvsearch.plan.protocol import find_protocol
     from kvsearch.search.evolve import Splits, prepare_search
     from kvsearch.search.front import prepare_front
     from kvsearch.search.recipe import resolve_recipe
     from kvsearch.search.run_directory import check_directory
     from kvsearch.tasks.catalog import find_tasks
-    from kvsearch.tasks.protocol import find_protocol
 
     typed = {
         "budget": budget, "budgets": asked.whole_numbers("--budgets", budgets), "policy": policy, "space": space,

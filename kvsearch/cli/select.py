@@ -140,9 +140,9 @@ def select(
     from kvsearch.choose.select import Questions, prepare_selection
     from kvsearch.evaluation.compare import Settings
     from kvsearch.evaluation.kept import check_place
+    from kvsearch.plan.protocol import find_protocol
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
-    from kvsearch.tasks.protocol import find_protocol
 
     profile = load_signals(directory)
     rule, size, when = Rule(top, margin=margin), _size(profile, budget, ratio), _phase_settings(phases)

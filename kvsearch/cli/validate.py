@@ -89,10 +89,10 @@ def validate(
     """
     from kvsearch.choose.validate import check_permutations, find_subjects, prepare_validation, refuse_reported
     from kvsearch.evaluation.compare import Settings
+    from kvsearch.plan.protocol import find_protocol
     from kvsearch.report.validation import FILE
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
-    from kvsearch.tasks.protocol import find_protocol
 
     check_permutations(permutations)
     options = details.options(length, split)

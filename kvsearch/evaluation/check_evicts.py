@@ -10,7 +10,7 @@ from kvsearch.evaluation.compare import FULL, Evaluation
 from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.tasks.protocol import Reading, readings
+from kvsearch.tasks.readings import Reading, readings
 
 
 def check_eviction(evaluation: Evaluation, size: Size) -> str | None:

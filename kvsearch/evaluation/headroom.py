@@ -20,6 +20,7 @@ from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
@@ -29,7 +30,7 @@ from kvsearch.strategies.baselines import baselines, equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import TaskPrompts, counter, encode, listed
 from kvsearch.tasks.prompts import PromptFormat
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, readings
+from kvsearch.tasks.readings import readings
 from kvsearch.tasks.texts import is_blank
 
 ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"

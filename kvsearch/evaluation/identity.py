@@ -15,12 +15,12 @@ from typing import Any
 from kvsearch.evaluation.runner import stop_tokens
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.protocol import Protocol
 from kvsearch.strategies.contenders import Contender
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash
 from kvsearch.tasks.facts import describe_tasks
 from kvsearch.tasks.longbench.task import LongBenchTask
-from kvsearch.tasks.protocol import Protocol
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 

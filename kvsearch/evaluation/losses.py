@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
@@ -27,7 +28,7 @@ from kvsearch.runtime.stream import Followed, Stream
 from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+from kvsearch.tasks.readings import Reading, readings
 
 Progress = Callable[[int, int], None]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvsearch.evaluation.samples import Sample
 from kvsearch.tasks.encode import TaskPrompts
-from kvsearch.tasks.protocol import Reading
+from kvsearch.tasks.readings import Reading
 
 
 class Place(NamedTuple):

@@ -11,7 +11,7 @@ from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import questions_of, score_of
 from kvsearch.evaluation.samples import Sample
 from kvsearch.tasks.encode import TaskPrompts
-from kvsearch.tasks.protocol import Reading
+from kvsearch.tasks.readings import Reading
 
 Keyed = dict[str, dict[Place, str]]  # by method: the key of each of its places
 

@@ -15,12 +15,13 @@ from kvsearch.evaluation.reply_places import Journal, Known, Place
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.evaluation.shared_prefill import Joint, compressed
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+from kvsearch.tasks.readings import Reading, readings
 from kvsearch.tasks.scoring import score
 
 Progress = Callable[[int, int], None]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from kvsearch.jobs.options import JobOptions, Listed, Option
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.catalog import TaskOptions
 
-ASKED, TASKS, LOADING = "How it is asked", "Tasks", "The model"
+ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
+PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
 
@@ -141,8 +143,27 @@ class WithTasks(TaskDetails):
         return find_tasks(self.tasks, self.task_options(split))
 
 
-class Memory(JobOptions):
-    """How much is done at a time."""
+class Asking(JobOptions):
+    """How questions are asked, and how many at a time."""
+
+    protocol: Annotated[
+        Protocol,
+        BeforeValidator(find_protocol),
+        Option(
+            "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
+            "context and question are compressed as one.",
+            panel=ASKED,
+        ),
+    ] = QUESTION_AGNOSTIC
+    max_length: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "Most tokens of prompt and reply together; the middle of longer contexts is cut out. At most, and by "
+            "default, what the model takes.",
+            panel=ASKED,
+        ),
+    ] = None
 
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.", panel=ASKED)] = 8
     max_memory: Annotated[

@@ -27,8 +27,8 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import Plan, sha256_of
+from kvsearch.plan.protocol import QUESTION_AWARE
 from kvsearch.runtime import Program
-from kvsearch.tasks.protocol import QUESTION_AWARE
 
 NEAR = 5  # names to suggest: the harness has thousands
 

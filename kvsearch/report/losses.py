@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.evaluation.losses import LayerLoss
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from kvsearch.choose.acceptance import Rule, Share
 from kvsearch.evaluation.statistics import Difference, Estimate
 from kvsearch.plan import Plan, Size
+from kvsearch.plan.protocol import Protocol
 from kvsearch.report.tables import Cell, Group, TextTable
 from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.protocol import Protocol
 
 SCHEMA, FILE = "kvsearch.selection/1", "selection.json"
 Kind = Literal["candidate", "baseline"]

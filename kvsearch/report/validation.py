@@ -21,7 +21,7 @@ from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
-from kvsearch.tasks.protocol import Protocol
+from kvsearch.plan.protocol import Protocol
 
 if TYPE_CHECKING:
     from rich.console import Group

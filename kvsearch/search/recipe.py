@@ -11,9 +11,9 @@ from pydantic import Field, ValidationError, model_validator
 from kvsearch.errors import UsageError
 from kvsearch.plan.fields import Entries, Record, ScalarField, Text, refuse
 from kvsearch.plan.parsing import describe_validation_error
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.recipe_files import find_recipe, read_recipe
 from kvsearch.search.settings import EvolveSettings, ObjectiveName, SpaceName
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol
 
 FOLDER, EXAMPLE = "recipes/evolve", "budget: 128"
 

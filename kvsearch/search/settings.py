@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.search.optimisers import optimiser_names
 from kvsearch.search.optimisers.cma import FEWEST
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol
 
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]

@@ -29,7 +29,6 @@ from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.protocol import QUESTION_AWARE
 from tests import tiny
 from tests.evaluation.shown import rendered
 from tests.evaluation.test_statistics import samples

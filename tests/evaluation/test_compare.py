@@ -15,6 +15,7 @@ from kvsearch.evaluation.compare import Comparison, Settings, prepare
 from kvsearch.evaluation.identity import metric_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
+from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
 from kvsearch.report.evaluation import as_json, plain_scores
 from kvsearch.report.table_files import all_tables, markdown
 from kvsearch.strategies.contenders import with_baselines
@@ -22,7 +23,6 @@ from kvsearch.strategies.plan_files import check_plans
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.longbench.task import LongBenchTask
 from kvsearch.tasks.niah import NiahTask
-from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 from tests import tiny

@@ -20,6 +20,7 @@ from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.evaluation.losses import LayerLoss, QueryLosses, _decided, layer_rules, measure_losses, query_losses
 from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies import create_policy
 from kvsearch.report.losses import losses_json, losses_table, task_means
 from kvsearch.runtime import PlanCache, Program
@@ -30,7 +31,6 @@ from kvsearch.signals.output_loss import attention_change
 from kvsearch.strategies.baselines import RandomEviction, full_cache
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from tests import tiny
 from tests.families import FAMILIES, build, prompts
 from tests.policies.contract import properties, rope

@@ -22,12 +22,12 @@ from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.report.evaluation import as_json
 from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from tests import tiny
 
 ONE = Sample(

@@ -16,6 +16,7 @@ from kvsearch.evaluation.runner import run, run_encoded, stop_tokens
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -24,7 +25,7 @@ from kvsearch.strategies.baselines import full_cache
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
-from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, Reading
+from kvsearch.tasks.readings import Reading
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.families import prompts

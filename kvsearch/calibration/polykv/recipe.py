@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvsearch.calibration.base import Flag, Number, Progress, Recipe, Whole
-from kvsearch.calibration.options import (
-    ANSWER_TOKENS,
-    QUESTION_AGNOSTIC,
-    SIGNALS,
-    PolykvOptions,
-    Protocol,
-    Signal,
-)
+from kvsearch.calibration.options import ANSWER_TOKENS, SIGNALS, PolykvOptions, Signal
 from kvsearch.calibration.polykv.patterns import candidates
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, PolicySpec
 from kvsearch.plan.fields import Entries, refuse
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.signals.table import ENTROPIES, MEASURES, ROUTES, SENSITIVITIES
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvsearch.evaluation.runner import score_of
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
-from kvsearch.tasks.protocol import QUESTION_AGNOSTIC, Protocol, Reading, readings
+from kvsearch.tasks.readings import Reading, readings
 
 
 @dataclass(frozen=True, eq=False)

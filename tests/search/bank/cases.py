@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsearch.budgets.allocator import Ints
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
@@ -19,7 +20,6 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.tasks.protocol import Protocol
 from tests import tiny
 
 SNAPKV = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})

@@ -12,6 +12,7 @@ import torch
 from kvsearch.evaluation.runner import run_encoded, stop_tokens
 from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.models.loading import LoadedModel, load
+from kvsearch.plan.protocol import Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime.attention import running
 from kvsearch.search.bank.bank import CandidateBank
@@ -22,7 +23,6 @@ from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.tasks.protocol import Protocol
 from tests import tiny
 from tests.families import FAMILIES
 from tests.runtime.helpers import TOLERANCE, assert_close

@@ -1,21 +1,14 @@
-"""When a context is compressed: before its questions are known, or together with each of them."""
+"""What is compressed as one under a protocol, and the questions that are replied to afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.encode import Prompt, Question
-
-Protocol = Literal["question-agnostic", "question-aware"]
-QUESTION_AGNOSTIC: Protocol = "question-agnostic"
-QUESTION_AWARE: Protocol = "question-aware"
-PROTOCOLS = (QUESTION_AGNOSTIC, QUESTION_AWARE)
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,3 @@ def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
     if protocol == QUESTION_AGNOSTIC:
         return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
     return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
-
-
-def find_protocol(name: str) -> Protocol:
-    """The protocol of that name; UsageError if there is none."""
-    for protocol in PROTOCOLS:
-        if name == protocol:
-            return protocol
-    raise UsageError(f"unknown protocol {name!r}{suggest(name, PROTOCOLS)}")

@@ -15,12 +15,13 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.strategies.baselines import equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, token_hash
-from kvsearch.tasks.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol, readings
+from kvsearch.tasks.readings import readings
 from tests import tiny
 
 TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
