@@ -26,6 +26,7 @@ from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import Difference, contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
+from kvsearch.plan.protocol import QUESTION_AWARE
 from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.tasks.encode import encode_tasks
