@@ -26,6 +26,29 @@ class NonFiniteError(IncompatibleError):
         self.row = row
 
 
+class GreedyReply:
+    """One greedy reply while it is made: up to `limit` tokens.
+
+    It ends before a token of `stop`, or with the token that makes `finished` true of it (None: nothing does).
+    """
+
+    def __init__(self, limit: int, stop: set[int], finished: Finished | None = None) -> None:
+        self.limit, self.stop, self.finished = limit, stop, finished
+        self.generated: list[int] = []  # with the token of `stop`
+        self.ended = False
+
+    def take(self, token: int) -> None:
+        """Go on with a token."""
+        self.generated.append(token)
+        self.ended = token in self.stop or len(self.generated) >= self.limit
+        self.ended = self.ended or (self.finished is not None and self.finished(self.generated))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids, without the one of `stop` that ended it."""
+        return self.generated[:-1] if self.generated[-1] in self.stop else self.generated
+
+
 class Replies:
     """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
 
@@ -83,26 +106,19 @@ class Replies:
         self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: MostHeld
     ) -> list[list[int]]:
         """Replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
-        replies: list[list[int]] = [[] for _ in max_new_tokens]
-        running = list(range(len(replies)))
+        replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         while True:
             tokens = ids[:, 0].tolist()
-            for row in running:
-                replies[row].append(tokens[row])
-            ended = [row for row in running if self._ended(replies[row], max_new_tokens[row])]
-            for row in ended:
-                self.most[row] = int(held.most[row])
-            running = [row for row in running if row not in ended]
-            if not running:
-                return [reply[:-1] if reply[-1] in self.stop else reply for reply in replies]
+            for row, reply in enumerate(replies):
+                if not reply.ended:
+                    reply.take(tokens[row])
+                    if reply.ended:
+                        self.most[row] = int(held.most[row])
+            if all(reply.ended for reply in replies):
+                return [reply.tokens for reply in replies]
             seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
             ids = self._forward(ids, seen, positions)
             held.step(np.ones(len(replies), dtype=np.int64))
-
-    def _ended(self, reply: list[int], limit: int) -> bool:
-        if reply[-1] in self.stop or len(reply) >= limit:
-            return True
-        return self.finished is not None and self.finished(reply)
 
     def _most_held(self) -> MostHeld:
         return MostHeld(self.model, self.cache, self.lengths[:, 0])
@@ -116,12 +132,16 @@ class Replies:
 
 
 def next_tokens(logits: Tensor) -> Tensor:
-    """The likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
-    finite = logits[:, -1].isfinite().all(-1)
+    """Return the likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
+    chosen, finite = likeliest(logits[:, -1:])
     if not bool(finite.all()):
-        raise NonFiniteError(int((~finite).nonzero()[0]))
-    chosen: Tensor = logits[:, -1:].argmax(-1)
+        raise NonFiniteError(int((~finite).nonzero()[0][0]))
     return chosen
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens [...] by logits [..., V], and where these are numbers, bool [...]."""
+    return logits.argmax(-1), logits.isfinite().all(-1)
 
 
 def check_length(model: Any, tokens: int) -> None:

@@ -6,8 +6,12 @@ differences are left to the caller, in float64.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Floats = NDArray[np.float64]
 
 SCRATCH_BYTES = 64 * 2**20
 
@@ -25,3 +29,20 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
         for part, chosen in zip(torch.split(rows, step), torch.split(wanted, step), strict=True)
     ]
     return torch.cat(losses).reshape(logits.shape[:-1])
+
+
+def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
+    """Sum the negative log-likelihoods of answers over their tokens, in nats, [S].
+
+    Logits are [S, R, V], in the rows that predict the answers [S, R]; -1 where there is no token.
+    """
+    scores, answers = logits.float(), answers.to(logits.device)
+    picked = scores.gather(-1, answers.clamp(min=0)[..., None])[..., 0]
+    # not `token_losses`, whose last bits differ: the ledgers and plans of searches hold on to these
+    return sum_answers(scores.logsumexp(-1) - picked, answers)
+
+
+def sum_answers(losses: Tensor, answers: Tensor) -> Floats:
+    """Sum losses [S, R] over the rows that predict answers [S, R], all but those of -1, in float64, [S]."""
+    sums: Floats = losses.double().masked_fill(answers.to(losses.device) < 0, 0.0).sum(-1).cpu().numpy()
+    return sums

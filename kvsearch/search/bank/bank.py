@@ -18,23 +18,22 @@ from torch import Tensor
 
 from kvsearch.budgets.allocator import Ints
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.replies import left_padded
-from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.replies import check_length, left_padded
+from kvsearch.evaluation.runner import Progress, stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
-from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.search.bank.checks import candidate_table, check_cap, check_objective, check_samples, sample_indices
-from kvsearch.search.bank.memory import Sizes, Splitting, Work, blocks, check_fits
-from kvsearch.search.bank.passes import Pass, Portion, Reply, side_by_side
-from kvsearch.search.bank.prefill import base_policies, windows_of
-from kvsearch.search.bank.prepared import PreparedSamples, Progress
+from kvsearch.search.bank.memory import SampleWork, Sizes, Splitting, blocks, check_fits
+from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side
+from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.objectives import Floats, answer_kl, answer_nll, find_objective
+from kvsearch.search.objectives import Objective, find_objective
 from kvsearch.search.settings import ObjectiveName
+from kvsearch.signals.effect import answer_divergences
+from kvsearch.signals.perplexity import Floats, answer_losses
 
 Act = Callable[[Portion, list[int], slice], None]
 
@@ -50,7 +49,7 @@ class CandidateBank:
 
     Args:
         loaded: the model.
-        base: what ranks the entries: a policy, one for each full-attention layer, or a program with a prefill phase.
+        base: what ranks the entries: a policy, or one for each full-attention layer.
         samples: of one protocol; see `bank_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
         full: also note what the full cache says of every answer ("kl" compares with it, exactly: the log-probabilities
@@ -71,7 +70,7 @@ class CandidateBank:
     def __init__(
         self,
         loaded: LoadedModel,
-        base: Program | Policy | Mapping[int, Policy],
+        base: Policy | Mapping[int, Policy],
         samples: Sequence[BankSample],
         cap: int,
         *,
@@ -81,10 +80,9 @@ class CandidateBank:
         progress: Progress | None = None,
     ) -> None:
         self.loaded, self.samples, self.cap, self.full = loaded, tuple(samples), cap, full
-        policies, windows = base_policies(loaded.model, base), windows_of(loaded.model)
+        policies, windows = ranking_policies(loaded.model, base), windows_of(loaded.model)
         self.shape = (len(policies), describe(loaded.model).kv_heads)
-        check_samples(loaded.model, self.samples)
-        check_cap(cap)
+        self._check()
         self._sizes = Sizes(loaded.model, tuple(windows.values()))
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
         self._store = SampleStore(self._room(), folder)
@@ -103,7 +101,7 @@ class CandidateBank:
     def values(
         self, objective: ObjectiveName, candidates: Sequence[Ints], samples: Sequence[int] | None = None
     ) -> Floats:
-        """Every candidate on every sample by an objective, float64 [P, S]; see `losses` and `scores`."""
+        """Judge every candidate on every sample by an objective, float64 [P, S]; see `losses` and `scores`."""
         if find_objective(objective).free_running:
             return self.scores(candidates, samples)
         return self.losses(candidates, samples, objective)
@@ -111,7 +109,7 @@ class CandidateBank:
     def losses(
         self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, objective: ObjectiveName = "nll"
     ) -> Floats:
-        """Losses of teacher-forced answers, means over the tokens of each in nats, float64 [P, S].
+        """Return the losses of teacher-forced answers, means over the tokens of each in nats, float64 [P, S].
 
         `candidates` are P tables [L, Hkv], `samples` indices into those of the bank (None: all). The first token of an
         answer that follows the prompt at once is predicted by the prompt itself: it has the same -log p under every
@@ -123,7 +121,7 @@ class CandidateBank:
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
         table, chosen = self._table(candidates), self._chosen(samples)
-        check_objective(find_objective(objective), [self.samples[index] for index in chosen], self.full)
+        self._check_objective(find_objective(objective), chosen)
         found = np.zeros((len(table), len(chosen)))
 
         def act(portion: Portion, places: list[int], some: slice) -> None:
@@ -132,39 +130,37 @@ class CandidateBank:
                 loss = self._loss(objective, [chosen[place] for place in places])
                 found[some, places] = np.stack([loss(one) for one in logits])
 
-        works = [Work.forcing(self.samples[index], self.cap) for index in chosen]
+        works = [SampleWork.forcing(self.samples[index], self.cap) for index in chosen]
         self._run(table, chosen, works, act)
         self._spent += len(table) * self.tokens(chosen)
         if objective == "nll":
             found += self._prepared.given[chosen]
-        return self._per_token(found, chosen)
+        counts = [max(1, len(self.samples[index].answer)) for index in chosen]
+        return np.asarray(found / np.array(counts), dtype=np.float64)
 
     def generate(
         self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, max_new_tokens: int | None = None
     ) -> list[list[list[int] | None]]:
-        """Greedy replies, token ids by candidate and sample; None where the model emits NaN or infinity.
+        """Reply greedily: token ids by candidate and sample; None where the model emits NaN or infinity.
 
         As long as each question allows, and at most `max_new_tokens`. Errors as for `losses`.
         """
-        return [[reply.tokens for reply in row] for row in self._replies(candidates, samples, max_new_tokens)]
+        made = self._replies(candidates, samples, max_new_tokens)
+        return [[None if reply.failed else reply.tokens for reply in row] for row in made]
 
     def scores(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> Floats:
-        """The task's metric of every reply, 0 to 1, float64 [P, S]; UsageError also if a reply cannot be judged."""
-        replies = self._replies(candidates, samples, None)
+        """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError also if a reply cannot be judged."""
+        chosen = [self.samples[index] for index in self._chosen(samples)]
         made = [
-            [np.nan if reply.tokens is None else reply.sample.score(reply.tokens) for reply in row] for row in replies
+            [np.nan if reply.failed else sample.score(reply.tokens) for sample, reply in zip(chosen, row, strict=True)]
+            for row in self._replies(candidates, samples, None)
         ]
-        return np.array(made, dtype=np.float64).reshape(len(made), len(self._chosen(samples)))
-
-    def full_losses(self, samples: Sequence[int] | None = None) -> Floats:
-        """The "nll" of the full cache on each sample, float64 [S]; NaN where there is no answer, or without `full`."""
-        chosen = self._chosen(samples)
-        return self._per_token(self._prepared.full_nll[chosen], chosen)
+        return np.array(made, dtype=np.float64).reshape(len(made), len(chosen))
 
     # --- what it costs --------------------------------------------------------------------------------------------
 
     def tokens(self, samples: Sequence[int] | None = None) -> int:
-        """Tokens that the model reads for the losses of one candidate."""
+        """Return how many tokens the model reads for the losses of one candidate."""
         return sum(len(self.samples[index].following) for index in self._chosen(samples))
 
     @property
@@ -197,16 +193,41 @@ class CandidateBank:
     ) -> None:
         self.close()
 
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if not self.samples:
+            raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
+        protocols = sorted({sample.reading.protocol for sample in self.samples})
+        if len(protocols) > 1:
+            raise UsageError(f"samples of {' and '.join(protocols)} cannot share a bank: make one for each protocol")
+        for sample in self.samples:
+            check_length(self.loaded.model, len(sample.prompt) + len(sample.following))
+        if self.cap < 1:
+            raise UsageError(f"a bank keeps at least 1 entry per kv head, not {self.cap}")
+
+    def _check_objective(self, objective: Objective, chosen: Sequence[int]) -> None:
+        """UsageError if this is no loss of teacher-forced answers, or a sample or the bank lacks what it needs."""
+        if objective.free_running:
+            raise UsageError(f"{objective.name} is judged by replies, not by teacher-forced answers: use scores()")
+        if objective.needs_full and not self.full:
+            raise UsageError(f"{objective.name} compares with the full cache: build the bank with full=True")
+        for sample in (self.samples[index] for index in chosen):
+            if not len(sample.answer):
+                raise UsageError(
+                    f"{sample.place}: {objective.name} needs a right answer, and there is none: search by the metric"
+                )
+
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def _replies(
         self, candidates: Sequence[Ints], samples: Sequence[int] | None, max_new_tokens: int | None
-    ) -> list[list[Reply]]:
+    ) -> list[list[BankReply]]:
         table, chosen = self._table(candidates), self._chosen(samples)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise UsageError(f"a reply has at least 1 token, not {max_new_tokens}")
         limits = [min(self.samples[index].limit, max_new_tokens or sys.maxsize) for index in chosen]
-        found: dict[tuple[int, int], Reply] = {}
+        found: dict[tuple[int, int], BankReply] = {}
         stop = stop_tokens(self.loaded)
 
         def act(portion: Portion, places: list[int], some: slice) -> None:
@@ -217,25 +238,42 @@ class CandidateBank:
                 found.update({(candidate, place): reply for place, reply in zip(places, row, strict=True)})
 
         works = [
-            Work.replying(self.samples[index], self.cap, limit) for index, limit in zip(chosen, limits, strict=True)
+            SampleWork.replying(self.samples[index], self.cap, limit)
+            for index, limit in zip(chosen, limits, strict=True)
         ]
         self._run(table, chosen, works, act)
-        self._spent += sum(reply.read for reply in found.values())
+        for (_, place), reply in found.items():  # the question, and all of the reply but its last token
+            self._spent += len(self.samples[chosen[place]].asked) + max(0, len(reply.generated) - 1)
         return [[found[candidate, place] for place in range(len(chosen))] for candidate in range(len(table))]
 
     def _chosen(self, samples: Sequence[int] | None) -> list[int]:
-        return sample_indices(samples, len(self.samples))
+        """List the indices of samples, all for None; UsageError if one is out of range."""
+        count = len(self.samples)
+        chosen = list(range(count)) if samples is None else [int(index) for index in samples]
+        wrong = [index for index in chosen if not 0 <= index < count]
+        if wrong:
+            raise UsageError(f"there is no sample {wrong[0]}: the bank has {count}, numbered from 0")
+        return chosen
 
     def _table(self, candidates: Sequence[Ints]) -> Ints:
-        longest = max(len(sample.prompt) for sample in self.samples)
-        return candidate_table(candidates, self.shape, self.cap, longest)
+        """Stack candidates as int64 [P, L, Hkv]; UsageError for those of another shape, or budgets out of range."""
+        for number, candidate in enumerate(candidates):
+            table = np.asarray(candidate)
+            if table.shape != self.shape:
+                raise UsageError(
+                    f"candidate {number} has the shape {table.shape}, not [layers, kv heads] = {self.shape}"
+                )
+            if not np.issubdtype(table.dtype, np.integer) or table.min() < 0:
+                raise UsageError(f"candidate {number}: budgets are whole numbers of entries, 0 or more")
+            if table.max() > self.cap < max(len(sample.prompt) for sample in self.samples):
+                raise UsageError(
+                    f"candidate {number} wants {table.max()} entries of a head, the bank keeps the best {self.cap}: "
+                    "build it with a larger cap"
+                )
+        return np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
 
-    def _per_token(self, sums: Floats, chosen: Sequence[int]) -> Floats:
-        counts: Ints = np.array([max(1, len(self.samples[index].answer)) for index in chosen])
-        return np.asarray(sums / counts, dtype=np.float64)
-
-    def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[Work], act: Act) -> None:
-        """`act` on all candidates and samples, as many together as memory permits."""
+    def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[SampleWork], act: Act) -> None:
+        """Run `act` on all candidates and samples, as many together as memory permits."""
         if not len(table):
             return
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
@@ -248,21 +286,20 @@ class CandidateBank:
                 self._splitting.run(block, len(table), load, act)
 
     def _loss(self, objective: ObjectiveName, indices: Sequence[int]) -> Callable[[Tensor], Floats]:
-        """Sums of losses [S] by logits [S, R, V] of these samples."""
+        """Return what makes sums of losses [S] of logits [S, R, V] of these samples."""
         chosen = [self.samples[index] for index in indices]
         answers, _ = left_padded(
             [sample.answer[len(sample.answer) - sample.predicting :] for sample in chosen], -1, self.loaded.device
         )
         if objective == "nll":
-            return lambda logits: answer_nll(logits, answers)
+            return lambda logits: answer_losses(logits, answers)
         full = side_by_side([self._prepared.full_log_probs(index) for index in indices], right=True)[:, 0]
-        return lambda logits: answer_kl(logits, full, answers)
+        return lambda logits: answer_divergences(full, logits, answers)
 
     def _room(self) -> int:
-        """Bytes of the memory that prompts may take for good: enough must be left for a pass."""
-        works = [work for sample in self.samples for work in self._works(sample)]
+        """Return how much of the memory prompts may take for good, in bytes: enough must be left for a pass."""
+        works = [SampleWork.forcing(sample, self.cap) for sample in self.samples]
+        works += [SampleWork.replying(sample, self.cap, sample.limit) for sample in self.samples]
+        if self.full:
+            works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
         return max(0, min(self._memory // 2, self._memory - check_fits(self._sizes, works, self._memory)))
-
-    def _works(self, sample: BankSample) -> list[Work]:
-        full = [Work.forcing(sample, len(sample.prompt))] if self.full else []
-        return [*full, Work.forcing(sample, self.cap), Work.replying(sample, self.cap, sample.limit)]

@@ -17,10 +17,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvsearch.runtime.attention import Logits, Output, causal_mask, logit_scale, tag
 
 
-class Sight(NamedTuple):
+class VisibleKV(NamedTuple):
     """Keys [S, Hkv, N, D], values [S, Hkv, N, Dv] and which of them are seen, [S, Hkv, G, q, N] or broadcastable bool.
 
-    None: all are seen.
+    Those of prompts, which all candidates share, or of what follows them. None: all are seen.
     """
 
     keys: Tensor
@@ -28,7 +28,7 @@ class Sight(NamedTuple):
     seen: Tensor | None
 
 
-class Trail:
+class SuffixTokens:
     """The tokens that follow the prompts of S samples so far: where they are, and which are padding.
 
     A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts.
@@ -42,7 +42,7 @@ class Trail:
         self.last = 0
 
     def extend(self, valid: Tensor) -> Tensor:
-        """Go on by q tokens, `valid` [S, q] bool; their positions [S, q], where padding takes none."""
+        """Go on by q tokens, `valid` [S, q] bool; return their positions [S, q], where padding takes none."""
         before = self.lengths + self.valid.sum(-1)
         positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
         self.valid = torch.cat([self.valid, valid], 1)
@@ -60,7 +60,7 @@ class Trail:
         return (causal & (self.valid[:, None] | own))[:, None, None]
 
     def near(self, positions: Tensor, window: int) -> Tensor:
-        """Which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
+        """Tell which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
         ahead: Tensor = self.positions[:, -self.last :, None] - positions[:, None]
         return (ahead < window)[:, None, None]
 
@@ -72,18 +72,18 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
     given, and who sees what is decided here.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, trail: Trail) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens) -> None:
         super().__init__()
-        self.keys, self.values, self.trail = keys, values, trail
+        self.keys, self.values, self.suffix = keys, values, suffix
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
 
     @abstractmethod
-    def shared(self) -> Sequence[Sight]:
-        """What each candidate sees of the prompts."""
+    def shared(self) -> Sequence[VisibleKV]:
+        """Return what each candidate sees of the prompts."""
 
     def seen(self) -> Tensor | None:
-        """What the last tokens see of all that follow, [S or 1, 1, 1, q, n]."""
-        return self.trail.seen
+        """Tell what the last tokens see of all that follow, [S or 1, 1, 1, q, n]."""
+        return self.suffix.seen
 
     def attend(
         self,
@@ -94,12 +94,12 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         mask: Tensor | None,  # noqa: ARG002
         **kwargs: Any,
     ) -> Output:
-        """Attention of queries [P * S, Hq, q, D], [P * S, q, Hq, Dv]; the model's mask knows nothing of the prompts."""
+        """Attend with queries [P * S, Hq, q, D], to [P * S, q, Hq, Dv]; the model's mask knows of no prompts."""
         logits = Logits(logit_scale(query, kwargs), kwargs.get("softcap"))
         parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
         seen = self.seen()
         outputs = [
-            prefix_attention(one, shared, Sight(keys, values, seen), logits)
+            prefix_attention(one, shared, VisibleKV(keys, values, seen), logits)
             for one, keys, values, shared in zip(*parts, self.shared(), strict=True)
         ]
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
@@ -130,19 +130,19 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 class PrefixLayer(BankLayer):
     """A full-attention layer: `entries` [P, S, Hkv] are how many of the stored entries of a head a candidate sees."""
 
-    def __init__(self, keys: Tensor, values: Tensor, trail: Trail, entries: Tensor) -> None:
-        super().__init__(keys, values, trail)
-        self.sights = [self._sight(some) for some in entries]
+    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens, entries: Tensor) -> None:
+        super().__init__(keys, values, suffix)
+        self.prefixes = [self._prefix(some) for some in entries]
 
-    def _sight(self, entries: Tensor) -> Sight:
+    def _prefix(self, entries: Tensor) -> VisibleKV:
         fewest, most = int(entries.min()), int(entries.max())
         seen = None
         if fewest < most:
             seen = (torch.arange(most) < entries[..., None]).to(self.keys.device)[:, :, None, None]
-        return Sight(self.keys[:, :, :most], self.values[:, :, :most], seen)
+        return VisibleKV(self.keys[:, :, :most], self.values[:, :, :most], seen)
 
-    def shared(self) -> Sequence[Sight]:
-        return self.sights
+    def shared(self) -> Sequence[VisibleKV]:
+        return self.prefixes
 
 
 class WindowLayer(BankLayer):
@@ -153,40 +153,40 @@ class WindowLayer(BankLayer):
 
     is_sliding = True
 
-    def __init__(self, keys: Tensor, values: Tensor, trail: Trail, window: int, candidates: int) -> None:
-        super().__init__(keys, values, trail)
+    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens, window: int, candidates: int) -> None:
+        super().__init__(keys, values, suffix)
         self.window, self.candidates = window, candidates
-        back = torch.arange(-keys.shape[2], 0, device=trail.lengths.device)
-        self.positions = trail.lengths[:, None] + back  # below 0 where a prompt is shorter
+        back = torch.arange(-keys.shape[2], 0, device=suffix.lengths.device)
+        self.positions = suffix.lengths[:, None] + back  # below 0 where a prompt is shorter
 
-    def shared(self) -> Sequence[Sight]:
-        seen = self.trail.near(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
-        return [Sight(self.keys, self.values, seen)] * self.candidates
+    def shared(self) -> Sequence[VisibleKV]:
+        seen = self.suffix.near(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
+        return [VisibleKV(self.keys, self.values, seen)] * self.candidates
 
     def seen(self) -> Tensor | None:
-        near = self.trail.near(self.trail.positions, self.window)
-        return near if self.trail.seen is None else near & self.trail.seen
+        near = self.suffix.near(self.suffix.positions, self.window)
+        return near if self.suffix.seen is None else near & self.suffix.seen
 
 
-def prefix_attention(query: Tensor, shared: Sight, own: Sight, logits: Logits) -> Tensor:
-    """Attention of queries [S, Hq, q, D] over what is shared and what is their own, [S, Hq, q, Dv].
+def prefix_attention(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits) -> Tensor:
+    """Attend with queries [S, Hq, q, D] over what is shared and what is their own, to [S, Hq, q, Dv].
 
     One softmax over both; the query heads of a kv head are packed into one matrix.
     """
     samples, query_heads, rows, _ = query.shape
     heads = own.keys.shape[1]
     packed = query.reshape(samples, heads, query_heads // heads * rows, -1)
-    scores = torch.cat([_scores(packed, sight, rows, logits) for sight in (own, shared)], -1)
+    scores = torch.cat([_scores(packed, part, rows, logits) for part in (own, shared)], -1)
     weights = scores.softmax(-1).to(query.dtype)
     near = own.keys.shape[2]
     output = weights[..., :near] @ own.values + weights[..., near:] @ shared.values
     return output.view(samples, query_heads, rows, -1)
 
 
-def _scores(packed: Tensor, sight: Sight, rows: int, logits: Logits) -> Tensor:
-    """Logits [S, Hkv, G * q, N] fp32 of packed queries [S, Hkv, G * q, D], -inf where nothing is seen."""
-    scores = logits.of(packed, sight.keys)
-    if sight.seen is None:
+def _scores(packed: Tensor, part: VisibleKV, rows: int, logits: Logits) -> Tensor:
+    """Return logits [S, Hkv, G * q, N] fp32 of packed queries [S, Hkv, G * q, D], -inf where nothing is seen."""
+    scores = logits.of(packed, part.keys)
+    if part.seen is None:
         return scores
     grouped = scores.view(*scores.shape[:2], scores.shape[2] // rows, rows, scores.shape[3])
-    return grouped.masked_fill_(~sight.seen.to(scores.device), float("-inf")).view_as(scores)
+    return grouped.masked_fill_(~part.seen.to(scores.device), float("-inf")).view_as(scores)

@@ -16,10 +16,11 @@ FP32 = 4
 TOGETHER = 8  # candidates that portions of samples leave room for
 
 T = TypeVar("T")
+Act = Callable[[T, list[int], slice], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class SampleWork:
     """What a pass does for one sample: a prompt of `prompt` tokens of which `width` entries a head are there at most.
 
     `read` tokens follow it at a time, and up to `own` in all; the last `rows` of them have logits.
@@ -32,14 +33,14 @@ class Work:
     rows: int
 
     @classmethod
-    def forcing(cls, sample: BankSample, width: int) -> Work:
-        """The teacher-forced answer of a sample."""
+    def forcing(cls, sample: BankSample, width: int) -> SampleWork:
+        """Return the work of the teacher-forced answer of a sample."""
         count = len(sample.following)
         return cls(len(sample.prompt), width, count, count, sample.predicting)
 
     @classmethod
-    def replying(cls, sample: BankSample, width: int, limit: int) -> Work:
-        """A reply of up to `limit` tokens."""
+    def replying(cls, sample: BankSample, width: int, limit: int) -> SampleWork:
+        """Return the work of a reply of up to `limit` tokens."""
         asked = len(sample.asked)
         return cls(len(sample.prompt), width, max(asked, 1), asked + limit, 1)
 
@@ -53,11 +54,11 @@ class Need(NamedTuple):
     read: int
 
     def with_one(self, other: Need) -> Need:
-        """One more sample; all are padded to the largest."""
+        """Return the need of one more sample; all are padded to the largest."""
         return Need(self.samples + 1, *map(max, self[1:], other[1:]))
 
     def candidates(self, memory: int) -> int:
-        """How many candidates fit; 0 or less if none does."""
+        """Return how many candidates fit; 0 or less if none does."""
         room = (memory - self.samples * self.shared) // (self.samples * self.each)
         return min(room, max(PASS_TOKENS // (self.samples * self.read), 1))
 
@@ -76,13 +77,13 @@ class Sizes:
         self.token = (8 * shape.hidden_size + 2 * heads * shape.head_dim + 4 * inner) * item
         self.logits = int(config.vocab_size) * (item + 3 * FP32)  # of a token, and what a loss makes of them
 
-    def stored(self, work: Work) -> int:
-        """Of a prompt: the best entries of full-attention layers, and sliding windows."""
+    def stored(self, work: SampleWork) -> int:
+        """Return the bytes of a prompt: the best entries of full-attention layers, and sliding windows."""
         kept = len(self.shape.full_layers) * min(work.width, work.prompt)
         return (kept + sum(min(window - 1, work.prompt) for window in self.windows)) * self.entry
 
-    def need(self, work: Work) -> Need:
-        """Of one sample: attention takes one candidate at a time, all else is there for every candidate."""
+    def need(self, work: SampleWork) -> Need:
+        """Return the need of one sample: attention is there for one candidate at a time, all else for every one."""
         widest = max([min(work.width, work.prompt), *self.windows]) + work.own
         attention = 4 * FP32 * self.shape.query_heads * work.read * widest
         own = 2 * self.shape.layers * work.own * self.entry
@@ -91,15 +92,15 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Block:
+class SampleBlock:
     """Samples that are read together, under up to `candidates` at a time."""
 
     samples: list[int]
     candidates: int
 
 
-def blocks(works: Sequence[Work], sizes: Sizes, candidates: int, memory: int) -> Iterator[Block]:
-    """All samples in blocks that take at most `memory` bytes, those of similar size together.
+def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: int) -> Iterator[SampleBlock]:
+    """Put all samples in blocks that take at most `memory` bytes, those of similar size together.
 
     Which samples are together does not depend on the candidates.
 
@@ -121,8 +122,8 @@ def blocks(works: Sequence[Work], sizes: Sizes, candidates: int, memory: int) ->
         yield _block(some, need, candidates, memory)
 
 
-def check_fits(sizes: Sizes, works: Sequence[Work], memory: int) -> int:
-    """The most bytes that one sample takes under one candidate; UsageError if there are fewer."""
+def check_fits(sizes: Sizes, works: Sequence[SampleWork], memory: int) -> int:
+    """Return the most bytes that one sample takes under one candidate; UsageError if there are fewer."""
     needs = [sizes.need(work) for work in works]
     most = max((need.shared + need.each for need in needs), default=0)
     if most > memory:
@@ -133,9 +134,9 @@ def check_fits(sizes: Sizes, works: Sequence[Work], memory: int) -> int:
     return most
 
 
-def _block(some: list[int], need: Need, candidates: int, memory: int) -> Block:
+def _block(some: list[int], need: Need, candidates: int, memory: int) -> SampleBlock:
     times = -(-candidates // need.candidates(memory))
-    return Block(some, -(-candidates // times))  # evenly
+    return SampleBlock(some, -(-candidates // times))  # evenly
 
 
 class Splitting:
@@ -145,9 +146,13 @@ class Splitting:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
     def run(
-        self, block: Block, candidates: int, load: Callable[[list[int]], T], act: Callable[[T, list[int], slice], None]
+        self,
+        block: SampleBlock,
+        candidates: int,
+        load: Callable[[list[int]], T],
+        act: Callable[[T, list[int], slice], None],
     ) -> None:
-        """`act` on what was loaded of the samples, for all candidates, some at a time; pieces may be done twice.
+        """Run `act` on what was loaded of the samples, for all candidates, some at a time; pieces may be done twice.
 
         Where memory runs out, half as many candidates are tried, down to one, then half of the samples. The error for
         a single sample and candidate is raised as it came.
@@ -160,12 +165,16 @@ class Splitting:
         if not middle:
             raise error
         for half in (block.samples[:middle], block.samples[middle:]):
-            self.run(Block(half, block.candidates), candidates, load, act)
+            self.run(SampleBlock(half, block.candidates), candidates, load, act)
 
     def _tried(
-        self, block: Block, candidates: int, load: Callable[[list[int]], T], act: Callable[[T, list[int], slice], None]
+        self,
+        block: SampleBlock,
+        candidates: int,
+        load: Callable[[list[int]], T],
+        act: Callable[[T, list[int], slice], None],
     ) -> Exception | None:
-        """The error if memory ran out for one candidate."""
+        """Return the error if memory ran out for one candidate."""
         loaded: list[T] = []
         error = _shortage(lambda: loaded.append(load(block.samples)))
         first, size = 0, min(block.candidates, self.most or block.candidates)
@@ -182,7 +191,7 @@ class Splitting:
 
 
 def _shortage(action: Callable[[], None]) -> Exception | None:
-    """Do something; the error if memory ran out, without its traceback, whose frames would hold on to what is big."""
+    """Return the error if memory ran out, without its traceback, whose frames would hold on to what is big."""
     try:
         action()
     except (RuntimeError, MemoryError) as error:

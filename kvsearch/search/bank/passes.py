@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvsearch.budgets.allocator import Ints
-from kvsearch.evaluation.replies import left_padded
-from kvsearch.search.bank.layer import BankLayer, PrefixLayer, Trail, WindowLayer
+from kvsearch.evaluation.replies import GreedyReply, left_padded, likeliest
+from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
 
 PAD = 0  # any token will do: nothing sees it
@@ -34,7 +34,7 @@ class Portion:
 
 
 def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
-    """States [H, N, D] of several samples as [S, H, longest, D], with zeros at the end, or in front if `right`."""
+    """Stack states [H, N, D] of samples as [S, H, longest, D], with zeros at the end, or in front if `right`."""
     if len(states) == 1:
         return states[0][None]
     heads, _, dim = states[0].shape
@@ -46,6 +46,16 @@ def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
     return made
 
 
+class BankReply(GreedyReply):
+    """A reply that has none where the model emits NaN or infinity."""
+
+    failed = False
+
+    def fail(self) -> None:
+        """End it: there are no logits to go on by."""
+        self.failed = self.ended = True
+
+
 class Pass:
     """P candidates, entries per kv head [P, L, Hkv], that go on after the prompts of a portion.
 
@@ -54,25 +64,25 @@ class Pass:
 
     def __init__(self, model: Any, portion: Portion, candidates: Ints) -> None:
         self.model, self.portion, self.count = model, portion, len(candidates)
-        self.trail = Trail(torch.from_numpy(portion.lengths).to(model.device))
+        self.suffix = SuffixTokens(torch.from_numpy(portion.lengths).to(model.device))
         seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))  # [P, S, L, Hkv]
         planned = iter(seen.unbind(2))
-        self.cache = Cache(layers=[self._layer(index, planned) for index in range(len(portion.layers))])
-
-    def _layer(self, index: int, planned: Any) -> BankLayer:
-        keys, values = self.portion.layers[index]
-        window = self.portion.windows.get(index)
-        if window is not None:
-            return WindowLayer(keys, values, self.trail, window, self.count)
-        return PrefixLayer(keys, values, self.trail, next(planned))
+        self.cache = Cache(
+            layers=[
+                WindowLayer(keys, values, self.suffix, portion.windows[index], self.count)
+                if index in portion.windows
+                else PrefixLayer(keys, values, self.suffix, next(planned))
+                for index, (keys, values) in enumerate(portion.layers)
+            ]
+        )
 
     @torch.no_grad()
     def read(self, ids: Tensor, valid: Tensor, keep: int) -> Tensor:
-        """Logits [P, S, keep, V] of the last `keep` of q tokens [S, q], the same for all candidates, or [P * S, q].
+        """Read q tokens [S, q], the same for all candidates, or [P * S, q]: logits [P, S, keep, V] of the last `keep`.
 
         `valid` [S, q] bool says which are no padding.
         """
-        positions = self.trail.extend(valid)
+        positions = self.suffix.extend(valid)
         if len(ids) < self.count * len(valid):
             ids = ids.repeat(self.count, 1)
         output = self.model(
@@ -85,7 +95,7 @@ class Pass:
         return logits.view(self.count, len(valid), *logits.shape[1:])
 
     def forced(self) -> Tensor | None:
-        """Logits [P, S, R, V] for the tokens of the answers, aligned on the right; None if the prompts predict all."""
+        """Return logits [P, S, R, V] for the answers' tokens, aligned on the right; None if the prompts predict all."""
         samples = self.portion.samples
         keep = max(sample.predicting for sample in samples)
         if keep == 0:
@@ -93,8 +103,8 @@ class Pass:
         ids, mask = left_padded([sample.following for sample in samples], PAD, self.model.device)
         return self.read(ids, mask.bool(), keep)
 
-    def replies(self, first: Tensor | None, limits: Sequence[int], stop: set[int]) -> list[list[Reply]]:
-        """Greedy replies, by candidate and sample: to the questions, or what follows the prompts' last logits.
+    def replies(self, first: Tensor | None, limits: Sequence[int], stop: set[int]) -> list[list[BankReply]]:
+        """Reply greedily, by candidate and sample: to the questions, or as the prompts' last logits go on.
 
         `first` [S, V] are these logits where there are no questions, `limits` [S] say how long a reply may be. A reply
         ends before a token of `stop` or with one that makes its sample's `finished` true.
@@ -106,48 +116,18 @@ class Pass:
         else:
             logits = first.expand(self.count, *first.shape)
         rows = [
-            Reply(sample, limit, stop) for _ in range(self.count) for sample, limit in zip(samples, limits, strict=True)
+            BankReply(limit, stop, sample.finished)
+            for _ in range(self.count)
+            for sample, limit in zip(samples, limits, strict=True)
         ]
         every = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
         while True:
-            chosen = logits.argmax(-1).flatten()
-            finite = logits.isfinite().all(-1).flatten().tolist()
-            for row, token, known in zip(rows, chosen.tolist(), finite, strict=True):
-                row.take(token if known else None)
+            chosen, finite = (each.flatten() for each in likeliest(logits))
+            for row, token, known in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
+                if not row.ended:
+                    row.take(token) if known else row.fail()
             if all(row.ended for row in rows):
                 break
             logits = self.read(chosen[:, None].to(every.device), every, 1)[:, :, 0]
         size = len(samples)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-class Reply:
-    """One reply while it is made."""
-
-    def __init__(self, sample: BankSample, limit: int, stop: set[int]) -> None:
-        self.sample, self.limit, self.stop = sample, limit, stop
-        self.generated: list[int] = []
-        self.broken = False  # the logits were no numbers
-        self.ended = False
-
-    def take(self, token: int | None) -> None:
-        """Go on with the likeliest token; None: there is none. Nothing happens once the reply has ended."""
-        if self.ended:
-            return
-        if token is None:
-            self.broken = self.ended = True
-            return
-        self.generated.append(token)
-        self.ended = token in self.stop or len(self.generated) >= self.limit or self.sample.finished(self.generated)
-
-    @property
-    def tokens(self) -> list[int] | None:
-        """Its token ids, without the one that ended it; None if the model emitted NaN or infinity."""
-        if self.broken:
-            return None
-        return self.generated[:-1] if self.generated[-1] in self.stop else self.generated
-
-    @property
-    def read(self) -> int:
-        """How many tokens the model has read for it: the question, and all of the reply but its last token."""
-        return len(self.sample.asked) + max(0, len(self.generated) - 1)

@@ -1,24 +1,115 @@
-"""The samples of a bank as its passes need them: every prompt read once, sorted, and kept where there is room."""
+"""The samples of a bank: every prompt read once, its keys and values sorted by rank inside each head, and kept.
+
+One dense pass over a prompt serves every candidate; what a pass needs of the samples is put side by side again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvsearch.budgets.allocator import Ints
-from kvsearch.errors import IncompatibleError
-from kvsearch.policies import Policy
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.runner import Progress
+from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.policies import Observation, Policy, rank_under
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.cache import check_rotary, stock_layers
+from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
-from kvsearch.search.bank.prefill import Prefilled, prefill
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.objectives import Floats, answer_nll
+from kvsearch.signals.perplexity import Floats, answer_losses
 
-Progress = Callable[[int, int], None]
+
+class RankingLayer(EvictingLayer):
+    """Sorts the prompt by rank inside each head once its dense attention is done."""
+
+    def __init__(self, index: int, policy: Policy, model: Any, cap: int | None) -> None:
+        self.policy, self.cap = policy, cap
+        self.sorted: tuple[Tensor, Tensor] | None = None
+        config = text_config(model)
+        super().__init__(index, None, None, lambda: str(config._attn_implementation), rotary(model))
+
+    def needs(self) -> list[Needs]:
+        """Return what the policy needs."""
+        return [self.policy.needs()]
+
+    def conclude(self, observation: Observation) -> None:
+        """Keep the best `cap` entries of every head, best first."""
+        ranks = rank_under(self.policy, observation)
+        order = ranks.long().argsort(-1)[..., : self.cap, None]
+        keys, values = observation.keys, observation.values
+        self.sorted = (keys.take_along_dim(order, 2), values.take_along_dim(order, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """One prompt of `length` tokens: keys and values [Hkv, N, D] of every model layer, and its last logits [V] fp32.
+
+    Full-attention layers are sorted by rank, sliding-window layers hold their window in the order of the tokens.
+    """
+
+    length: int
+    layers: list[tuple[Tensor, Tensor]]
+    logits: Tensor
+
+
+def prefill(model: Any, policies: Mapping[int, Policy], ids: Tensor, cap: int | None) -> Prefilled:
+    """Read token ids [T] and keep the best `cap` entries of every head (None: all), and every sliding window.
+
+    The model must run the attention "kvsearch".
+    """
+    layers = stock_layers(model)
+    for index, policy in policies.items():
+        layers[index] = RankingLayer(index, policy, model, cap)
+    with torch.no_grad():
+        output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
+    states = [(layer.keys, layer.values) if layer.is_sliding else layer.sorted for layer in layers]
+    return Prefilled(len(ids), [(keys[0], values[0]) for keys, values in states], output.logits[0, -1].float())
+
+
+def windows_of(model: Any) -> dict[int, int]:
+    """Return the sliding windows of a model, in tokens, by layer."""
+    return {index: layer.sliding_window for index, layer in enumerate(stock_layers(model)) if layer.is_sliding}
+
+
+def ranking_policies(model: Any, base: Policy | Mapping[int, Policy]) -> dict[int, Policy]:
+    """Return the policy that ranks each full-attention layer, ascending: one for all, or one for each.
+
+    Raises:
+        UsageError: what is kept at one budget is not a part of what is kept at a larger one, or a layer has no policy.
+        IncompatibleError: a policy does not suit the model.
+    """
+    layers = describe(model).full_layers
+    policies = dict.fromkeys(layers, base) if isinstance(base, Policy) else dict(base)
+    if odd := sorted(set(policies) ^ set(layers)):
+        raise UsageError(f"layers {odd}: a search needs a policy in every full-attention layer, and in no other")
+    for layer, policy in policies.items():
+        _require_prefixes(policy, layer)
+    check_rotary(model, policies.values())
+    return {layer: policies[layer] for layer in layers}
+
+
+def _require_prefixes(policy: Policy, layer: int) -> None:
+    """UsageError if the entries that `policy` keeps at a budget are not the best of one order."""
+    if policy.merges_prompt:
+        raise UsageError(
+            f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget has other "
+            "keys and values and nothing can be shared: search with another policy"
+        )
+    budgets = 2 ** torch.arange(31)
+    if bool(policy.exempt(budgets, torch.full_like(budgets, 2**31)).any()):
+        raise UsageError(
+            f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is nothing "
+            "to search: use another policy"
+        )
 
 
 class PreparedSamples:
@@ -41,7 +132,6 @@ class PreparedSamples:
         self.model, self.policies, self.windows = model, policies, windows
         self.samples, self.cap, self.store, self.full = samples, cap, store, full
         self.given: Floats = np.zeros(len(samples))  # -log p of the first token of an answer that the prompt predicts
-        self.full_nll: Floats = np.full(len(samples), np.nan)  # sums over the tokens of each answer
         self.tokens = 0  # that the model has read so far
         self._vocabulary = 0
         self._last: dict[str, Tensor] = {}  # logits [V] after each prompt that replies follow at once
@@ -57,30 +147,44 @@ class PreparedSamples:
         for index, sample in enumerate(self.samples):
             users.setdefault(sample.prompt_sha256, []).append(index)
         for done, (name, indices) in enumerate(users.items()):
-            self._prepare(name, indices)
+            sample = self.samples[indices[0]]
+            found = prefill(self.model, self.policies, sample.prompt, None if self.full else self.cap)
+            self.tokens += found.length
+            if not bool(found.logits.isfinite().all()):
+                raise IncompatibleError(
+                    f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
+                )
+            self._vocabulary = len(found.logits)
+            if not len(sample.asked):
+                self._last[name] = found.logits.cpu()
+            for index in indices:
+                self._note_answer(index, found)
+            self.store.put(name, self._kept(found))
             if progress is not None:
                 progress(done + 1, len(users))
 
     def portion(self, indices: Sequence[int], widths: Sequence[int]) -> Portion:
-        """Some samples side by side; `widths` are how many entries per head each full-attention layer must have."""
+        """Put some samples side by side; `widths` are how many entries per head each full-attention layer must have."""
         samples = [self.samples[index] for index in indices]
-        wanted = dict(zip(self.policies, widths, strict=True))
-        found: list[list[tuple[Tensor, Tensor]]] = [self._stored(sample, wanted) for sample in samples]
-        layers = []
-        for index, states in enumerate(zip(*found, strict=True)):
-            right = index in self.windows
-            layers.append((side_by_side([k for k, _ in states], right), side_by_side([v for _, v in states], right)))
+        wanted = {**self.windows, **dict(zip(self.policies, widths, strict=True))}
+        names = {f"{part}.{layer}": width for layer, width in wanted.items() for part in ("keys", "values")}
+        found = [self.store.get(sample.prompt_sha256, names) for sample in samples]
+
+        def together(part: str, layer: int) -> Tensor:
+            return side_by_side([states[f"{part}.{layer}"] for states in found], right=layer in self.windows)
+
+        layers = [(together("keys", layer), together("values", layer)) for layer in sorted(wanted)]
         return self._portion(samples, layers)
 
     def last_logits(self, indices: Sequence[int]) -> Tensor | None:
-        """Logits [S, V] fp32 after prompts that replies follow at once; None where a question comes first."""
+        """Return logits [S, V] fp32 after prompts that replies follow at once; None where a question comes first."""
         names = [self.samples[index].prompt_sha256 for index in indices]
         if any(name not in self._last for name in names):
             return None
         return torch.stack([self._last[name] for name in names]).to(self.model.device)
 
     def full_log_probs(self, index: int) -> Tensor:
-        """What the full cache says of the answer of a sample: log-probabilities [1, rows, V] fp32."""
+        """Return what the full cache says of the answer of a sample: log-probabilities [1, rows, V] fp32."""
         rows = self.samples[index].predicting
         if not rows:
             return torch.zeros(1, 0, self._vocabulary)
@@ -88,36 +192,19 @@ class PreparedSamples:
 
     # --- reading a prompt -----------------------------------------------------------------------------------------
 
-    def _prepare(self, name: str, indices: Sequence[int]) -> None:
-        sample = self.samples[indices[0]]
-        found = prefill(self.model, self.policies, sample.prompt, None if self.full else self.cap)
-        self.tokens += found.length
-        if not bool(found.logits.isfinite().all()):
-            raise IncompatibleError(
-                f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
-            )
-        self._vocabulary = len(found.logits)
-        if not len(sample.asked):
-            self._last[name] = found.logits.cpu()
-        for index in indices:
-            self._note_full(index, found)
-        self.store.put(name, self._kept(found))
-
-    def _note_full(self, index: int, found: Prefilled) -> None:
-        """What the prompt itself says of an answer, and what the full cache says."""
+    def _note_answer(self, index: int, found: Prefilled) -> None:
+        """Note what the prompt itself says of an answer, and with `full` what the full cache says."""
         sample = self.samples[index]
         if len(sample.answer) > sample.predicting:
-            self.given[index] = answer_nll(found.logits[None, None], sample.answer[None, :1])[0]
+            self.given[index] = answer_losses(found.logits[None, None], sample.answer[None, :1])[0]
         if not self.full or not len(sample.answer):
             return
         layers = [(keys[None], values[None]) for keys, values in found.layers]
         everything = np.full((1, len(self.policies), layers[next(iter(self.policies))][0].shape[1]), found.length)
         logits = Pass(self.model, self._portion([sample], layers), everything).forced()
-        self.full_nll[index] = self.given[index]
         if logits is None:
             return
         self.tokens += len(sample.following)
-        self.full_nll[index] += answer_nll(logits[0], sample.answer[None, -sample.predicting :])[0]
         self.store.put(_answer_name(index), {"log_probs": logits[0].float().log_softmax(-1)})
 
     def _kept(self, found: Prefilled) -> dict[str, Tensor]:
@@ -127,20 +214,13 @@ class PreparedSamples:
             kept[f"keys.{index}"], kept[f"values.{index}"] = _alone(keys[:, :last]), _alone(values[:, :last])
         return kept
 
-    def _stored(self, sample: BankSample, wanted: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
-        layers = range(len(self.policies) + len(self.windows))
-        widths = {index: wanted.get(index, self.windows.get(index, 0)) for index in layers}
-        names = {f"{part}.{index}": width for index, width in widths.items() for part in ("keys", "values")}
-        found = self.store.get(sample.prompt_sha256, names)
-        return [(found[f"keys.{index}"], found[f"values.{index}"]) for index in layers]
-
     def _portion(self, samples: Sequence[BankSample], layers: Sequence[tuple[Tensor, Tensor]]) -> Portion:
         lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
         return Portion(samples, lengths, layers, self.windows)
 
 
 def _alone(states: Tensor) -> Tensor:
-    """The same without the memory of what was cut off."""
+    """Return the same without the memory of what was cut off."""
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)

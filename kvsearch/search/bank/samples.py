@@ -74,18 +74,18 @@ class BankSample:
         return token_hash(self.reading.prompt.with_question(self.question))
 
     def finished(self, reply: list[int]) -> bool:
-        """Whether a reply has come to a stop text of its task."""
+        """Tell whether a reply has come to a stop text of its task."""
         stops = self.task.task.stops
         return bool(stops) and stop_at(self.task.format.decode(reply), stops) is not None
 
     def score(self, reply: list[int]) -> float:
-        """The task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
+        """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
         text = cut(self.task.format.decode(reply), self.task.task.stops)
         return score_of(self.task.task, self.reading.prompt, self.question, text)
 
 
 def bank_samples(tasks: Sequence[TaskPrompts], protocol: Protocol) -> list[BankSample]:
-    """All questions of tasks, by task and example.
+    """List all questions of tasks, by task and example.
 
     Question-agnostic: the context is compressed, question and reply follow. Question-aware: context and question are
     compressed together, the reply follows.

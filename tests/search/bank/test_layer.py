@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.attention import Logits
-from kvsearch.search.bank.layer import PrefixLayer, Sight, Trail, WindowLayer, prefix_attention
+from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
 
 
 def yes(*rows: str) -> list[list[bool]]:
@@ -21,24 +21,24 @@ def yes(*rows: str) -> list[list[bool]]:
 
 
 def test_tokens_without_padding_see_themselves_and_earlier_ones() -> None:
-    trail = Trail(torch.tensor([5, 9]))
-    positions = trail.extend(torch.ones(2, 3, dtype=torch.bool))
+    suffix = SuffixTokens(torch.tensor([5, 9]))
+    positions = suffix.extend(torch.ones(2, 3, dtype=torch.bool))
     assert positions.tolist() == [[5, 6, 7], [9, 10, 11]]
-    assert trail.seen is not None
-    assert trail.seen.tolist() == [[[yes("x..", "xx.", "xxx")]]]
+    assert suffix.seen is not None
+    assert suffix.seen.tolist() == [[[yes("x..", "xx.", "xxx")]]]
 
 
 def test_padding_takes_no_position_and_is_seen_by_itself_alone() -> None:
-    trail = Trail(torch.tensor([5, 9]))
-    positions = trail.extend(torch.tensor([[False, True, True], [True, True, True]]))
+    suffix = SuffixTokens(torch.tensor([5, 9]))
+    positions = suffix.extend(torch.tensor([[False, True, True], [True, True, True]]))
     assert positions[:, 1:].tolist() == [[5, 6], [10, 11]]
     assert positions[1, 0] == 9
-    assert trail.seen is not None
-    assert trail.seen[:, 0, 0].tolist() == [yes("x..", ".x.", ".xx"), yes("x..", "xx.", "xxx")]
+    assert suffix.seen is not None
+    assert suffix.seen[:, 0, 0].tolist() == [yes("x..", ".x.", ".xx"), yes("x..", "xx.", "xxx")]
 
 
 def test_a_single_token_sees_all_that_is_no_padding() -> None:
-    even, padded = Trail(torch.tensor([5, 9])), Trail(torch.tensor([5, 9]))
+    even, padded = SuffixTokens(torch.tensor([5, 9])), SuffixTokens(torch.tensor([5, 9]))
     one = torch.ones(2, 1, dtype=torch.bool)
     even.extend(one)
     assert even.extend(one).tolist() == [[6], [10]]
@@ -52,7 +52,7 @@ def test_a_single_token_sees_all_that_is_no_padding() -> None:
 def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
     states = torch.arange(2 * 2 * 6.0).view(2, 2, 6, 1)
     entries = torch.tensor([[[3, 3], [3, 3]], [[2, 5], [1, 4]]])  # [P, S, Hkv]
-    same, ragged = PrefixLayer(states, states, Trail(torch.tensor([6, 6])), entries).shared()
+    same, ragged = PrefixLayer(states, states, SuffixTokens(torch.tensor([6, 6])), entries).shared()
     assert same.keys.data_ptr() == ragged.values.data_ptr() == states.data_ptr()
     assert same.keys.shape == (2, 2, 3, 1)
     assert same.seen is None
@@ -63,23 +63,23 @@ def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
 def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
     """Prompts of 3 and 9 tokens, a window of 4: the stored entries are the last 3 of each."""
     states = torch.zeros(2, 1, 3, 1)
-    trail = Trail(torch.tensor([3, 9]))
-    layer = WindowLayer(states, states, trail, window=4, candidates=2)
-    trail.extend(torch.ones(2, 2, dtype=torch.bool))
+    suffix = SuffixTokens(torch.tensor([3, 9]))
+    layer = WindowLayer(states, states, suffix, window=4, candidates=2)
+    suffix.extend(torch.ones(2, 2, dtype=torch.bool))
     first, second = layer.shared()
     assert first is second
     assert first.seen is not None
     assert first.seen[:, 0, 0].tolist() == [yes("xxx", ".xx")] * 2
-    trail.extend(torch.ones(2, 3, dtype=torch.bool))
+    suffix.extend(torch.ones(2, 3, dtype=torch.bool))
     assert layer.seen() is not None
     assert layer.seen()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
 
 
 def test_a_prompt_shorter_than_the_window_has_no_entries_before_its_start() -> None:
     states = torch.zeros(2, 1, 3, 1)
-    trail = Trail(torch.tensor([1, 3]))
-    layer = WindowLayer(states, states, trail, window=4, candidates=1)
-    trail.extend(torch.ones(2, 1, dtype=torch.bool))
+    suffix = SuffixTokens(torch.tensor([1, 3]))
+    layer = WindowLayer(states, states, suffix, window=4, candidates=1)
+    suffix.extend(torch.ones(2, 1, dtype=torch.bool))
     seen = layer.shared()[0].seen
     assert seen is not None
     assert seen[:, 0, 0].tolist() == [yes("..x"), yes("xxx")]
@@ -118,8 +118,8 @@ def test_attention_is_one_softmax_over_prefix_and_own_tokens(
     logits = Logits(0.7, 2.0 if capped else None)
     found = prefix_attention(
         query,
-        Sight(far, far_values, prefix[:, :, None, None]),
-        Sight(near, near_values, causal[None, None, None]),
+        VisibleKV(far, far_values, prefix[:, :, None, None]),
+        VisibleKV(near, near_values, causal[None, None, None]),
         logits,
     )
     keys = torch.cat([far, near], 2).repeat_interleave(group, 1)
@@ -136,8 +136,8 @@ def test_two_entries_by_hand() -> None:
     shape = (1, 1, 1, 1)
     found = prefix_attention(
         query.view(shape),
-        Sight(stored.view(shape), torch.full(shape, 4.0), None),
-        Sight(own.view(shape), torch.full(shape, 8.0), None),
+        VisibleKV(stored.view(shape), torch.full(shape, 4.0), None),
+        VisibleKV(own.view(shape), torch.full(shape, 8.0), None),
         Logits(1.0),
     )
     assert found.item() == pytest.approx(7.0)

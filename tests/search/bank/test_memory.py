@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvsearch.errors import UsageError
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
-    Block,
     Need,
+    SampleBlock,
+    SampleWork,
     Sizes,
     Splitting,
-    Work,
     blocks,
     check_fits,
 )
@@ -26,7 +26,7 @@ from tests.families import build
 LLAMA, GEMMA = Sizes(build("llama"), ()), Sizes(build("gemma3"), (16, 16))
 WORKS = st.lists(
     st.builds(
-        Work, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
+        SampleWork, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
     ),
     min_size=1,
     max_size=20,
@@ -38,18 +38,23 @@ WORKS = st.lists(
 
 def test_stored_entries_by_hand() -> None:
     """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
-    work = Work(prompt=100, width=30, read=5, own=5, rows=2)
+    work = SampleWork(prompt=100, width=30, read=5, own=5, rows=2)
     assert LLAMA.stored(work) == 4 * 30 * 256
     assert GEMMA.stored(work) == (2 * 30 + 2 * 15) * 256
-    assert LLAMA.stored(Work(20, 30, 5, 5, 2)) == 4 * 20 * 256
-    assert GEMMA.stored(Work(10, 30, 5, 5, 2)) == 4 * 10 * 256
+    assert LLAMA.stored(SampleWork(20, 30, 5, 5, 2)) == 4 * 20 * 256
+    assert GEMMA.stored(SampleWork(10, 30, 5, 5, 2)) == 4 * 10 * 256
 
 
 def test_more_of_anything_takes_more() -> None:
-    base = Work(prompt=100, width=30, read=5, own=5, rows=2)
+    base = SampleWork(prompt=100, width=30, read=5, own=5, rows=2)
     need = LLAMA.need(base)
-    for more in (Work(100, 40, 5, 5, 2), Work(100, 30, 6, 6, 2), Work(100, 30, 5, 6, 2), Work(100, 30, 5, 5, 3)):
-        other = LLAMA.need(more)
+    for more in (
+        SampleWork(100, 40, 5, 5, 2),
+        SampleWork(100, 30, 6, 6, 2),
+        SampleWork(100, 30, 5, 6, 2),
+        SampleWork(100, 30, 5, 5, 3),
+    ):
+        other = LLAMA.need(SampleWork(*more))
         assert (other.shared, other.each) != (need.shared, need.each)
         assert other.shared >= need.shared
         assert other.each >= need.each
@@ -60,7 +65,9 @@ def test_more_of_anything_takes_more() -> None:
 
 @given(WORKS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
 @settings(max_examples=150, deadline=None)
-def test_blocks_hold_every_sample_once_and_fit(works: list[Work], candidates: int, room: float, tokens: int) -> None:
+def test_blocks_hold_every_sample_once_and_fit(
+    works: list[SampleWork], candidates: int, room: float, tokens: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bank_memory, "PASS_TOKENS", tokens)
         memory = int(room * check_fits(LLAMA, works, 10**12))
@@ -79,20 +86,20 @@ def test_blocks_hold_every_sample_once_and_fit(works: list[Work], candidates: in
 
 
 def test_candidates_are_shared_out_evenly() -> None:
-    need = LLAMA.need(Work(100, 30, 5, 5, 2))
+    need = LLAMA.need(SampleWork(100, 30, 5, 5, 2))
     memory = need.shared + 5 * need.each
-    assert list(blocks([Work(100, 30, 5, 5, 2)], LLAMA, 12, memory)) == [Block([0], 4)]
+    assert list(blocks([SampleWork(100, 30, 5, 5, 2)], LLAMA, 12, memory)) == [SampleBlock([0], 4)]
 
 
 def test_what_is_alike_is_read_together() -> None:
-    works = [Work(100, 30, read, read, 1) for read in (9, 3, 9, 3)]
+    works = [SampleWork(100, 30, read, read, 1) for read in (9, 3, 9, 3)]
     need = LLAMA.need(works[0])
     memory = 2 * (need.shared + bank_memory.TOGETHER * need.each)
     assert [block.samples for block in blocks(works, LLAMA, 8, memory)][-1] == [0, 2]
 
 
 def test_too_little_memory_says_how_much_it_takes() -> None:
-    works = [Work(100, 30, 5, 5, 2), Work(200, 90, 5, 5, 2)]
+    works = [SampleWork(100, 30, 5, 5, 2), SampleWork(200, 90, 5, 5, 2)]
     need = LLAMA.need(works[1])
     least = need.shared + need.each
     assert check_fits(LLAMA, works, least) == least
@@ -136,24 +143,24 @@ def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: i
     worker = Worker(most, loads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
-        Splitting().run(Block(list(range(samples)), candidates), candidates, worker.load, worker.act)
+        Splitting().run(SampleBlock(list(range(samples)), candidates), candidates, worker.load, worker.act)
     assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
 
 
 def test_candidates_are_halved_first_and_stay_so() -> None:
     worker, splitting = Worker(9), Splitting()
-    splitting.run(Block([0, 1, 2], 8), 8, worker.load, worker.act)
+    splitting.run(SampleBlock([0, 1, 2], 8), 8, worker.load, worker.act)
     assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
     assert len(worker.done) == 24
     worker.tried = []
-    splitting.run(Block([3, 4], 8), 8, worker.load, worker.act)
+    splitting.run(SampleBlock([3, 4], 8), 8, worker.load, worker.act)
     assert worker.tried == [(2, 2)] * 4
 
 
 def test_a_single_sample_and_candidate_that_do_not_fit() -> None:
     worker = Worker(0)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        Splitting().run(Block([0, 1], 4), 4, worker.load, worker.act)
+        Splitting().run(SampleBlock([0, 1], 4), 4, worker.load, worker.act)
 
 
 def test_other_errors_are_raised_at_once() -> None:
@@ -161,4 +168,4 @@ def test_other_errors_are_raised_at_once() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        Splitting().run(Block([0], 4), 4, lambda samples: samples, act)
+        Splitting().run(SampleBlock([0], 4), 4, lambda samples: samples, act)

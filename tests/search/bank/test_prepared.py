@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from transformers.cache_utils import DynamicCache
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import AllocationSpec
 from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import PhaseProgram
-from kvsearch.search.bank.prefill import base_policies, prefill, windows_of
+from kvsearch.search.bank.prepared import prefill, ranking_policies, windows_of
 from tests import tiny
 from tests.families import FAMILIES, build, prompts
 from tests.search.bank.cases import SNAPKV, program_of, random_candidates
@@ -31,7 +29,7 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     ids = prompts(1, 40)[0]
     candidate = random_candidates(model, 1, 40)[0]
     with running(model.model), torch.no_grad():
-        found = prefill(model.model, base_policies(model.model, SNAPKV), ids[0], None)
+        found = prefill(model.model, ranking_policies(model.model, SNAPKV), ids[0], None)
         planned, full = PlanCache(model.model, program_of(model, candidate)), DynamicCache(config=model.model.config)
         model.model(ids, past_key_values=planned)
         expected = model.model(ids, past_key_values=full).logits[0, -1]
@@ -55,7 +53,7 @@ def same_rows(one: Tensor, two: Tensor) -> bool:
 
 def test_no_more_than_the_cap_is_kept() -> None:
     model = tiny.loaded("gemma3")
-    policies = base_policies(model.model, SNAPKV)
+    policies = ranking_policies(model.model, SNAPKV)
     ids = prompts(1, 40)[0][0]
     with running(model.model):
         whole, capped = prefill(model.model, policies, ids, None), prefill(model.model, policies, ids, 12)
@@ -103,49 +101,30 @@ def model() -> LoadedModel:
 )
 def test_policies_without_one_order_are_refused(model: LoadedModel, policy: Policy, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        base_policies(model.model, policy)
+        ranking_policies(model.model, policy)
 
 
 def test_a_single_bad_layer_is_named(model: LoadedModel) -> None:
     policies = {**dict.fromkeys(range(4), SNAPKV), 2: create_policy("d2o")}
     with pytest.raises(UsageError, match="layer 2: policy d2o"):
-        base_policies(model.model, policies)
+        ranking_policies(model.model, policies)
 
 
 @pytest.mark.parametrize("name", ["cam", "duo_attention", "streaming", "knorm"])
 def test_policies_with_one_order_are_not(model: LoadedModel, name: str) -> None:
     policy = create_policy(name)
-    assert base_policies(model.model, policy) == dict.fromkeys(range(4), policy)
+    assert ranking_policies(model.model, policy) == dict.fromkeys(range(4), policy)
 
 
 def test_a_policy_in_every_layer(model: LoadedModel) -> None:
     policies = {layer: create_policy("snapkv", {"window": layer + 1}) for layer in (3, 1, 0, 2)}
-    assert list(base_policies(model.model, policies).items()) == sorted(policies.items(), key=lambda pair: pair[0])
+    assert list(ranking_policies(model.model, policies).items()) == sorted(policies.items(), key=lambda pair: pair[0])
     del policies[2]
     with pytest.raises(UsageError, match=r"layers \[2\]: a search needs a policy in every full-attention layer"):
-        base_policies(model.model, policies)
-
-
-def program(**changes: Any) -> Program:
-    phase = PhaseProgram(dict.fromkeys(range(4), SNAPKV), lambda _: random_candidates(tiny.loaded(), 1, 9)[0])
-    return Program(**{"prefill": phase, **changes})
-
-
-def test_programs_of_one_phase(model: LoadedModel) -> None:
-    assert base_policies(model.model, program()) == dict.fromkeys(range(4), SNAPKV)
-    tova = PhaseProgram(dict.fromkeys(range(4), create_policy("tova")), lambda _: random_candidates(model, 1, 9)[0])
-    for changes in ({"decode": tova}, {"prefill": None, "decode": tova}):
-        with pytest.raises(UsageError, match="a search varies the budgets of the prefill phase"):
-            base_policies(model.model, program(**changes))
-
-
-def test_budgets_that_depend_on_the_prompt_are_refused(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [[12, 9]] * 4, allocation=AllocationSpec(name="lava"))
-    with pytest.raises(UsageError, match="allocation lava shares entries anew for every prompt"):
-        base_policies(model.model, Program.from_plan(model.model, plan))
+        ranking_policies(model.model, policies)
 
 
 def test_a_policy_that_does_not_suit_the_model() -> None:
     rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(IncompatibleError, match="policy expected_attention turns queries back"):
-        base_policies(build("llama", rope_parameters=rotary), create_policy("expected_attention"))
+        ranking_policies(build("llama", rope_parameters=rotary), create_policy("expected_attention"))
