@@ -16,10 +16,10 @@ from collections.abc import Callable
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadOptions, load
+from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 

@@ -24,6 +24,7 @@ from kvsearch.budgets.allocator import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
@@ -31,7 +32,6 @@ from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 SEARCH = 200  # candidates
