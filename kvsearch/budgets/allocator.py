@@ -1,30 +1,15 @@
-"""What an allocator is, and allocators by name."""
+"""What an allocator is: signals and a total become budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Signals = NDArray[np.floating[Any]]
-
-BUILT_IN = {
-    "adakv": "kvsearch.budgets.adakv:AdaKV",
-    "cake": "kvsearch.budgets.cake:CAKE",
-    "lava": "kvsearch.budgets.lava:LAVa",
-    "marginal": "kvsearch.budgets.lukv:MarginalAllocator",
-    "proportional": "kvsearch.budgets.polykv:Proportional",
-    "pyramid": "kvsearch.budgets.pyramidkv:Pyramid",
-    "uniform": "kvsearch.budgets.uniform:Uniform",
-}
 
 
 class Allocator(Protocol):
@@ -32,7 +17,7 @@ class Allocator(Protocol):
 
     @property
     def name(self) -> str:
-        """The name it is registered under."""
+        """The name that plans and reports call it by."""
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Turn signals into budgets in entries per kv head that sum to `total` exactly.
@@ -49,19 +34,3 @@ class Allocator(Protocol):
         Raises:
             UsageError: `total` is outside [sum of floors, sum of caps], or the signals are unusable.
         """
-
-
-def allocator_names() -> list[str]:
-    """List all names `create_allocator` knows, sorted."""
-    return sorted(BUILT_IN)
-
-
-def create_allocator(name: str, params: Mapping[str, Any] | None = None) -> Allocator:
-    """Build an allocator from its name and options; UsageError names what is unknown."""
-    if name not in BUILT_IN:
-        raise UsageError(f"unknown allocator {name!r}{suggest(name, allocator_names())}")
-    module, _, attribute = BUILT_IN[name].partition(":")
-    try:
-        return cast(Allocator, getattr(import_module(module), attribute)(**(params or {})))
-    except TypeError as error:
-        raise UsageError(f"allocator {name}: {str(error).partition('() ')[2]}") from error

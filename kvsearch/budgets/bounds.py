@@ -54,25 +54,3 @@ def check_signals(signals: Signals, noun: str, least: float = -np.inf) -> Floats
         rule = "finite" if np.isneginf(least) else f"finite and >= {least:g}"
         raise UsageError(f"{noun} must be {rule}, got {values[at]} at {list(at)}")
     return values
-
-
-def layer_signals(signals: Signals, noun: str, layers: int, least: float = -np.inf) -> Floats:
-    """`check_signals` of one value per layer, [L]; UsageError if there are more or fewer."""
-    values = check_signals(signals, noun, least)
-    if values.shape != (layers,):
-        raise UsageError(f"{noun} must be one number for each of {layers} layers, got shape {list(values.shape)}")
-    return values
-
-
-def head_scores(
-    signals: Signals, total: int, floors: Ints, caps: Ints, least: float = -np.inf
-) -> tuple[Floats, Ints, Ints]:
-    """Check scores [L, Hkv, M] and bounds, with the caps cut to what is ranked: M candidates beyond the floors."""
-    low, high = check_bounds(total, floors, caps)
-    scores = check_signals(signals, "scores", least)
-    if scores.ndim != 3 or scores.shape[:2] != low.shape:
-        raise UsageError(
-            f"scores must be [layers, kv heads, candidates] for {low.shape[0]} layers of {low.shape[1]} kv heads, "
-            f"got shape {list(scores.shape)}"
-        )
-    return scores, *check_bounds(total, low, np.minimum(high, low + scores.shape[2]))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Floats, Ints, Signals
-from kvsearch.budgets.bounds import check_bounds, check_signals, layer_signals, share_above
+from kvsearch.budgets.bounds import check_bounds, check_signals, share_above
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.errors import UsageError
 from kvsearch.signals.dispersion import dispersion
@@ -131,7 +131,12 @@ class CAKEAllocation(Allocation):
                 caps].
         """
         low, high = check_bounds(total, floors, caps)
-        return share_above(layer_signals(signals, "preferences", len(low), 0.0)[:, None], total, low, high)
+        wanted = check_signals(signals, "preferences", 0.0)
+        if wanted.shape != (len(low),):
+            raise UsageError(
+                f"preferences must be one number for each of {len(low)} layers, got shape {list(wanted.shape)}"
+            )
+        return share_above(wanted[:, None], total, low, high)
 
 
 def _check_temperatures(tau1: float, tau2: float) -> None:

@@ -7,7 +7,6 @@ sums of the result are the least concave majorant of the true ones and equal the
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,24 +26,6 @@ class Blocks:
     head: Ints
     size: Ints
     slope: Floats
-
-
-def marginal_gains(importance: ArrayLike) -> Floats:
-    """Fit the non-increasing sequence nearest to `importance` in least squares, along the last axis.
-
-    Args:
-        importance: [..., T] oracle importance >= 0 in the ranking's order, protected entries first.
-
-    Returns:
-        float64 [..., T]: slopes of the least concave majorant of the prefix sums, which each sum of importance keeps.
-
-    Raises:
-        UsageError: a value is negative or not finite.
-    """
-    checked = check_importance(importance)
-    rows = checked.reshape(math.prod(checked.shape[:-1]), checked.shape[-1])
-    everything = np.full(len(rows), rows.shape[1])
-    return _pool(rows, np.zeros_like(everything), everything).reshape(checked.shape)
 
 
 def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = True) -> Blocks:

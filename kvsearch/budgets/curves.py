@@ -46,22 +46,6 @@ def oracle_recall_curve(importance: ArrayLike) -> Floats:
     return recall_curve(without_gap(importance))
 
 
-def optimality_gap(importance: ArrayLike) -> Floats:
-    """Eviction loss of a ranking minus the oracle's at every budget, >= 0: [..., T] -> float64 [..., T + 1].
-
-    In units of importance: what the ranking misses minus what it keeps in its place (LU-KV, Eq. 7).
-    """
-    ranked = check_importance(importance)
-    gap: Floats = np.maximum(_kept(without_gap(ranked)) - _kept(ranked), 0.0)
-    return gap
-
-
-def recall_area(importance: ArrayLike) -> Floats:
-    """Average over all budgets the recall a ranking loses to the oracle, 0 at best: [..., T] -> float64 [...]."""
-    area: Floats = (oracle_recall_curve(importance) - recall_curve(importance)).mean(axis=-1)
-    return area
-
-
 def _kept(ranked: Floats) -> Floats:
     """Sum the importance kept at every budget 0 ... T."""
     kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))

@@ -222,13 +222,6 @@ def shared_budgets(
     return shares.budgets()
 
 
-def even_layers(total: int, floors: Ints, caps: Ints) -> Ints:
-    """The same for every layer, as far as the bounds permit, and for its heads: a plan int64 [L, Hkv] to share."""
-    layers = water_fill(np.ones(len(floors)), total, floors.sum(1), caps.sum(1)).tolist()
-    rows = [water_fill(np.ones(floors.shape[1]), layer, 0) for layer in layers]
-    return np.array(rows, dtype=np.int64).reshape(floors.shape)
-
-
 def create_allocation(name: str, params: Mapping[str, object] | None = None) -> Allocation | None:
     """Build an allocation from its name and options; None is "static", where budgets hold as they are.
 

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kvsearch.budgets.adakv import check_options, head_order, split_heads
-from kvsearch.budgets.allocator import Floats, Ints, Signals
-from kvsearch.budgets.bounds import check_signals, head_scores
-from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, Wish, check_modes, even_layers, shared_budgets
+from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
+from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, check_modes
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import water_fill
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
@@ -43,23 +40,6 @@ def layer_entropy(scores: Tensor) -> Tensor:
     return torch.where(total == 0, torch.ones_like(total), (entropy / np.log(scores.numel())).clamp(0.0, 1.0))
 
 
-def layer_pools(entropies: ArrayLike, pool: int, caps: ArrayLike | None = None) -> Ints:
-    """Share `pool` entries over layers in proportion to their entropies, within caps, to the exact total.
-
-    Args:
-        entropies: [L], >= 0, in any unit; all zero means equal pools.
-        pool: entries of all layers together, beyond what is protected.
-        caps: most entries per layer, a number or [L]; None means no bound.
-
-    Returns:
-        int64 [L] that sums to `pool`.
-
-    Raises:
-        UsageError: an entropy is negative or not finite; `pool` is outside [0, sum of caps].
-    """
-    return water_fill(check_signals(np.asarray(entropies), "entropies", 0.0), pool, 0, caps)
-
-
 @dataclass(frozen=True)
 class LAVaAllocation(Allocation):
     """LAVa (Shen et al. 2025, arXiv 2509.09754, Algorithm 2): the free entries of all layers are one pool.
@@ -67,9 +47,6 @@ class LAVaAllocation(Allocation):
     Layer l gets the share e_l / sum_j e_j of the pool, e its `layer_entropy`, and splits it over its heads as AdaKV
     does. A layer with a single spike has next to no entropy and gets little more than its floors. The official code's
     truncated pools and stale head floors, 4.5 % over a budget of 128, are not reproduced.
-
-    As an allocator its signals are scores [L, Hkv, M] of the candidates, without the window: the floors stand for that,
-    and caps above floor + M count as floor + M. Planned layers are even layers then.
 
     Args:
         floor_share: share of a layer's even budget that every head is sure of, in [0, 1]; the paper has 0, its code
@@ -84,7 +61,7 @@ class LAVaAllocation(Allocation):
     layers: Layers = "dynamic"
 
     def __post_init__(self) -> None:
-        check_options(self.floor_share)
+        check_floor_share(self.floor_share)
         check_modes(self.name, self.layers, self.heads)
 
     @property
@@ -123,19 +100,3 @@ class LAVaAllocation(Allocation):
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
         """See `Allocation.split`."""
         return split_heads(order, free, rooms, self.floor_share)
-
-    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
-        """Allocate `total` entries by scores [L, Hkv, M]: int64 [L, Hkv].
-
-        Raises:
-            UsageError: scores are negative, not finite or of another shape; `total` is outside [sum of floors, sum of
-                caps].
-        """
-        scores, low, high = head_scores(signals, total, floors, caps, 0.0)
-        planned = even_layers(total, low, high)
-        ranked = torch.from_numpy(-np.sort(-scores, axis=2))
-
-        def wish(layer: int, free: int) -> Wish:
-            return Wish(float(layer_entropy(ranked[layer])), self.order(ranked[layer], free))
-
-        return shared_budgets(self, planned, low, high, wish)

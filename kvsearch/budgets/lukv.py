@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.budgets.allocator import Ints, Signals
+from kvsearch.budgets.allocator import Ints
 from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.budgets.split import spend_leftover
 from kvsearch.errors import UsageError
@@ -42,7 +41,8 @@ class MarginalSolver:
         checked = check_importance(importance)
         if checked.ndim != 3:
             raise UsageError(f"importance must be [layers, kv heads, entries], got shape {list(checked.shape)}")
-        _check_split(split)
+        if split not in get_args(Split):
+            raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
         self.shape, self.length, self.split = checked.shape[:2], checked.shape[2], split
         rows = checked.reshape(-1, self.length)
         self._floors, self._caps = _head_bounds(floors, caps, self.shape, self.length)
@@ -106,30 +106,6 @@ def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
     budgets = solver.solve_many(np.clip(totals, solver.least, solver.most))
     ratios: NDArray[np.float32] = (1.0 - budgets / solver.length).astype(np.float32)
     return ratios
-
-
-@dataclass(frozen=True)
-class MarginalAllocator:
-    """Budgets by marginal gain; the signals are oracle importance [L, Hkv, T] in the ranking's order."""
-
-    name: ClassVar[str] = "marginal"
-    split: Split = "best"
-
-    def __post_init__(self) -> None:
-        _check_split(self.split)
-
-    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
-        """Allocate `total` entries: int64 [L, Hkv]; caps above T count as T.
-
-        Raises:
-            UsageError: as `MarginalSolver`, or `total` is outside [sum of floors, sum of caps].
-        """
-        return MarginalSolver(signals, floors, caps, self.split).solve(total)
-
-
-def _check_split(split: str) -> None:
-    if split not in get_args(Split):
-        raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
 
 
 def _head_bounds(floors: ArrayLike, caps: ArrayLike | None, shape: tuple[int, ...], length: int) -> tuple[Ints, Ints]:

@@ -97,9 +97,3 @@ class AllocatorContract:
     def slack(self, signals: Signals, floors: Ints, caps: Ints) -> int:
         """Entries by which the allocator may miss monotony in its signal; 0 unless a subclass says why not."""
         return 0
-
-    def test_it_has_the_name_it_is_registered_under(self) -> None:
-        from kvsearch.budgets.allocator import create_allocator
-
-        allocator = self.allocator()
-        assert type(create_allocator(allocator.name)) is type(allocator)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Floats
+from kvsearch.budgets.convex import sorted_blocks
 
 
 @st.composite
@@ -18,6 +22,16 @@ def tables(draw: st.DrawFn, heads: int = 4, length: int = 8) -> Floats:
             shape
         )
     return heavy_tailed(np.random.default_rng(draw(st.integers(0, 2**32))), shape)
+
+
+def marginal_gains(importance: ArrayLike) -> Floats:
+    """Non-increasing gains [..., T] as the blocks of `sorted_blocks` have them, entry by entry."""
+    values = np.asarray(importance, dtype=np.float64)
+    rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
+    heads = np.arange(len(rows))
+    blocks = sorted_blocks(rows, np.zeros_like(heads), np.full_like(heads, rows.shape[1]))
+    gains = [np.repeat(blocks.slope[blocks.head == head], blocks.size[blocks.head == head]) for head in heads]
+    return np.array(gains).reshape(values.shape)
 
 
 def heavy_tailed(rng: np.random.Generator, shape: tuple[int, int, int]) -> Floats:

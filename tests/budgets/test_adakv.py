@@ -1,24 +1,23 @@
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKVAllocation, head_budgets
+from kvsearch.budgets.adakv import AdaKVAllocation, Variant
 from kvsearch.budgets.allocator import Allocator, Floats, Signals
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from tests.budgets.known import adakv, head_budgets
 from tests.budgets.sweep import CANDIDATES, awkward, sweep
 
-VARIANTS: tuple[Literal["exact", "official", "kvpress"], ...] = ("exact", "official", "kvpress")
+VARIANTS: tuple[Variant, ...] = ("exact", "kvpress")
 
 
 class TestExact(AllocatorContract):
     def allocator(self) -> Allocator:
-        return AdaKVAllocation()
+        return adakv()
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
@@ -26,7 +25,7 @@ class TestExact(AllocatorContract):
 
 class TestKvpress(TestExact):
     def allocator(self) -> Allocator:
-        return AdaKVAllocation(variant="kvpress")
+        return adakv(variant="kvpress")
 
 
 def with_counts(counts: list[int], length: int = 40) -> Floats:
@@ -41,22 +40,14 @@ def with_counts(counts: list[int], length: int = 40) -> Floats:
 @pytest.mark.parametrize(
     ("counts", "variant", "expected"),
     [
-        ([8, 3, 1], "official", [6, 2, 1]),  # 9 of 12
-        ([9, 4, 2], "official", [8, 4, 3]),  # 8.2, 4.2, 2.6
         ([9, 4, 2], "kvpress", [9, 4, 2]),
         ([15, 0, 0], "kvpress", [13, 1, 1]),
         ([8, 3, 1], "exact", [7, 3, 2]),  # 7.2, 3.2, 1.6
         ([9, 4, 2], "exact", [8, 4, 3]),
     ],
 )
-def test_worked_examples(
-    counts: list[int], variant: Literal["exact", "official", "kvpress"], expected: list[int]
-) -> None:
+def test_worked_examples(counts: list[int], variant: Variant, expected: list[int]) -> None:
     assert head_budgets(with_counts(counts), sum(counts), variant=variant).tolist() == expected
-
-
-def test_official_rounds_half_to_even() -> None:
-    assert head_budgets(with_counts([3, 1]), 4, 0.5, "official").tolist() == [2, 2]  # 2.5 and 1.5
 
 
 def test_worked_example_of_attention_and_values() -> None:
@@ -66,28 +57,21 @@ def test_worked_example_of_attention_and_values() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_floor_share_moves_from_counts_to_equal(variant: Literal["exact", "official", "kvpress"]) -> None:
+def test_the_floor_share_moves_from_counts_to_equal(variant: Variant) -> None:
     scores = with_counts([12, 0, 0])
     assert head_budgets(scores, 12, 0.0, variant).tolist() == [12, 0, 0]
     assert head_budgets(scores, 12, 1.0, variant).tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("variant", ["exact", "kvpress"])
-def test_kvpress_and_exact_meet_any_total(variant: Literal["exact", "kvpress"]) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kvpress_and_exact_meet_any_total(variant: Variant) -> None:
     scores = np.random.default_rng(0).pareto(1.1, (3, 20))
     for free in range(61):
         assert head_budgets(scores, free, variant=variant).sum() == free
 
 
-def test_official_rounding_is_off_by_at_most_half_an_entry_up_and_one_and_a_half_down_per_head() -> None:
-    scores = np.random.default_rng(0).pareto(1.1, (3, 200))
-    off = [int(head_budgets(scores, 3 * c, variant="official").sum()) - 3 * c for c in range(1, 150)]
-    assert min(off) < 0
-    assert all(-4.5 <= o <= 1.5 for o in off)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_all_equal_scores_mean_equal_budgets(variant: Literal["exact", "official", "kvpress"]) -> None:
+def test_all_equal_scores_mean_equal_budgets(variant: Variant) -> None:
     for value in (0.0, 3.0, -1.0):
         assert head_budgets(np.full((4, 9), value), 20, variant=variant).tolist() == [5, 5, 5, 5]
 
@@ -132,9 +116,9 @@ def test_counts_are_those_of_the_sorted_layer(seed: int) -> None:
 def test_layers_are_even() -> None:
     scores = np.stack([with_counts([9, 4, 2]), 1000 * with_counts([3, 3, 9])])
     floors = np.full((2, 3), 8)
-    budgets = AdaKVAllocation().allocate(scores, 30 + 48, floors, floors + 40)
+    budgets = adakv().allocate(scores, 30 + 48, floors, floors + 40)
     assert budgets.tolist() == [[16, 12, 11], [12, 11, 16]]  # 3.4, 3.4 and 8.2 in the second
-    assert AdaKVAllocation(floor_share=0).allocate(scores, 78, floors, floors + 40).tolist() == [
+    assert adakv(floor_share=0).allocate(scores, 78, floors, floors + 40).tolist() == [
         [17, 12, 10],
         [11, 11, 17],
     ]
@@ -142,53 +126,24 @@ def test_layers_are_even() -> None:
 
 def test_one_layer_with_one_head() -> None:
     one = np.ones((1, 1), dtype=np.int64)
-    assert AdaKVAllocation().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
+    assert adakv().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
 
 
 def test_no_head_gets_more_than_its_candidates() -> None:
     floors, caps = np.full((1, 2), 2), np.full((1, 2), 50)
-    assert AdaKVAllocation().allocate(np.ones((1, 2, 3)), 10, floors, caps).tolist() == [[5, 5]]
+    assert adakv().allocate(np.ones((1, 2, 3)), 10, floors, caps).tolist() == [[5, 5]]
     with pytest.raises(UsageError, match=r"total 11 .* at least 4, at most 10"):
-        AdaKVAllocation().allocate(np.ones((1, 2, 3)), 11, floors, caps)
+        adakv().allocate(np.ones((1, 2, 3)), 11, floors, caps)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scores": [[1.0, float("nan")]], "free": 1}, r"scores must be finite, got nan at \[0, 1\]"),
-        ({"scores": [[1.0, float("inf")]], "free": 1}, r"got inf at \[0, 1\]"),
-        ({"scores": [1.0, 2.0], "free": 1}, r"shape \[2\]"),
-        ({"scores": [[1.0, 2.0]], "free": 3}, "3 free entries cannot be met by 1 heads: at least 0, at most 2"),
-        ({"scores": [[1.0, 2.0]], "free": -1}, "-1 free"),
-        ({"scores": [[1.0, 2.0]], "free": 1, "floor_share": 1.5}, "floor_share must be in .0, 1., got 1.5"),
-        ({"scores": [[1.0, 2.0]], "free": 1, "floor_share": float("nan")}, "floor_share"),
-        ({"scores": [[1.0, 2.0]], "free": 1, "variant": "paper"}, "unknown variant 'paper'"),
-        ({"scores": [[1.0, 2.0]], "free": 1, "most": [1, 1]}, r"each of 1 heads, got shape \[2\]"),
-        ({"scores": [[1.0, 2.0]], "free": 1, "most": -1}, "most must be 0 or more, got -1"),
-    ],
-)
-def test_refusals(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        head_budgets(**arguments)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
-def test_refusals_of_the_allocator() -> None:
-    floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 5)
-    with pytest.raises(UsageError, match="official rounding"):
-        AdaKVAllocation(variant="official")
-    with pytest.raises(UsageError, match="floor_share"):
-        AdaKVAllocation(floor_share=-0.1)
-    with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 3, 9\]"):
-        AdaKVAllocation().allocate(np.ones((2, 3, 9)), 4, floors, caps)
-    with pytest.raises(UsageError, match=r"nan at \[1, 0, 2\]"):
-        scores = np.ones((2, 2, 9))
-        scores[1, 0, 2] = np.nan
-        AdaKVAllocation().allocate(scores, 4, floors, caps)
-    with pytest.raises(UsageError, match=r"got \[2, 2\] and \[2, 1\]"):
-        AdaKVAllocation().allocate(np.ones((2, 2, 9)), 4, floors, caps[:, :1])
-    with pytest.raises(UsageError, match=r"head \[0, 1\] has floor 6 and cap 5"):
-        AdaKVAllocation().allocate(np.ones((2, 2, 9)), 9, np.array([[0, 6], [0, 0]]), caps)
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="official rounding of adakv does not sum to the total; use exact or kvpress"):
+        AdaKVAllocation(variant="official")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"unknown variant 'paper' \(known: exact, kvpress\)"):
+        AdaKVAllocation(variant="paper")  # type: ignore[arg-type]
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(UsageError, match=rf"floor_share must be in \[0, 1\], got {bad}"):
+            AdaKVAllocation(floor_share=bad)
 
 
 def test_thousands_of_random_instances() -> None:
@@ -197,10 +152,10 @@ def test_thousands_of_random_instances() -> None:
 
     sweep(
         [
-            AdaKVAllocation(),
-            AdaKVAllocation(variant="kvpress"),
-            AdaKVAllocation(floor_share=0),
-            AdaKVAllocation(floor_share=1),
+            adakv(),
+            adakv(variant="kvpress"),
+            adakv(floor_share=0),
+            adakv(floor_share=1),
         ],
         draw,
     )

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from kvsearch.budgets.allocator import Floats
-from kvsearch.budgets.convex import marginal_gains, sorted_blocks
+from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.errors import UsageError
-from tests.budgets.samples import tables
+from tests.budgets.samples import marginal_gains, tables
 
 
 def concave_majorant(x: Floats) -> Floats:
@@ -76,6 +76,6 @@ def test_floors_and_caps_cut_the_blocks() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
 def test_refusals_name_the_place(bad: float) -> None:
     with pytest.raises(UsageError, match=rf"{bad} at \[1, 2\]"):
-        marginal_gains([[1.0, 2.0, 3.0], [1.0, 2.0, bad]])
+        check_importance([[1.0, 2.0, 3.0], [1.0, 2.0, bad]])
     with pytest.raises(UsageError, match="axis"):
-        marginal_gains(1.0)
+        check_importance(1.0)

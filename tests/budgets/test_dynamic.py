@@ -6,12 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKVAllocation, head_budgets, head_order, normalized
+from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
 from kvsearch.budgets.allocator import Ints
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, Shares, Wish, allocation_names, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import InternalError, UsageError
+from tests.budgets.known import head_budgets
 
 ALLOCATIONS: list[Allocation] = [
     LAVaAllocation(),

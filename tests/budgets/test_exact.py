@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import eviction_loss
-from kvsearch.budgets.exact import exact_budgets
-from kvsearch.errors import UsageError
+from tests.budgets.exact import exact_budgets
 from tests.budgets.samples import tables
 
 
@@ -25,10 +24,3 @@ def test_equals_enumeration(table: Floats) -> None:
         assert budgets.sum() == total
         assert (budgets >= floors).all()
         assert eviction_loss(table, budgets).sum() == pytest.approx(least, abs=1e-9)
-
-
-def test_refuses_what_cannot_be_met() -> None:
-    with pytest.raises(UsageError, match=r"total 3 .* at least 4, at most 8"):
-        exact_budgets(np.ones((1, 2, 4)), 3, 2)
-    with pytest.raises(UsageError, match="total 9"):
-        exact_budgets(np.ones((1, 2, 4)), 9)

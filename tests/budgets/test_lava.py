@@ -5,20 +5,25 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
-from kvsearch.budgets.lava import LAVaAllocation, layer_pools
+from kvsearch.budgets.dynamic import Heads, Layers
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.lava import layer_entropy as entropy_of
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from tests.budgets.known import OfScores, adakv
 from tests.budgets.sweep import CANDIDATES, awkward, sweep
+
+
+def lava(floor_share: float = 0.2, heads: Heads = "dynamic", layers: Layers = "dynamic") -> OfScores:
+    return OfScores(LAVaAllocation(floor_share, heads, layers))
 
 
 class TestDynamic(AllocatorContract):
     """More entropy, e.g. the square root of the scores, never costs the layer budget; which head gets it is open."""
 
     def allocator(self) -> Allocator:
-        return LAVaAllocation()
+        return lava()
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
@@ -34,7 +39,7 @@ class TestDynamic(AllocatorContract):
 
 class TestEqualHeads(TestDynamic):
     def allocator(self) -> Allocator:
-        return LAVaAllocation(heads="equal")
+        return lava(heads="equal")
 
     def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
         return int(budgets[layer, head])
@@ -42,7 +47,7 @@ class TestEqualHeads(TestDynamic):
 
 class TestEqualLayers(AllocatorContract):
     def allocator(self) -> Allocator:
-        return LAVaAllocation(layers="planned")
+        return lava(layers="planned")
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
@@ -71,15 +76,6 @@ def test_ends_of_entropy() -> None:
     assert layer_entropy([[1.0, 1.0, 0, 0]]) == pytest.approx(0.5)
 
 
-def test_worked_example_of_pools() -> None:
-    assert layer_pools([0.9], 30).tolist() == [30]
-    assert layer_pools([0.9, 0.6], 30).tolist() == [18, 12]
-    assert layer_pools([0.9, 0.6, 0.75], 30).tolist() == [12, 8, 10]
-    assert layer_pools([0.9, 0.6, 0.75], 60, caps=20).tolist() == [20, 20, 20]
-    assert layer_pools([0.9, 0.6, 0.75], 30, caps=[9, 30, 30]).tolist() == [9, 9, 12]
-    assert layer_pools([0.0, 0.0, 0.0], 30).tolist() == [10, 10, 10]
-
-
 def spread(entries: int) -> Floats:
     """A layer with this many equal scores; its entropy is log(entries) / log(40)."""
     layer = np.zeros((2, 20))
@@ -93,17 +89,17 @@ FLOORS = np.full((2, 2), 4)
 def test_pools_follow_the_entropy_above_the_floors() -> None:
     scores = np.stack([spread(4), 50 * spread(16)])  # entropies 1 : 2
     for heads in ("dynamic", "equal"):
-        budgets = LAVaAllocation(heads=heads).allocate(scores, 30 + 16, FLOORS, FLOORS + 20)  # type: ignore[arg-type]
+        budgets = lava(heads=heads).allocate(scores, 30 + 16, FLOORS, FLOORS + 20)  # type: ignore[arg-type]
         assert budgets.sum(axis=1).tolist() == [18, 28]
-    assert LAVaAllocation(heads="equal").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
+    assert lava(heads="equal").allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[9, 9], [14, 14]]
     # The heads have 4 and 0 scores in the first layer, 10 and 6 in the second; the zeros go where fewer are ahead.
-    assert LAVaAllocation(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 5, 4 + 5], [4 + 10, 4 + 10]]
+    assert lava(0.0).allocate(scores, 46, FLOORS, FLOORS + 20).tolist() == [[4 + 5, 4 + 5], [4 + 10, 4 + 10]]
 
 
 def test_a_spike_leaves_a_layer_its_floors() -> None:
     scores = np.stack([spread(1), spread(16)])
-    assert LAVaAllocation().allocate(scores, 30, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [8, 22]
-    assert LAVaAllocation().allocate(scores, 60, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [12, 48]
+    assert lava().allocate(scores, 30, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [8, 22]
+    assert lava().allocate(scores, 60, FLOORS, FLOORS + 20).sum(axis=1).tolist() == [12, 48]
 
 
 def test_ablations() -> None:
@@ -111,12 +107,10 @@ def test_ablations() -> None:
     scores = rng.pareto(1.1, (3, 4, 30)) * np.array([1.0, 30, 900])[:, None, None]
     floors = np.full((3, 4), 2)
     caps = floors + 30
-    dynamic, even = LAVaAllocation(), LAVaAllocation(layers="planned")
+    dynamic, even = lava(), lava(layers="planned")
     for total in (100, 121, 240):
-        assert (
-            even.allocate(scores, total, floors, caps) == AdaKVAllocation().allocate(scores, total, floors, caps)
-        ).all()
-        by_layer = LAVaAllocation(heads="equal").allocate(scores, total, floors, caps)
+        assert (even.allocate(scores, total, floors, caps) == adakv().allocate(scores, total, floors, caps)).all()
+        by_layer = lava(heads="equal").allocate(scores, total, floors, caps)
         assert np.ptp(by_layer, axis=1).max() <= 1
         both = dynamic.allocate(scores, total, floors, caps)
         assert np.ptp(both, axis=1).max() > 1
@@ -126,33 +120,22 @@ def test_ablations() -> None:
 def test_the_unit_of_one_layer_cancels() -> None:
     scores = np.random.default_rng(2).pareto(1.1, (2, 2, 20))
     other = scores * np.array([1.0, 64.0])[:, None, None]
-    one, two = (LAVaAllocation().allocate(s, 60, FLOORS, FLOORS + 20) for s in (scores, other))
+    one, two = (lava().allocate(s, 60, FLOORS, FLOORS + 20) for s in (scores, other))
     assert (one == two).all()
 
 
 def test_no_scores_mean_equal_budgets() -> None:
-    assert LAVaAllocation().allocate(np.zeros((2, 2, 20)), 40, FLOORS, FLOORS + 20).tolist() == [[10, 10], [10, 10]]
+    assert lava().allocate(np.zeros((2, 2, 20)), 40, FLOORS, FLOORS + 20).tolist() == [[10, 10], [10, 10]]
 
 
 def test_one_layer_with_one_head() -> None:
     one = np.ones((1, 1), dtype=np.int64)
-    assert LAVaAllocation().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
+    assert lava().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
 
 
 def test_refusals() -> None:
     with pytest.raises(UsageError, match="lava with planned layers and equal heads shares nothing: use static"):
         LAVaAllocation(heads="equal", layers="planned")
-    with pytest.raises(UsageError, match=r"entropies must be finite and >= 0, got nan at \[1\]"):
-        layer_pools([1.0, float("nan")], 3)
-    with pytest.raises(UsageError, match=r"total 7 .* at most 6"):
-        layer_pools([1.0, 2.0], 7, caps=3)
-    for bad in (-1.0, float("nan"), float("inf")):
-        scores = np.ones((2, 2, 20))
-        scores[0, 1, 3] = bad
-        with pytest.raises(UsageError, match=rf"scores must be finite and >= 0, got {bad} at \[0, 1, 3\]"):
-            LAVaAllocation().allocate(scores, 40, FLOORS, FLOORS + 20)
-    with pytest.raises(UsageError, match=r"2 layers of 2 kv heads, got shape \[2, 2\]"):
-        LAVaAllocation().allocate(np.ones((2, 2)), 40, FLOORS, FLOORS + 20)
     with pytest.raises(UsageError, match="heads must be dynamic or equal, got 'even'"):
         LAVaAllocation(heads="even")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="floor_share"):
@@ -163,6 +146,4 @@ def test_thousands_of_random_instances() -> None:
     def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
         return awkward(rng, (layers, heads, CANDIDATES))
 
-    sweep(
-        [LAVaAllocation(), LAVaAllocation(heads="equal"), LAVaAllocation(layers="planned"), LAVaAllocation(0.0)], draw
-    )
+    sweep([lava(), lava(heads="equal"), lava(layers="planned"), lava(0.0)], draw)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
-from kvsearch.budgets.convex import marginal_gains
 from kvsearch.budgets.curves import eviction_loss, without_gap
-from kvsearch.budgets.exact import exact_budgets
-from kvsearch.budgets.lukv import MarginalAllocator, MarginalSolver, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, Split, profile_grid
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
-from tests.budgets.samples import heavy_tailed, tables
+from tests.budgets.exact import exact_budgets
+from tests.budgets.samples import heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])
 SECOND = np.array([[[1.0, 1, 1, 5], [3, 2, 1, 1]]])
@@ -25,9 +26,20 @@ def value(table: Floats, budgets: Ints) -> float:
     return float(table.sum() - eviction_loss(table, budgets).sum())
 
 
+@dataclass(frozen=True)
+class Marginal:
+    """The solver as an allocator of one total."""
+
+    split: Split = "best"
+    name: ClassVar[str] = "marginal"
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        return MarginalSolver(signals, floors, caps, self.split).solve(total)
+
+
 class TestBest(AllocatorContract):
     def allocator(self) -> Allocator:
-        return MarginalAllocator()
+        return Marginal()
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return heavy_tailed(rng, (LAYERS, HEADS, LENGTH))
@@ -42,7 +54,7 @@ class TestBest(AllocatorContract):
 
 class TestPartialBlock(AllocatorContract):
     def allocator(self) -> Allocator:
-        return MarginalAllocator(split="partial_block")
+        return Marginal("partial_block")
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return heavy_tailed(rng, (LAYERS, HEADS, LENGTH))

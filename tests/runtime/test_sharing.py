@@ -25,6 +25,7 @@ from kvsearch.runtime.pool import Pool
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.dispersion import dispersion
+from tests.budgets.known import OfScores
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
 from tests.runtime.policies import SMALL
@@ -130,11 +131,12 @@ def decided_at_the_end(
     if isinstance(allocation, CAKEAllocation):
         budgets = allocation.allocate(np.array(signals), total, floors, caps)
     elif allocation.shares_layers:
-        budgets = allocation.allocate(np.stack(scores), total, floors, caps)
+        budgets = OfScores(allocation).allocate(np.stack(scores), total, floors, caps)
     else:
         totals = np.minimum(table.sum(-1), caps.sum(-1)).tolist()
         rows = [
-            allocation.allocate(scores[i][None], totals[i], floors[i][None], caps[i][None]) for i in range(len(scores))
+            OfScores(allocation).allocate(scores[i][None], totals[i], floors[i][None], caps[i][None])
+            for i in range(len(scores))
         ]
         budgets = np.concatenate(rows)
     kept = {

@@ -1,4 +1,4 @@
-"""The exact optimum by dynamic programming: the yardstick for `marginal` on small instances."""
+"""The exact optimum by dynamic programming: the yardstick for `MarginalSolver` on small instances."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Floats, Ints
-from kvsearch.budgets.convex import check_importance
-from kvsearch.errors import UsageError
 
 
 def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> Ints:
@@ -15,21 +13,16 @@ def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> I
 
     Args:
         importance: [L, Hkv, T] in the ranking's order.
-        total: entries of all heads together.
+        total: entries of all heads together, between the sum of the floors and L * Hkv * T.
         floors: least entries per head, broadcasts to [L, Hkv].
 
     Returns:
         int64 [L, Hkv] that sums to `total`.
-
-    Raises:
-        UsageError: importance is negative or not finite; `total` is outside [sum of floors, L * Hkv * T].
     """
-    values = check_importance(importance)
+    values = np.asarray(importance, dtype=np.float64)
     heads = values.shape[:-1]
     low = np.broadcast_to(np.asarray(floors, dtype=np.int64), heads)
     rows = values.reshape(-1, values.shape[-1])
-    if not low.sum() <= total <= rows.size:
-        raise UsageError(f"total {total} is outside the budgets' reach: at least {low.sum()}, at most {rows.size}")
     choices = _choices(rows, low.ravel(), total)
     budgets = np.zeros(len(rows), dtype=np.int64)
     for head in reversed(range(len(rows))):

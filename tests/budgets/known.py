@@ -1,0 +1,63 @@
+"""Budgets of dynamic allocations where the scores of all layers are known at once: what a prompt's layers add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, normalized, split_heads
+from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.budgets.bounds import check_bounds
+from kvsearch.budgets.dynamic import Wish, shared_budgets
+from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
+from kvsearch.plan.rounding import water_fill
+
+
+@dataclass(frozen=True)
+class OfScores:
+    """An allocation as an allocator of scores [L, Hkv, M]: all entries but the protected ones, which the floors hold.
+
+    Caps above floor + M count as floor + M; planned layers are even.
+    """
+
+    allocation: AdaKVAllocation | LAVaAllocation
+
+    @property
+    def name(self) -> str:
+        return self.allocation.name
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
+        low, high = check_bounds(total, floors, np.minimum(caps, floors + signals.shape[2]))
+        layers = water_fill(np.ones(len(low)), total, low.sum(1), high.sum(1)).tolist()
+        even = np.array([water_fill(np.ones(low.shape[1]), layer, 0) for layer in layers], dtype=np.int64)
+        ranked = torch.from_numpy(-np.sort(-signals.astype(np.float64), axis=2))
+
+        def wish(layer: int, free: int) -> Wish:
+            weight = float(layer_entropy(ranked[layer])) if self.allocation.shares_layers else 1.0
+            return Wish(weight, self.allocation.order(ranked[layer], free))
+
+        return shared_budgets(self.allocation, even.reshape(low.shape), low, high, wish)
+
+
+def adakv(floor_share: float = 0.2, variant: Variant = "exact") -> OfScores:
+    return OfScores(AdaKVAllocation(floor_share, variant))
+
+
+def head_budgets(
+    scores: ArrayLike,
+    free: int,
+    floor_share: float = 0.2,
+    variant: Variant = "exact",
+    most: ArrayLike | None = None,
+    normalize: bool = False,
+) -> Ints:
+    """AdaKV's budgets of one layer beyond what is protected, int64 [Hkv], by scores [Hkv, M]; see `split_heads`."""
+    values: Floats = np.asarray(scores, dtype=np.float64)
+    heads, length = values.shape
+    room = np.broadcast_to(np.minimum(length if most is None else np.asarray(most), length), (heads,)).astype(np.int64)
+    ranked = torch.from_numpy(-np.sort(-values, axis=1))
+    order = head_order(normalized(ranked, free // heads) if normalize else ranked, values.size)
+    return water_fill(split_heads(order, free, room, floor_share, variant), free, 0, room)
