@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.adakv import AdaKVAllocation, Variant
@@ -97,7 +97,6 @@ def test_one_head_takes_all_and_none_take_nothing() -> None:
         assert head_budgets([[1.0], [2.0]], 0, variant=variant).tolist() == [0, 0]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_counts_are_those_of_the_sorted_layer(seed: int) -> None:
     rng = np.random.default_rng(seed)

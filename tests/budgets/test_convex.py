@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.convex import check_importance, sorted_blocks
@@ -37,7 +37,6 @@ def test_worked_examples(x: list[int], expected: list[int]) -> None:
     assert marginal_gains(x).tolist() == expected
 
 
-@settings(max_examples=250, deadline=None)
 @given(tables(length=12))
 def test_gains_are_the_slopes_of_the_concave_majorant(table: Floats) -> None:
     gains = marginal_gains(table)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import (
@@ -33,7 +33,6 @@ def test_a_head_without_importance_loses_nothing() -> None:
     assert recall_curve([0.0, 0.0]).tolist() == [1, 1, 1]
 
 
-@settings(max_examples=200, deadline=None)
 @given(tables())
 def test_curves_rise_to_one_below_the_oracle(table: Floats) -> None:
     curve, oracle = recall_curve(table), oracle_recall_curve(table)

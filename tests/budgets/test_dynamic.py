@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
@@ -31,7 +31,6 @@ def wish(rng: np.random.Generator, heads: int, candidates: int) -> Wish:
     return Wish(weight, head_order(ranked, heads * candidates))
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_a_layer_can_still_get_only_shrinks_and_ends_above_its_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -141,7 +140,6 @@ def test_weights_may_be_logarithms() -> None:
         assert shares.budgets()[:, 0].tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_order_does_not_depend_on_its_length(seed: int) -> None:
     rng = np.random.default_rng(seed)

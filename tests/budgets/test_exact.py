@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.curves import eviction_loss
@@ -12,7 +12,6 @@ from tests.budgets.exact import exact_budgets
 from tests.budgets.samples import tables
 
 
-@settings(max_examples=200, deadline=None)
 @given(tables(heads=2, length=4))
 def test_equals_enumeration(table: Floats) -> None:
     heads = table.shape[:-1]

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
@@ -143,7 +143,6 @@ def test_a_pattern_for_what_each_layer_gets() -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
 def test_continued_curves_are_convex(seed: int) -> None:
     rng = np.random.default_rng(seed)
     budgets = tuple(np.cumsum(rng.integers(1, 40, 4)).tolist())
@@ -158,7 +157,6 @@ def test_continued_curves_are_convex(seed: int) -> None:
     st.integers(0, 27),
     st.lists(st.integers(9, 12), min_size=3, max_size=3),
 )
-@settings(max_examples=300, deadline=None)
 def test_nothing_beats_it_among_all_integer_splits(drawn: list[list[int]], above: int, caps: list[int]) -> None:
     losses, least = np.array(drawn, dtype=float), BUDGETS[0]
     layers, high = len(losses), np.array(caps[: len(drawn)])[:, None]
@@ -176,7 +174,6 @@ def test_nothing_beats_it_among_all_integer_splits(drawn: list[list[int]], above
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
 def test_hulls_are_convex_below_the_curve_and_keep_its_ends(seed: int) -> None:
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.integers(1, 9, 6)).astype(float)

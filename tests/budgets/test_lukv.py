@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
@@ -113,7 +113,6 @@ def reference(table: Floats, floors: Ints, total: int) -> Ints:
     return (spread if better else single).reshape(floors.shape)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 3))
 def test_equals_the_rule_as_stated(seed: int, floor: int) -> None:
     # Continuous importance, so that no two candidates tie.
@@ -125,7 +124,6 @@ def test_equals_the_rule_as_stated(seed: int, floor: int) -> None:
         assert (solver.solve(total) == reference(table, floors, total)).all()
 
 
-@settings(max_examples=250, deadline=None)
 @given(tables(), st.data())
 def test_every_total_is_exact_feasible_and_at_least_the_partial_block(table: Floats, data: st.DataObject) -> None:
     floors = np.array(

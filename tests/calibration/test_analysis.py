@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,10 +27,11 @@ from kvsearch.calibration.analysis import (
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata
+from tests.examples import at_most, fixed
 from tests.plan.builders import metadata_dict, ratio_table
 
 LAYERS, HEADS = 2, 3
-quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = at_most(60, fixed)
 UP = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
 values = st.lists(st.integers(0, 5).map(float), min_size=3, max_size=30)
 
@@ -49,7 +50,7 @@ def asked(*tables: NDArray[Any], contexts: list[int]) -> Profile:
     return profile(question_ratio=ratios, question_context=np.array(contexts, dtype=np.int32))
 
 
-@quick
+@few
 @given(a=values, seed=st.integers(0, 99))
 def test_spearman_is_scipys(a: list[float], seed: int) -> None:
     from scipy.stats import spearmanr
@@ -131,7 +132,7 @@ def mass_of(importance: NDArray[np.float64]) -> NDArray[np.float32]:
     return kept[..., :: importance.shape[-1] // 100].astype(np.float32)
 
 
-@quick
+@few
 @given(data=st.data())
 def test_lost_mass_is_the_eviction_loss(data: st.DataObject) -> None:
     length = data.draw(st.sampled_from([100, 200, 500]))
@@ -258,7 +259,7 @@ def test_the_nearest_stored_ratio_is_compared() -> None:
     assert misplaced(kept([4, 4, 4, 4, 4, 4], ratio=0.8), 0.84).ratio == 0.8
 
 
-@quick
+@few
 @given(seed=st.integers(0, 999), prompts=st.integers(2, 5))
 def test_misplaced_shares_are_shares(seed: int, prompts: int) -> None:
     """The mean moves less than a table that has not seen the prompt: the prompt is part of the mean."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, chances, recovered
@@ -33,6 +33,7 @@ from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.shown import rendered
 from tests.evaluation.test_statistics import samples
+from tests.examples import at_most
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
@@ -44,7 +45,7 @@ HOW = Settings(samples=16, seed=3, batch=8)
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 def test_means_are_those_of_every_evaluation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shapes = [[int(n) for n in rng.integers(1, 4, rng.integers(1, 6))] for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.strategies.baselines import equal_uniform, full_cache
+from tests.examples import at_most
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
@@ -156,7 +157,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@at_most(15)
 @given(shapes, st.integers(0, 99), st.randoms(use_true_random=False))
 def test_neither_order_nor_company_matters(shape: list[tuple[int, list[int]]], seed: int, rng: Any) -> None:
     model = build("llama")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
@@ -30,6 +30,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.baselines import equal_uniform
 from kvsearch.tasks.perplexity import PerplexityText
 from tests import tiny
+from tests.examples import at_most
 from tests.families import FAMILIES
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
@@ -272,7 +273,7 @@ LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=1, max_size=12)
 
 
 @given(LOSSES, st.floats(-1, 1))
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 def test_differences_are_paired(windows: list[tuple[float, ...]], shift: float) -> None:
     moved = [tuple(loss + shift for loss in window) for window in windows]
     full, same, other = perplexity_rows(result_of({"full": windows, "same": windows, "other": moved}))

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import InternalError, UsageError
@@ -22,6 +22,7 @@ from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from tests import tiny
+from tests.examples import at_most
 
 FLAT, STEEP = [[15, 15]] * 4, [[9, 9], [21, 21]] * 2
 
@@ -188,7 +189,7 @@ def test_the_interval_of_paired_coins() -> None:
 scored = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=2), min_size=1, max_size=6)
 
 
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 @given(scored)
 def test_a_contrast_of_two_is_their_difference(rows: list[list[float]]) -> None:
     shuffled = [list(reversed(row)) for row in reversed(rows)]

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan import Phase, Plan, budgets_at, convert, diff, load_plan, merge, save_plan, scale
 from kvsearch.plan.rounding import largest_remainder
+from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
@@ -34,7 +35,6 @@ def half_up(value: Fraction) -> int:
     return int((value + Fraction(1, 2)) // 1)
 
 
-@settings(max_examples=150, deadline=None)
 @given(proportional_plans(), st.integers(1, 12_000))
 def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) -> None:
     assert plan.length is not None
@@ -48,7 +48,7 @@ def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) 
     assert budgets.sum() == min(max(wanted, low * budgets.size), length * budgets.size)
 
 
-@settings(max_examples=50, deadline=None)
+@at_most(50)
 @given(proportional_plans())
 def test_the_calibration_length_gives_the_plan_itself(plan: Plan) -> None:
     assert plan.length is not None
@@ -56,7 +56,7 @@ def test_the_calibration_length_gives_the_plan_itself(plan: Plan) -> None:
     assert np.array_equal(budgets_at(plan, "prefill", plan.length), rows)
 
 
-@settings(max_examples=50, deadline=None)
+@at_most(50)
 @given(proportional_plans(), st.integers(2, 5))
 def test_whole_multiples_scale_without_rounding(plan: Plan, times: int) -> None:
     assert plan.length is not None
@@ -421,7 +421,6 @@ def check_shape(before: np.ndarray, after: np.ndarray) -> None:
     assert np.diff(after.ravel()[order]).min(initial=0) >= -1
 
 
-@settings(max_examples=100, deadline=None)
 @given(proportional_plans(), st.integers(8, 12_000))
 def test_scaling_to_what_a_prompt_gets_gives_its_budgets(plan: Plan, length: int) -> None:
     wanted = budgets_at(plan, "prefill", length)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import save
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan import GRID, Profile, ProfileMetadata, load_profile, save_profile
+from tests.examples import at_most
 from tests.plan.builders import make_profile, metadata_dict, ratio_table
 
 
@@ -183,7 +184,7 @@ def test_below_the_grid_towards_zero_and_above_it_flat() -> None:
     assert np.array_equal(profile.local_ratios(0.999), table[98])
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(st.floats(1e-6, 0.99))
 def test_the_mean_stays_the_global_ratio(ratio: float) -> None:
     local = make_profile().local_ratios(ratio)

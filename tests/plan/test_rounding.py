@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
@@ -58,13 +58,11 @@ def bounded(draw: st.DrawFn) -> tuple[list[float], int, list[int], list[int]]:
     return ideal, draw(st.integers(sum(lower), sum(upper))), lower, upper
 
 
-@settings(max_examples=400, deadline=None)
 @given(bounded())
 def test_equals_the_unit_by_unit_rule(case: tuple[list[float], int, list[int], list[int]]) -> None:
     assert largest_remainder(*case).tolist() == greedy_oracle(*case)
 
 
-@settings(max_examples=300, deadline=None)
 @given(bounded())
 def test_water_fill_is_exact_and_close_to_its_ideal(case: tuple[list[float], int, list[int], list[int]]) -> None:
     weights, total, lower, upper = case

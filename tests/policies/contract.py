@@ -34,18 +34,13 @@ from kvsearch.policies.base import Norm
 from kvsearch.policies.decoding import State
 from kvsearch.policies.ranking import keep_under
 from kvsearch.policies.scoring import column_sums
+from tests.examples import fixed
 
 DIM = 4
 MODEL_DIM = 5
 MISSING = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
 # subclasses run the same test function, which hypothesis takes for a mistake
-properties = settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-)
+properties = settings(fixed, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.dispersion import dispersion
 from tests.budgets.known import OfScores
+from tests.examples import at_most
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
 from tests.runtime.policies import SMALL
@@ -170,7 +171,7 @@ def test_trimming_layer_by_layer_ends_where_deciding_at_the_end_would(
         assert np.ptp(entries, axis=-1).max() > 1, "heads should differ by more than planned"
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(
     st.integers(0, 2**20), st.sampled_from(list(ALLOCATIONS)), st.sampled_from(SINGLE), st.integers(1, 45),
     st.integers(1, 60), st.integers(0, 12),

@@ -4,20 +4,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime import storage
 from kvsearch.runtime.attention import Logits, ragged_attention
 from kvsearch.runtime.storage import RaggedStore, bucket
+from tests.examples import fixed
 from tests.families import DEVICES
-
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
 class TestBucket:
-    @quick
+    @fixed
     @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     def test_segments_of_similar_length_share_a_block(self, lengths: list[int]) -> None:
         groups = bucket(lengths)
@@ -117,7 +116,7 @@ steps = st.one_of(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@quick
+@fixed
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
     st.sampled_from([None, 2.0]),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
@@ -21,6 +20,7 @@ from kvsearch.search.records import Told
 from kvsearch.search.settings import Limits
 from kvsearch.search.space import Vector
 from kvsearch.search.stages import Frame
+from tests.examples import at_most
 from tests.search.searching import (
     BUDGET,
     HEADS,
@@ -268,7 +268,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("mode", [{}, {"minibatch": 2}], ids=["all", "minibatch"])
     @given(limit=st.integers(1, 3000))
-    @hypothesis_settings(max_examples=20, deadline=None)
+    @at_most(20)
     def test_tokens_are_never_exceeded_and_one_more_candidate_would(
         self, mode: dict[str, Any], limit: int, tmp_path_factory: pytest.TempPathFactory
     ) -> None:

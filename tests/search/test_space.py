@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
 from kvsearch.search.completion import complete
 from kvsearch.search.space import Basis, Group, Heads, LayerGroups, Layers, Parity, Space, basis_from_tables
 from kvsearch.search.space.base import BoxSpace, Ints
+from tests.examples import at_most
 
 
 def full(layers: int, heads: int, entries: int) -> Ints:
@@ -101,7 +102,6 @@ def cases(draw: st.DrawFn, name: str) -> tuple[BoxSpace, Any, Any]:
 
 @every_space
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_tables_are_whole_and_have_the_exact_total(name: str, data: st.DataObject) -> None:
     space, total, point = data.draw(cases(name))
     table = space.budgets(point)
@@ -113,7 +113,6 @@ def test_tables_are_whole_and_have_the_exact_total(name: str, data: st.DataObjec
 
 @every_space
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
     before = point.copy()
@@ -128,7 +127,6 @@ def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str,
 
 @pytest.mark.parametrize("name", [name for name in SPACES if name != "basis"])
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_the_point_of_a_table_stands_for_that_table(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
     table = space.budgets(point)
@@ -140,7 +138,6 @@ def test_the_point_of_a_table_stands_for_that_table(name: str, data: st.DataObje
 
 @pytest.mark.parametrize("name", ["layers", "layer groups", "heads", "group", "parity"])
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_raising_a_coordinate_never_lowers_its_group(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
     inside = np.clip(point, space.lower, space.upper)
@@ -159,7 +156,7 @@ def test_raising_a_coordinate_never_lowers_its_group(name: str, data: st.DataObj
 
 @pytest.mark.parametrize("name", ["heads", "basis", "group"])
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_floors_and_caps_hold(name: str, data: st.DataObject) -> None:
     floors, table, caps = data.draw(frames())
     if name == "heads":
@@ -180,7 +177,7 @@ def test_floors_and_caps_hold(name: str, data: st.DataObject) -> None:
 
 @every_space
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 def test_bad_points_and_tables_are_refused(name: str, data: st.DataObject) -> None:
     space, _, _ = data.draw(cases(name))
     wrong = np.ones(space.dimension)
@@ -196,7 +193,7 @@ def test_bad_points_and_tables_are_refused(name: str, data: st.DataObject) -> No
 
 @every_space
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 def test_the_start_is_a_projected_point(name: str, data: st.DataObject) -> None:
     space, _, _ = data.draw(cases(name))
     assert space.start.shape == space.lower.shape == space.upper.shape == (space.dimension,)

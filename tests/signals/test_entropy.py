@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as limits
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.signals import rows as module
 from kvsearch.signals.entropy import literal_entropy, mean_row, row_entropy
 from kvsearch.signals.rows import score_rows
+from tests.examples import at_most
 
 SURE = 200.0  # a logit that leaves nothing for the others
 
@@ -152,7 +152,7 @@ def test_a_broken_model_shows() -> None:
     assert row_entropy(query, keys, 0.3).isnan().tolist() == [False, True]
 
 
-@limits(max_examples=30)
+@at_most(30)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5))
 def test_bounds(seed: int, rows: int, heads: int, pads: int) -> None:
     query, keys = observe(heads=heads, rows=rows, length=7, seed=seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -134,7 +134,6 @@ def measured(case: Case) -> tuple[Any, Tensor, Any]:
     return change, output_loss(change.outputs, case.weight), bounds
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> None:
     change, loss, bounds = measured(case)
@@ -145,7 +144,6 @@ def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> No
     assert (bounds.by_head <= bounds.by_layer * (1 + 1e-5)).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_attention_moves_by_twice_the_evicted_mass(case: Case) -> None:
     change = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)

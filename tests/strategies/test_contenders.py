@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from kvsearch.strategies.request import read_contest
 from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS
 from kvsearch.tasks.longbench.task import LongBenchTask
 from tests import tiny
+from tests.examples import at_most
 
 HEADS = (4, 2)
 
@@ -181,7 +182,7 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
 
 
 @given(st.integers(1, 80), st.integers(1, 90), st.sampled_from(["uniform", "pyramid", "pyramid:keydiff"]))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: int, name: str) -> None:
     method = one(name, "window=5")
     total = min(Size(budget).held(length, 8), 8 * length)

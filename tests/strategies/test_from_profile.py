@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.adakv import AdaKVAllocation
@@ -35,10 +35,10 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.strategies.from_profile import phase_of, plan_from_profile, round_ratios
 from tests import tiny
+from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
 
 LENGTH, FLOOR = 200, 6
-quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
 def profile(layers: int = 2, heads: int = 2, seed: int = 0, length: int = LENGTH, floor: int = FLOOR) -> Profile:
@@ -76,7 +76,7 @@ def assert_fits(plan: Any, made: Profile, total: int, length: int) -> None:
     assert (plan.length, plan.floor) == (length, max(made.metadata.floor, 1))
 
 
-@quick
+@fixed
 @given(made=profiles, percent=st.floats(0.5, 99.5), length=st.one_of(st.none(), st.integers(1, 5000)))
 def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None) -> None:
     """Either the total is exact and every head in its bounds, or the size is refused for being out of reach."""
@@ -93,7 +93,7 @@ def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None
             plan_from_profile(made, size)
 
 
-@quick
+@fixed
 @given(made=profiles, budget=st.integers(1, 250), length=st.one_of(st.none(), st.integers(1, 300)))
 def test_a_budget_per_head(made: Profile, budget: int, length: int | None) -> None:
     at = length or LENGTH

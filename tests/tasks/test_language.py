@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
@@ -29,11 +29,12 @@ from kvsearch.tasks.synthetic.language import (
 )
 from kvsearch.tasks.synthetic.suite import FORMS, SyntheticTask, synthetic_suite
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
+from tests.examples import at_most, fixed
 from tests.tasks.solver import Sentence, answer, sentences
 
 LENGTHS = (512, 1024, 2048)
 FACTS = ("code", "item", "set", "vote", "bell")
-quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = at_most(40, fixed)
 tasks = pytest.mark.parametrize("task", FORMS)
 seeds = st.integers(0, 2**32)
 
@@ -67,7 +68,7 @@ def assert_sound(document: Document, length: int) -> None:
 
 
 @tasks
-@quick
+@few
 @given(seed=seeds, length=st.sampled_from(LENGTHS))
 def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
     document = SyntheticTask(task, length).document(random.Random(seed))
@@ -83,7 +84,7 @@ def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
 
 
 @tasks
-@quick
+@few
 @given(seed=seeds, length=st.integers(512, 12000))
 def test_documents_of_any_length(task: str, seed: int, length: int) -> None:
     """A long document has more room than there are names: the rest stays filler."""
@@ -106,7 +107,7 @@ def needles(kind: str, rng: random.Random, names: Names) -> Needles:
     }[kind]()
 
 
-@quick
+@few
 @given(
     seed=seeds,
     kinds=st.sets(st.sampled_from(["code", "pairs", "item", "whole", "chain", "vote", "bell"]), min_size=1),
@@ -128,7 +129,7 @@ def test_mixed_documents(seed: int, kinds: set[str], mentions: int, tail: int) -
     assert all(question.answer == answer(document.words, question.prompt) for question in document.questions)
 
 
-@quick
+@few
 @given(seed=seeds, tail=st.integers(1, 3))
 def test_a_mention_at_the_end_never_precedes_a_fact_at_the_end(seed: int, tail: int) -> None:
     """With hardly any filler the facts are the last sentences."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, Cell, NiahTask, grid_of, spread
 from kvsearch.tasks.splits import SPLITS
+from tests.examples import at_most
 
 
 def count(text: str) -> int:
@@ -66,7 +67,7 @@ def test_the_shipped_grid() -> None:
     assert (task.name, task.category, task.chat, task.stops) == ("niah", "retrieval", True, ())
 
 
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 @given(st.integers(25, 300), st.integers(0, 100), st.integers(1, 7))
 def test_contexts_fill_their_length(length: int, depth: int, width: int) -> None:
     """Whatever a token is: here `width` characters, so that the needle changes where tokens end."""
@@ -116,7 +117,7 @@ def test_part_of_a_grid_by_hand() -> None:
     assert len({tuple(spread(grid, 4, seed)) for seed in range(20)}) > 1
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(st.integers(1, 7), st.integers(1, 11), st.integers(0, 99), st.data())
 def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:
     grid = [Cell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]

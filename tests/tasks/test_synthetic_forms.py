@@ -7,16 +7,17 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.haystacks import Noise, Paragraphs, Prose
 from kvsearch.tasks.synthetic.language import Document, Names, Needles, Sentence, chains, code_facts, whole_items
 from kvsearch.tasks.synthetic.suite import BUILDERS, FORMS, SUITES, SyntheticTask, synthetic_suite
+from tests.examples import at_most, fixed
 from tests.tasks.solver import sentences
 
-quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+few = at_most(30, fixed)
 seeds = st.integers(0, 2**32)
 lengths = st.sampled_from((512, 1024, 2048))
 
@@ -42,7 +43,7 @@ def test_the_suites() -> None:
     assert [task.name for task in synthetic_suite(suite="ruler")] == list(SUITES["ruler"])
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_one_code_in_one_repeated_sentence(seed: int, length: int) -> None:
     document = made("single_1", seed, length)
@@ -51,7 +52,7 @@ def test_one_code_in_one_repeated_sentence(seed: int, length: int) -> None:
     assert document.evidence == 5
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_one_long_value_told_at_once(seed: int, length: int) -> None:
     document = made("single_3", seed, length)
@@ -65,7 +66,7 @@ def test_one_long_value_told_at_once(seed: int, length: int) -> None:
     assert len(question.answer) == 9
 
 
-@quick
+@few
 @given(seed=seeds, length=st.sampled_from((512, 1024)))
 def test_codes_in_a_haystack_made_of_facts(seed: int, length: int) -> None:
     document = made("multikey_2", seed, length)
@@ -74,7 +75,7 @@ def test_codes_in_a_haystack_made_of_facts(seed: int, length: int) -> None:
     assert len(document.questions) == kinds(document)["code"] > 10
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_long_values_in_a_haystack_made_of_facts(seed: int, length: int) -> None:
     """At 1,024 words and more all keys and all chains are told."""
@@ -87,14 +88,14 @@ def test_long_values_in_a_haystack_made_of_facts(seed: int, length: int) -> None
     assert count["code"] == (38 if length == 512 else 56)
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_no_key_left_is_no_question_left(seed: int, length: int) -> None:
     """Where items take the keys, enough codes to ask for remain."""
     assert len(made("multikey_2", seed, 8 * length).questions) == 4
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_one_common_candidate(seed: int, length: int) -> None:
     document = made("common", seed, length)
@@ -104,7 +105,7 @@ def test_one_common_candidate(seed: int, length: int) -> None:
     assert list(tally.values()) == [1] * (5 if length == 512 else 11)
 
 
-@quick
+@few
 @given(seed=seeds, length=lengths)
 def test_paragraphs_are_asked_in_one_and_in_two_hops(seed: int, length: int) -> None:
     one, two = made("qa_1", seed, length), made("qa_2", seed, length)
@@ -145,7 +146,7 @@ def test_haystacks_tell_all_they_are_given(count: int) -> None:
         assert told == haystack(random.Random(0)).tell(count, groups)
 
 
-@quick
+@few
 @given(seed=seeds, facts=st.integers(1, 9), each=st.integers(1, 9))
 def test_each_fact_has_a_paragraph_of_its_own(seed: int, facts: int, each: int) -> None:
     rng = random.Random(seed)

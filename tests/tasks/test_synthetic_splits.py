@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.resources import resource
@@ -18,6 +18,7 @@ from kvsearch.tasks.synthetic.__main__ import calibration_file
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
 from kvsearch.tasks.synthetic.train import CONTEXTS, TOKENS_PER_STEP, training_document
+from tests.examples import at_most, fixed
 
 DOCUMENTS = 200
 TRAINING_SEED = 0  # the default of the training script
@@ -60,7 +61,7 @@ def test_no_split_shares_a_document_with_another_one_or_with_the_models_training
     assert_disjoint([*splits, trained_on(512, TRAINING_SEED)])
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@at_most(10, fixed)
 @given(
     task=st.sampled_from(list(FORMS)),
     length=st.integers(512, 1024),

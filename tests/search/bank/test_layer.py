@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.attention import Logits
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
+from tests.examples import at_most
 
 
 def yes(*rows: str) -> list[list[bool]]:
@@ -100,7 +101,7 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: fl
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.integers(0, 7), st.booleans(),
     st.integers(0, 10**6),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_attention_is_one_softmax_over_prefix_and_own_tokens(
     samples: int, heads: int, group: int, rows: int, width: int, capped: bool, seed: int
 ) -> None:

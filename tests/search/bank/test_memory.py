@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
@@ -64,7 +64,6 @@ def test_more_of_anything_takes_more() -> None:
 
 
 @given(WORKS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
-@settings(max_examples=150, deadline=None)
 def test_blocks_hold_every_sample_once_and_fit(
     works: list[SampleWork], candidates: int, room: float, tokens: int
 ) -> None:

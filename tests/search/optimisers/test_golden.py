@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
 from kvsearch.search.optimisers.base import Optimiser, create_optimiser
+from tests.examples import at_most
 from tests.search.contract import OptimiserContract
 
 
@@ -50,7 +51,7 @@ def test_whole_budgets(minimum: float) -> None:
 
 
 @given(st.floats(0.0, 10.0))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_a_flat_function_ends_at_the_start(start: float) -> None:
     optimiser = create_optimiser("golden", [start], [0.0], [10.0], 0, tolerance=0.01)
     minimise(lambda _: 7.0, optimiser)
@@ -58,7 +59,7 @@ def test_a_flat_function_ends_at_the_start(start: float) -> None:
 
 
 @given(st.floats(0.1, 0.9), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_a_plateau_at_the_bottom_is_reached(centre: float, width: int) -> None:
     low, high = centre - width / 100, centre + width / 100
 

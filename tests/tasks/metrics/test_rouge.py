@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import jieba
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rouge import Rouge
 
@@ -117,13 +117,11 @@ WORDS = st.lists(st.sampled_from(["a", "b", "c", "A", ".", "d.", "\n", "x,", "3.
 HAN = st.text(st.sampled_from("我是中国人，。！《论语》 \n.3a北京大学"), max_size=25)
 
 
-@settings(deadline=None)
 @given(reply=WORDS, answer=WORDS)
 def test_the_package_is_the_definition(reply: str, answer: str) -> None:
     assert score("rouge_l", reply, answer) == official(reply, answer)
 
 
-@settings(deadline=None)
 @given(reply=HAN, answer=HAN)
 def test_the_package_on_words_of_jieba(reply: str, answer: str) -> None:
     spaced = [" ".join(jieba.cut(text, cut_all=False)) for text in (reply, answer)]
