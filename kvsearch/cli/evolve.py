@@ -74,8 +74,8 @@ def evolve(
     from kvsearch.plan.protocol import find_protocol
     from kvsearch.search.evolve import Splits, prepare_search
     from kvsearch.search.front import prepare_front
+    from kvsearch.search.ledger import check_search
     from kvsearch.search.recipe import resolve_recipe
-    from kvsearch.search.run_directory import check_directory
     from kvsearch.tasks.catalog import find_tasks
 
     typed = {
@@ -93,7 +93,7 @@ def evolve(
     options = details.options(what.length)
     splits = Splits(*(find_tasks(what.tasks, replace(options, split=split)) for split in SPLITS))
     asking = Settings(what.samples, how.protocol, common.seed, batch, work.max_memory, what.max_length)
-    check_directory(output, resume, force)
+    check_search(output, resume, force)
     plans = _plans(starts)
     chosen = _policy(what, plans)
     base = _base(common.load(model), chosen, plans)

@@ -12,16 +12,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvsearch.cli.common import Common
-    from kvsearch.search.ledger import Ledger
+    from kvsearch.search.ledger import SearchLedger, SearchRun
     from kvsearch.search.outcome import Found
-    from kvsearch.search.run_directory import SearchRun
     from kvsearch.search.settings import Limits
 
 
 class Lines:
     """A line per generation; also what the panel shows."""
 
-    def __init__(self, common: Common, ledger: Ledger, limits: Limits) -> None:
+    def __init__(self, common: Common, ledger: SearchLedger, limits: Limits) -> None:
         self.common, self.ledger, self.limits = common, ledger, limits
         self.where, self.failures, self.starts = "", 0, math.nan
 
@@ -112,8 +111,12 @@ def watching(common: Common, run: SearchRun, limits: Limits) -> Iterator[Lines]:
 
 
 def _tell_best(common: Common, run: SearchRun) -> None:
+    from kvsearch.runs.directory import write_json
+    from kvsearch.search.ledger import BEST
+
     best = run.ledger.best
     if best is not None:
-        run.write_best({"value": best.value, "where": best.where, "budgets": best.candidate})
-        common.say(f"best so far: {best.value:.6g} ({best.where}), in {run.directory / 'best.json'}")
+        path = run.directory / BEST
+        write_json(path, {"value": best.value, "where": best.where, "budgets": best.candidate})
+        common.say(f"best so far: {best.value:.6g} ({best.where}), in {path}")
     common.say(f"go on with --resume: what was measured is in {run.directory}")

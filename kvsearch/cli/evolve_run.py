@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
     from kvsearch.search.front import PreparedFront
+    from kvsearch.search.ledger import SearchRun
     from kvsearch.search.outcome import Watcher
-    from kvsearch.search.run_directory import SearchRun
     from kvsearch.search.settings import Limits
-
-FRONT = "front.json"
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,11 @@ def deliver(
 ) -> None:
     """Search into the directory `output`, print what was found."""
     from kvsearch.cli.evolve_panel import watching
+    from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import PreparedSearch
-    from kvsearch.search.run_directory import EXECUTION, open_search, require_same
+    from kvsearch.search.ledger import open_search, require_same
 
-    config = {**_config(prepared), EXECUTION: work.as_json()}
+    config = RunConfig(job="evolve", content=_config(prepared), execution=work.as_json())
     if resume:
         require_same(output, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
@@ -113,33 +112,37 @@ def _config(prepared: PreparedSearch | PreparedFront) -> dict[str, Any]:
 def _search_one(
     prepared: PreparedSearch, run: SearchRun, work: Work, common: Common, executor: Executor, watcher: Watcher
 ) -> None:
+    from kvsearch.plan import save_plan
     from kvsearch.report.search import as_json, decision, tables
+    from kvsearch.runs.directory import write_json
     from kvsearch.search.evolve import Evolved
+    from kvsearch.search.ledger import PLAN, REPORT
 
     outcome = prepared.search(executor, run.ledger, work.limits, watcher)
     executor.close()  # its memory is for the replies now
     choice = prepared.choose(outcome, _keep(run, common))
-    run.write_plan(choice.plan)
+    save_plan(choice.plan, run.directory / PLAN, overwrite=True)
     evolved = Evolved(outcome, choice, prepared.report(choice, _keep(run, common)))
     told = as_json(prepared, evolved, run.ledger.spent)
-    run.write_report(told)
+    write_json(run.directory / REPORT, told)
     _show(told, tables(prepared, evolved), common)
     common.say(decision(evolved))
-    common.say(f"{_spent(run)}; wrote {run.directory / 'plan.json'} and {run.directory / 'report.json'}")
+    common.say(f"{_spent(run)}; wrote {run.directory / PLAN} and {run.directory / REPORT}")
 
 
 def _search_front(
     prepared: PreparedFront, run: SearchRun, work: Work, common: Common, executor: Executor, watcher: Watcher
 ) -> None:
-    from kvsearch.plan import canonical_json, save_plan
-    from kvsearch.plan.files import atomic_write
+    from kvsearch.plan import save_plan
     from kvsearch.report.search import decision, front_as_json, front_tables
+    from kvsearch.runs.directory import write_json
+    from kvsearch.search.ledger import FRONT
 
     points = prepared.run(executor, run.ledger, work.limits, watcher, _keep(run, common))
     for point in points:
         save_plan(point.evolved.choice.plan, run.directory / f"plan-{point.budget}.json", overwrite=True)
     told = front_as_json(points, run.ledger.spent)
-    atomic_write(run.directory / FRONT, canonical_json(told))
+    write_json(run.directory / FRONT, told)
     _show(told, front_tables(points), common)
     for point in points:
         common.say(f"{point.budget} entries per kv head: {decision(point.evolved)}")

@@ -29,7 +29,7 @@ from kvsearch.policies import create_policy
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.executors.base import Executor, Ints
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search
 from kvsearch.search.outcome import Found, Outcome, Watcher
 from kvsearch.search.scoring import Minibatch, Scoring
@@ -128,7 +128,9 @@ class PreparedSearch:
             self.loaded, self.base.by_layer, self.samples, most, full=full, max_memory=max_memory, progress=progress
         )
 
-    def search(self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher, name: str = "") -> Outcome:
+    def search(
+        self, executor: Executor, ledger: SearchLedger, limits: Limits, watcher: Watcher, name: str = ""
+    ) -> Outcome:
         """The first part; `name` and errors as for `Search`."""
         free = self.settings.objective == "metric"
         counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]

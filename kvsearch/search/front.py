@@ -24,7 +24,7 @@ from kvsearch.search.evolve import (
     prepare_search,
 )
 from kvsearch.search.executors.base import Executor, Ints
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.outcome import Outcome, Watcher
 from kvsearch.search.settings import EvolveSettings, Limits
 from kvsearch.search.start_plans import Base, start_tables
@@ -63,7 +63,7 @@ class PreparedFront:
         return max(search.cap for search in self.searches)
 
     def run(
-        self, executor: Executor, ledger: Ledger, limits: Limits, watcher: Watcher, keep: Keep | None = None
+        self, executor: Executor, ledger: SearchLedger, limits: Limits, watcher: Watcher, keep: Keep | None = None
     ) -> list[Point]:
         """Search and choose at every budget, then report on all; limits are for all budgets together.
 

@@ -1,39 +1,45 @@
 """All that a search did, on disk, so that one which is interrupted goes on where it stopped.
 
-The ledger is a text file of one JSON object per line: what it is, the seconds of work on the run before it (`at`, the
-time between sessions left out), and the fields of its class in `records`:
+A line of the ledger says what it is, the seconds of work on the run before it (`at`, the time between sessions left
+out), and the fields of its class in `records`:
 
     {"kind": "asked", "at": 3.25, "stage": "group 1", "generation": 0, "points": [[1.0, 0.75], [0.5, 1.25]]}
 
-Lines are only ever appended, and are on the disk before the search goes on. A last line that was cut short is dropped:
-what it held is done again. Any other line that is no such object is refused. Numbers are read again bit for bit.
+Numbers are read again bit for bit. The state of an optimiser is not kept: it follows from what it was told, which is
+replayed. Beside the ledger the directory has what the search found:
 
-The state of an optimiser is not kept: it follows from what it was told, which is replayed.
+best.json      the best plan so far
+report.json    the result, as `--json` prints it
+plan.json      the plan
+front.json     the results of several budgets, with plan-BUDGET.json of each
+choice, report folders of replies
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
-from kvsearch.errors import EnvironmentFault, InternalError
+from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
-from kvsearch.runs.ledger_files import Unfit, lock, parsed_lines
+from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.ledger import Ledger, Unfit
+from kvsearch.runs.lock import locked
 from kvsearch.search.executors.base import Job, Outcome, Result, keys_of
-from kvsearch.search.records import LINES, Asked, Best, Computed, Line, Note, Stage, Told
+from kvsearch.search.outcome import Found
+from kvsearch.search.records import LINES, Asked, Best, Computed, Line, Stage, Told, Vector
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
+_WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, "plan-*.json", "choice", "choice-*", "report")
 _OfLine = TypeVar("_OfLine", bound=Line)
 
 
@@ -45,46 +51,23 @@ class Spent(NamedTuple):
     seconds: float
 
 
-class Ledger:
-    """The lines of one run, in memory and in the file `path`, which it holds on to until it is closed.
+class SearchLedger(Ledger[Line]):
+    """The lines of a search; one that is repeated finds there what it asks for, and writes what it does not find."""
 
-    `anew` empties the file first.
+    go_on = "go on with --resume"
 
-    Raises:
-        UsageError: a line is damaged and not only cut short, or another process writes to the file.
-        EnvironmentFault: it cannot be opened.
-    """
-
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
-        self._path = path
-        self._lines: list[Line] = []
+    def __init__(self, path: Path) -> None:
         self._evaluated: set[str] = set()
-        self._tokens, self._size = 0, 0
-        try:
-            self._file = path.open("a+b", buffering=0)  # a buffer would be written again after a failure
-        except OSError as error:
-            raise fault(error, path) from error
-        try:
-            lock(self._file, path)
-            if anew:
-                self._file.truncate(0)
-            self._read()
-        except BaseException:
-            self._file.close()
-            raise
-        self._opened, self._before = time.monotonic(), self._lines[-1].at if self._lines else 0.0
+        self._tokens = 0
+        super().__init__(path)
+        self._opened, self._before = time.monotonic(), self.lines[-1].at if self.lines else 0.0
 
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
+    @staticmethod
+    def parse(content: Any) -> Line:
+        """See `Ledger.parse`."""
+        if not isinstance(content, dict):
+            raise Unfit("it is no object")
+        return _line(content.pop("kind", None), content)
 
     def append(self, kind: str, **data: Any) -> Line:
         """Write a line of one of the `records.LINES`, arrays as lists; it is on the disk when this returns.
@@ -97,17 +80,53 @@ class Ledger:
             line = _line(kind, {"at": self.spent.seconds, **_plain(data)})
             text = json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False)
         except (Unfit, TypeError, ValueError) as error:
-            raise InternalError(f"cannot write a line of kind {kind!r} to {self._path}: {error}") from error
-        self._write(text.encode() + b"\n")
-        self._note(line)
+            raise InternalError(f"cannot write a line of kind {kind!r} to {self.path}: {error}") from error
+        self._append(line, text)
         return line
 
+    # --- what a search does; errors as for `append` -----------------------------------------------------------------
+
+    def begin(self, stage: str) -> Line:
+        """Return the line where a stage began, or begins now."""
+        for line in self._of(Stage):
+            if line.name == stage and line.begins:
+                return line
+        return self.append("stage", name=stage, begins=True)
+
+    def ask(self, stage: str, generation: int, points: Sequence[Vector]) -> Line:
+        """Return the line that says which points [d] a generation has.
+
+        Raises:
+            InternalError: the ledger has other ones.
+        """
+        known = self.asked(stage)
+        if generation >= len(known):
+            return self.append("asked", stage=stage, generation=generation, points=list(points))
+        if not np.array_equal(known[generation].vectors, points):
+            raise InternalError(
+                f"stage {stage!r}, generation {generation}: the search asks for other points than its ledger says"
+            )
+        return known[generation]
+
     def keep(self, job: Job, outcome: Outcome) -> None:
-        """Append what became of a job; errors as for `append`."""
+        """Write what became of a job."""
         self.append(
             "result", keys=keys_of(job), outcome=outcome.kind, values=outcome.values, message=outcome.message,
             seconds=outcome.seconds, tokens=outcome.tokens,
         )  # fmt: skip
+
+    def tell(self, stage: str, generation: int, points: Sequence[Vector], values: Sequence[float]) -> None:
+        """Write what the optimiser is told of a generation, unless it is there."""
+        if generation >= len(self.told(stage)):
+            self.append("told", stage=stage, generation=generation, points=list(points), values=list(values))
+
+    def keep_best(self, found: Found, name: str = "") -> None:
+        """Write the best candidate so far if it is better than the one written last; `name` is in front of `where`."""
+        written = self.best
+        if written is None or found.value < written.value:
+            self.append("best", candidate=found.table, value=found.value, where=name + found.where)
+
+    # --- what is known ----------------------------------------------------------------------------------------------
 
     @property
     def spent(self) -> Spent:
@@ -116,14 +135,14 @@ class Ledger:
         return Spent(len(self._evaluated), self._tokens, seconds)
 
     def results(self, before: Line | None = None) -> dict[str, Result]:
-        """What is known of candidates, by `candidate_key`; `before`: only what was written before that line.
+        """Return what is known of candidates, by `candidate_key`; `before`: only what was written before that line.
 
         A failure stands once the optimiser was told it. Until then it may be that of a machine since repaired, and is
         left out, so that the candidate is evaluated again.
         """
         found: dict[str, Result] = {}
         failed: dict[str, Result] = {}
-        for line in self._lines:
+        for line in self.lines:
             if line is before:
                 break
             if isinstance(line, Told):
@@ -136,20 +155,12 @@ class Ledger:
         return found
 
     def asked(self, stage: str) -> list[Asked]:
-        """What was asked in a stage, in order."""
+        """Return what was asked in a stage, in order."""
         return [line for line in self._of(Asked) if line.stage == stage]
 
     def told(self, stage: str) -> list[Told]:
-        """What was told in a stage, in order."""
+        """Return what was told in a stage, in order."""
         return [line for line in self._of(Told) if line.stage == stage]
-
-    def stages(self) -> list[Stage]:
-        """Where stages began and ended, in order."""
-        return self._of(Stage)
-
-    def notes(self) -> list[Note]:
-        """All notes, in order."""
-        return self._of(Note)
 
     @property
     def best(self) -> Best | None:
@@ -158,43 +169,69 @@ class Ledger:
         return found[-1] if found else None
 
     def _of(self, kind: type[_OfLine]) -> list[_OfLine]:
-        return [line for line in self._lines if isinstance(line, kind)]
+        return [line for line in self.lines if isinstance(line, kind)]
 
     def _note(self, line: Line) -> None:
-        self._lines.append(line)
+        super()._note(line)
         if isinstance(line, Computed):
             self._evaluated.update(line.keys)
             self._tokens += line.tokens
 
-    def _read(self) -> None:
-        self._file.seek(0)
-        data = self._file.read()
-        for size, line in parsed_lines(data, self._path, _of_json):
-            self._note(line)
-            self._size += size
-        if self._size < len(data):
-            self._file.truncate(self._size)
 
-    def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
-            self._size += len(data)
-        except BaseException as error:
-            with suppress(OSError):  # else the next session drops the torn line
-                self._file.truncate(self._size)
-            if isinstance(error, OSError):
-                raise fault(error, self._path) from error
-            raise
+class SearchRun(NamedTuple):
+    """The directory of a search, which has the lock, and its ledger."""
+
+    directory: Path
+    ledger: SearchLedger
 
 
-def fault(error: OSError, path: Path) -> EnvironmentFault:
-    """One line for a file of a run that cannot be written."""
-    what = (error.strerror or str(error)).lower()
-    remedy = "free some space" if error.errno in _FULL else "check the disk and the permissions"
-    return EnvironmentFault(f"cannot write {path}: {what}; {remedy}, then go on with --resume")
+def check_search(directory: Path, resume: bool = False, force: bool = False) -> None:
+    """Find out, before a model is loaded, whether a search can be kept in `directory`; see `open_search`."""
+    _check(directory, check_directory(directory, "evolve"), resume, force)
+
+
+def require_same(directory: Path, config: RunConfig) -> None:
+    """Raise UsageError, naming the first difference, if the search in `directory` is another one."""
+    there = run_in(directory, "evolve")
+    found = None if there is None else config.difference(there)
+    if found is not None:
+        raise UsageError(
+            f"{directory} holds another search: {found}; repeat its command to go on with it, --force to start anew, "
+            "or choose another directory"
+        )
+
+
+@contextmanager
+def open_search(directory: Path, config: RunConfig, resume: bool = False, force: bool = False) -> Iterator[SearchRun]:
+    """Begin a search in `directory`, or go on with the one that is there.
+
+    `resume` goes on where there is something to go on with, and begins where there is nothing yet. `force` starts anew
+    whatever search is there.
+
+    Raises:
+        UsageError: a search is there and neither `resume` nor `force` is given, or one of another configuration (the
+            message names the first difference), or something else than a search; a damaged ledger; another process
+            writes to it.
+        EnvironmentFault: the disk is full, permissions are missing.
+    """
+    check_search(directory, resume, force)
+    with locked(directory):
+        _check(directory, run_in(directory, "evolve"), resume, force)  # again: another process may have been here since
+        if not force:
+            require_same(directory, config)
+        begin(directory, config, _WRITTEN if force else ())
+        with SearchLedger(directory / LEDGER) as ledger:
+            yield SearchRun(directory, ledger)
+
+
+def _check(directory: Path, there: RunConfig | None, resume: bool, force: bool) -> None:
+    if resume and force:
+        raise UsageError("--resume goes on with a search and --force starts it anew: give one of them")
+    if there is not None and not resume and not force:
+        raise UsageError(
+            f"{directory} holds a search already: --resume to go on with it, --force to start anew, "
+            "or choose another directory"
+        )
 
 
 def _line(kind: object, fields: Mapping[str, Any]) -> Line:
@@ -206,14 +243,8 @@ def _line(kind: object, fields: Mapping[str, Any]) -> Line:
         raise Unfit(problems_of(error)[0]) from error
 
 
-def _of_json(parsed: Any) -> Line:
-    if not isinstance(parsed, dict):
-        raise Unfit("it is no object")
-    return _line(parsed.pop("kind", None), parsed)
-
-
 def _plain(value: Any) -> Any:
-    """A value with arrays and numpy numbers as lists and Python numbers."""
+    """Return a value with arrays and numpy numbers as lists and Python numbers."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

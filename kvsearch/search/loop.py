@@ -25,7 +25,6 @@ from kvsearch.search.outcome import Found, Outcome, Watcher
 from kvsearch.search.records import Line
 from kvsearch.search.scoring import LimitReachedError, Minibatch, Scoring
 from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
-from kvsearch.search.stage_lines import Journal
 from kvsearch.search.stages import Frame, Stage, stages_of
 
 STARTS = "start"
@@ -58,8 +57,7 @@ class Search:
     ) -> None:
         self.settings, self.frame, self.starts = settings, frame, dict(starts)
         self.scoring, self.samples, self.watcher, self.name = scoring, samples, watcher, name
-        self.outcome = Outcome()
-        self._journal = Journal(scoring.ledger, name)
+        self.ledger, self.outcome = scoring.ledger, Outcome()
         self._current = Found(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
         self._flatness = Flatness(settings.objective)
 
@@ -88,9 +86,8 @@ class Search:
     def _measure_starts(self) -> None:
         self.watcher.stage(f"{self.name}start plans")
         tables = list(self.starts.values())
-        values = self._measure(
-            tables, self._journal.begin(STARTS), [f"start {name}" for name in self.starts], ALL_LAYERS
-        )
+        line, where = self.ledger.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
+        values = self._measure(tables, line, where, ALL_LAYERS)
         if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
             self._current = self.outcome.pool[0]
         self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
@@ -105,7 +102,7 @@ class Search:
         if self.settings.parity or self.outcome.flat:  # the paper's procedure has no use for the mean
             return best
         where, mean = f"{stage.name}, mean", stage.space.budgets(optimiser.best_guess)
-        (value,) = self._measure([mean], self._journal.begin(where), [where], stage.rows)
+        (value,) = self._measure([mean], self.ledger.begin(self.name + where), [where], stage.rows)
         self.outcome.mean = Found(mean, value, where)
         return _better(best, self.outcome.mean)
 
@@ -113,17 +110,18 @@ class Search:
         """Ask, measure, tell; the best candidate."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
-        line = self._journal.asked(stage.name, generation, points)
+        line = self.ledger.ask(self.name + stage.name, generation, points)
         tables = [stage.space.budgets(point) for point in points]
         samples = self._minibatch(stage.name, generation)
         values = self._measure(tables, line, [where] * len(tables), stage.rows, samples)
         told, projected = _finite(values), [stage.space.project(point) for point in points]
         optimiser.tell(projected, told)
-        self._journal.told(stage.name, generation, projected, told)
+        self.ledger.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
         best = Found(tables[first], values[first], where)
         if samples is not None:
-            (value,) = self._measure([best.table], self._journal.begin(f"{where}, on all samples"), [where], stage.rows)
+            line = self.ledger.begin(f"{self.name}{where}, on all samples")
+            (value,) = self._measure([best.table], line, [where], stage.rows)
             best = replace(best, value=value)
         self._check_flatness()
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
@@ -171,7 +169,7 @@ class Search:
         if samples is None:
             self.outcome.take(Found(*found) for found in zip(tables, fitting, where, strict=True))
             if self.outcome.pool:
-                self._journal.best(self.outcome.pool[0])
+                self.ledger.keep_best(self.outcome.pool[0], self.name)
         return fitting
 
     def _fitness(self, tables: Sequence[Ints], values: Sequence[float], rows: slice) -> list[float]:
@@ -192,7 +190,7 @@ class Search:
         searched = [one for one in self.outcome.pool if one.table.tobytes() not in starts][: self.settings.finalists]
         tables = [*self.starts.values(), *(self._completed(one.table) for one in searched)]
         with suppress(LimitReachedError):
-            self.scoring(tables, self._journal.begin(COMPLETED))
+            self.scoring(tables, self.ledger.begin(self.name + COMPLETED))
         where = [*(f"start {name}" for name in self.starts), *(f"{one.where}, {COMPLETED}" for one in searched)]
         values = [value if math.isfinite(value) else math.inf for value in self.scoring.known(tables)]
         found = [Found(*one) for one in zip(tables, values, where, strict=True)]

@@ -112,12 +112,4 @@ class Stage(Line):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
-class Note(Line):
-    """Anything that a reader of the file should know."""
-
-    text: Text
-
-
-LINES: dict[str, type[Line]] = {
-    "asked": Asked, "result": Computed, "told": Told, "best": Best, "stage": Stage, "note": Note,
-}  # fmt: skip
+LINES: dict[str, type[Line]] = {"asked": Asked, "result": Computed, "told": Told, "best": Best, "stage": Stage}

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvsearch.search.executors.base import Executor, Ints, Job, Outcome, Result, candidate_key
 from kvsearch.search.executors.population import evaluate_all
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.objectives import find_objective
 from kvsearch.search.records import Line
 from kvsearch.search.settings import Limits
@@ -33,7 +33,7 @@ class Scoring:
     """
 
     executor: Executor
-    ledger: Ledger
+    ledger: SearchLedger
     objective: str
     job: int
     limits: Limits
@@ -44,7 +44,7 @@ class Scoring:
 
         Raises:
             LimitReachedError: not all may be measured; those that could be are in the ledger.
-            EnvironmentFault, IncompatibleError: see `evaluate_all` and `Ledger.keep`.
+            EnvironmentFault, IncompatibleError: see `evaluate_all` and `SearchLedger.keep`.
         """
         keys = [candidate_key(candidate, self.objective, samples) for candidate in candidates]
         before, known = self.ledger.results(since), self.ledger.results()

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from kvsearch.cli.common import Common
 from kvsearch.cli.evolve_panel import Panel, watching
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger, SearchRun
 from kvsearch.search.outcome import Found
-from kvsearch.search.run_directory import SearchRun
 from kvsearch.search.settings import Limits
 
 START = Found(np.full((2, 1), 8), 2.5, "start uniform")
@@ -25,7 +24,7 @@ BETTER = Found(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SearchRun]:
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+    with SearchLedger(tmp_path / "ledger.jsonl") as ledger:
         yield SearchRun(tmp_path, ledger)
 
 

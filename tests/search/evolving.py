@@ -13,7 +13,7 @@ from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.executors.cluster import RayWorkers
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.settings import EvolveSettings, Limits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
@@ -50,6 +50,6 @@ def prepare(
 
 def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:
     """All three parts."""
-    with make_executor(prepared, LoadOptions(), workers) as executor, Ledger(ledger) as lines:
+    with make_executor(prepared, LoadOptions(), workers) as executor, SearchLedger(ledger) as lines:
         outcome = prepared.search(executor, lines, Limits(), Silent())
     return prepared.decide(outcome)

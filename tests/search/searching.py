@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsearch.search.executors import Job, SerialExecutor
 from kvsearch.search.executors.base import Floats, Ints
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Search
 from kvsearch.search.outcome import Found, Outcome
 from kvsearch.search.scoring import Scoring
@@ -95,7 +95,7 @@ def settings_of(**changes: Any) -> EvolveSettings:
 
 
 def search_of(
-    ledger: Ledger,
+    ledger: SearchLedger,
     measure: Measure,
     limits: Limits | None = None,
     starts: Mapping[str, Ints] | None = None,
@@ -118,7 +118,7 @@ def search_of(
 
 def run(path: Path, measure: Measure | None = None, limits: Limits | None = None, **changes: Any) -> Outcome:
     """Run a search, or go on with it, in the ledger `path`."""
-    with Ledger(path) as ledger:
+    with SearchLedger(path) as ledger:
         return search_of(ledger, measure or Measure(), limits, **changes).run()
 
 

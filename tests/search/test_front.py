@@ -15,7 +15,7 @@ from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.report.search import front_as_json, front_tables
 from kvsearch.search.completion import extrapolate
 from kvsearch.search.front import Point, PreparedFront, prepare_front
-from kvsearch.search.ledger import Ledger, Spent
+from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import Limits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
@@ -36,7 +36,7 @@ def prepare(loaded: LoadedModel, *budgets: int) -> PreparedFront:
 
 
 def run(front: PreparedFront, path: Path, watcher: Silent | None = None, limits: Limits | None = None) -> list[Point]:
-    with make_executor(front.first, LoadOptions(), cap=front.cap) as executor, Ledger(path) as ledger:
+    with make_executor(front.first, LoadOptions(), cap=front.cap) as executor, SearchLedger(path) as ledger:
         return front.run(executor, ledger, limits or Limits(), watcher or Silent())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
 from kvsearch.search import loop
 from kvsearch.search.executors.base import Floats, Ints, Job
-from kvsearch.search.ledger import Ledger
+from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import Told
 from kvsearch.search.settings import Limits
 from kvsearch.search.space import Vector
@@ -62,7 +62,7 @@ def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
 
 def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
     measure, watcher = Measure(), Silent()
-    with Ledger(tmp_path / "l") as ledger:
+    with SearchLedger(tmp_path / "l") as ledger:
         search_of(ledger, measure, watcher=watcher).run()
     starts = starts_of(frame_of())
     first = [table.tolist() for table in measure.jobs[0].candidates]
@@ -137,7 +137,7 @@ def test_another_search_in_the_same_ledger_is_a_bug(tmp_path: Path) -> None:
 
 
 def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "l") as ledger:
+    with SearchLedger(tmp_path / "l") as ledger:
         first = search_of(ledger, Measure(), name="a: ").run()
         measure, watcher = Measure(), Silent()
         second = search_of(ledger, measure, watcher=watcher, name="b: ").run()
@@ -153,7 +153,7 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
     run(tmp_path / "l", measure, frame=frame_of(budget=5), budget=5, generations=8, starts=few())
     keys = [table.tobytes() for table in measure.candidates]
     assert len(keys) == len(set(keys))
-    with Ledger(tmp_path / "l") as ledger:
+    with SearchLedger(tmp_path / "l") as ledger:
         generations = [ledger.told(f"layers {rows}") for rows in ("0-1", "2-3")]
     assert any(len(set(one.values)) < len(one.values) for found in generations for one in found)
 
@@ -202,7 +202,7 @@ class TestFailures:
         outcome = run(tmp_path / "l", measure, watcher=watcher)
         failed = [generation for generation in watcher.generations if any(map(math.isnan, generation[2]))]
         assert failed, "no candidate failed"
-        with Ledger(tmp_path / "l") as ledger:
+        with SearchLedger(tmp_path / "l") as ledger:
             lines = {(line.stage, line.generation): line for stage in ("0-1", "2-3") for line in of(ledger, stage)}
         for stage, number, values in failed:
             known = lines[stage, number].values
@@ -237,7 +237,7 @@ class TestFailures:
             run(tmp_path / "l", Measure(lambda *_: math.nan))
 
 
-def of(ledger: Ledger, rows: str) -> list[Told]:
+def of(ledger: SearchLedger, rows: str) -> list[Told]:
     return ledger.told(f"layers {rows}")
 
 
@@ -305,7 +305,7 @@ class TestMinibatch:
         drawn = [job.samples for job in measure.jobs if job.samples is not None]
         assert {len(samples) for samples in drawn} == {2}
         assert len(set(drawn)) > 2  # another draw for each generation
-        with Ledger(tmp_path / "l") as ledger:
+        with SearchLedger(tmp_path / "l") as ledger:
             for stage in ("layers 0-1", "layers 2-3"):
                 assert len(ledger.told(stage)) == 4
         for one in outcome.pool:
@@ -368,7 +368,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert outcome.pool[0].table[:, 0].tolist() == [11, 11, 3, 7]
     assert outcome.pool[0].value == pytest.approx(-math.log(0.705))
     assert outcome.pool[0].where == "layers 2-3, generation 0, completed"
-    with Ledger(tmp_path / "l") as ledger:
+    with SearchLedger(tmp_path / "l") as ledger:
         assert ledger.best is not None
         assert ledger.best.table[:, 0].tolist() == [12, 12, 4, 8]
 
