@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvsearch.jobs.options import JobOptions, Listed, Option
 from kvsearch.jobs.talk import Silent, Talk
@@ -22,6 +23,12 @@ ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Task
 PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
+
+
+def _above_zero(gigabytes: float | None) -> float | None:
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
+        raise ValueError("must be above 0 GB")
+    return gigabytes
 
 
 class Seeded(JobOptions):
@@ -168,7 +175,7 @@ class Asking(JobOptions):
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.", panel=ASKED)] = 8
     max_memory: Annotated[
         float | None,
-        Field(gt=0, allow_inf_nan=False),
+        AfterValidator(_above_zero),
         Option(
             "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
             metavar="GB",

@@ -216,5 +216,11 @@ def _settings(value: object) -> object:
     return dict(map(parse_setting, value)) if isinstance(value, list | tuple) else value
 
 
+def as_repeated(value: object) -> object:
+    """Return the one value of an option that may be repeated, or of a recipe's key, as a list."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
 Listed = BeforeValidator(_listed)
+Repeated = BeforeValidator(as_repeated)
 Params = Annotated[dict[str, ScalarField], BeforeValidator(_settings)]

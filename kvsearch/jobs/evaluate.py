@@ -1,0 +1,341 @@
+"""kvsearch evaluate: methods and plans on the same samples, at the same number of entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.jobs.groups import ASKED, KEPT, Asking, Seeded, WithModel, WithTasks
+from kvsearch.jobs.options import Option, Repeated, job
+from kvsearch.jobs.talk import Talk
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Comparison, Evaluation, Settings
+    from kvsearch.evaluation.losses import LayerLoss
+    from kvsearch.evaluation.reply_store import Ledger
+    from kvsearch.jobs.perplexity import MeasuredPerplexity
+    from kvsearch.report.tables import Columns
+    from kvsearch.strategies.request import Contest
+    from kvsearch.tasks.base import Task
+
+COMPARED = "What is compared"
+PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
+
+
+class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
+    """What is compared, what is asked, and what is kept."""
+
+    job: ClassVar[str] = "evaluate"
+    recipes: ClassVar[str | None] = ""
+
+    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", panel=COMPARED, repeated=True)] = ()
+    methods: Annotated[
+        str | None,
+        Option(
+            "Methods to compare: uniform, pyramid, adakv, ada-pyramid, cake, lava, lava-uniform, lava-pyramid, "
+            "lava-equal-heads, any policy (with even budgets), random; METHOD:POLICY puts another policy under a "
+            "method's budgets, NAME=DIR looks budgets up in a profile of `calibrate`.",
+            metavar="NAME,...",
+            panel=COMPARED,
+        ),
+    ] = None
+    budgets: Annotated[
+        str | None,
+        Option("Sizes of the methods: entries per kv head, on average.", metavar="N,...", panel=COMPARED),
+    ] = None
+    ratios: Annotated[
+        str | None, Option("Sizes of the methods: shares of the prompt to evict.", metavar="R,...", panel=COMPARED)
+    ] = None
+    phases: Annotated[
+        str | None,
+        Option("When the methods evict, all alike: prefill, decode or both.", panel=COMPARED, shown="prefill"),
+    ] = None
+    settings: Annotated[
+        tuple[str, ...],
+        Repeated,
+        Option(
+            "A setting of all methods that have it (window=8), or of one (lava.window=8); repeatable.",
+            flag="--set",
+            metavar="KEY=VALUE",
+            panel=COMPARED,
+            repeated=True,
+        ),
+    ] = ()
+    baselines: Annotated[
+        str | None,
+        Option(
+            "What plans are compared with, at their entries: uniform, snapkv, streaming, random.",
+            panel=COMPARED,
+            shown="uniform,snapkv,streaming",
+        ),
+    ] = None
+    subject: Annotated[
+        str | None,
+        Option(
+            "The method (or plan, by its file's name) that all others are compared with.",
+            metavar="NAME",
+            panel=COMPARED,
+            shown="the first",
+        ),
+    ] = None
+    split: Annotated[
+        str | None,
+        Option(
+            "Part of the examples: train, select, report or all; synthetic has calibrate in place of all.",
+            panel=ASKED,
+            shown="synthetic and ruler: report, others: all",
+        ),
+    ] = None
+    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
+    continuation: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("--tasks ppl:FILE: tokens to predict after each context.", panel=ASKED, shown="128"),
+    ] = None
+    stride: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("--tasks ppl:FILE: tokens from one context's beginning to the next.", panel=ASKED, shown="no overlap"),
+    ] = None
+    output: Annotated[
+        Path | None,
+        Option(
+            "Keep the run here, reply by reply; the same command goes on where it stopped.",
+            short="-o",
+            metavar="DIR",
+            panel=KEPT,
+            recorded=False,
+        ),
+    ] = None
+    force: Annotated[bool, Option("Start the run in --output anew.", panel=KEPT, recorded=False)] = False
+    reuse: Annotated[
+        Path | None,
+        Option(
+            "Take finished replies from the --output of another run where they would be the same.",
+            metavar="DIR",
+            panel=KEPT,
+            recorded=False,
+        ),
+    ] = None
+    samples_file: Annotated[
+        Path | None, Option("Write every reply to this .csv or .parquet file.", panel=KEPT, recorded=False)
+    ] = None
+    table: Annotated[
+        Path | None,
+        Option(
+            "Write the tables to this .md or .tex file, or every number of them to this .csv file.",
+            metavar="FILE",
+            panel=KEPT,
+            recorded=False,
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        Option(
+            "Columns of the tables: tasks (and means), categories (and averages) or averages.",
+            panel=KEPT,
+            shown="tasks; on the screen categories if there are many",
+        ),
+    ] = None
+    losses: Annotated[
+        bool, Option("Measure, too, what every layer's attention output loses under every method.", panel=KEPT)
+    ] = False
+
+    @property
+    def asks_perplexity(self) -> bool:
+        """Whether the perplexity of a text is asked for, and no replies."""
+        return self.tasks.startswith(PERPLEXITY)
+
+    def request(self) -> Contest:
+        """Return what is compared, checked; see `read_contest` for the errors."""
+        from kvsearch.strategies.request import read_contest
+
+        return read_contest(
+            self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
+        )
+
+    def asking(self) -> Settings:
+        """Return how questions are asked."""
+        from kvsearch.evaluation.compare import Settings
+
+        return Settings(self.samples, self.protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
+
+    def columns_of_tables(self) -> Columns | None:
+        """Return which columns tables have (None: what suits); UsageError if there are no such columns."""
+        from kvsearch.report.tables import find_columns
+
+        return None if self.columns is None else find_columns(self.columns)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation, with the output losses of layers where they were measured."""
+
+    comparison: Comparison
+    losses: list[LayerLoss] | None
+    columns: Columns | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found."""
+        from kvsearch.report.evaluation import as_json
+
+        return as_json(self.comparison, self.losses)
+
+
+def dry_run(options: EvaluateOptions) -> dict[str, Any]:
+    """Return what would be compared and asked, as JSON; errors as `evaluate` before a model is loaded."""
+    if options.asks_perplexity:
+        from kvsearch.jobs import perplexity
+
+        return perplexity.dry_run(options)
+    request, tasks = _checked(options)
+    return {"tasks": [task.name for task in tasks], "protocol": options.protocol, **request.as_json()}
+
+
+@job(EvaluateOptions)
+def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerplexity:
+    """Score methods or plans on the same questions as the full cache, all at the same size.
+
+    With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. Tasks "ppl:FILE"
+    measure perplexity: contexts are compressed, what follows them is predicted.
+
+    Raises:
+        UsageError: options that do not go together, or files that cannot be read or written.
+        IncompatibleError: plans, profiles or questions do not fit the model.
+    """
+    if options.asks_perplexity:
+        from kvsearch.jobs import perplexity
+
+        return perplexity.measure(options, talk)
+    request, tasks = _checked(options)
+    from kvsearch.evaluation.compare import prepare
+
+    loaded = options.load(options.model, talk)
+    evaluation = prepare(loaded, request.contenders(loaded), request.subject, tasks, options.asking())
+    with _replies(evaluation, options, talk) as ledger, talk.progress("batches") as progress:
+        comparison = evaluation.run(progress, ledger)
+        losses = None
+        if options.losses or _kept_losses(options) is not None:
+            losses = _output_losses(evaluation, tasks, options, progress)
+    found = Evaluated(comparison, losses, options.columns_of_tables())
+    _write(found, options)
+    return found
+
+
+def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
+    """What is compared and what is asked, once all is checked that can be without a model."""
+    from kvsearch.evaluation.identity import CONFIG_SCHEMA
+    from kvsearch.evaluation.run_directory import check_directories
+    from kvsearch.evaluation.samples import check_samples_file
+    from kvsearch.report.table_files import check_table_file
+
+    for name in ("continuation", "stride"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} is for --tasks ppl:FILE")
+    request = options.request()
+    check_directories(options.output, options.reuse, CONFIG_SCHEMA)
+    if options.force and options.output is None:
+        raise UsageError("--force is for --output: there is no run to start anew")
+    if options.samples_file is not None:
+        check_samples_file(options.samples_file)
+    if options.table is not None:
+        check_table_file(options.table)
+    options.columns_of_tables()
+    return request, options.find_tasks(options.split)
+
+
+@contextmanager
+def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> Iterator[Ledger | None]:
+    """The replies of the run, if it is kept; says what is there already, and how to go on after Ctrl-C."""
+    from kvsearch.evaluation.run_directory import open_run
+
+    if options.output is None:
+        try:
+            yield None
+        except KeyboardInterrupt:
+            talk.say("nothing is kept without --output DIR, with which a run can go on where it stopped")
+            raise
+        return
+    with open_run(options.output, evaluation.config(), options.force, options.reuse) as ledger:
+        there = f"{evaluation.replies} replies"
+        if ledger.samples:
+            talk.say(f"going on with {options.output}: {len(ledger.samples)} of {there} are there")
+        try:
+            yield ledger
+        except KeyboardInterrupt:
+            talk.say(
+                f"{len(ledger.samples)} of {there} are kept in {options.output}: give the same command again to go on"
+            )
+            raise
+
+
+def _kept_losses(options: EvaluateOptions) -> Path | None:
+    """The file of output losses that the run has measured already."""
+    from kvsearch.evaluation.run_directory import LOSSES
+
+    place = None if options.output is None else options.output / LOSSES
+    return place if place is not None and place.exists() else None
+
+
+def _output_losses(evaluation: Evaluation, tasks: list[Task], options: EvaluateOptions, progress: Any) -> Any:
+    """Output losses of all methods but the full cache; a kept run measures them once."""
+    from kvsearch.evaluation.losses import measure_losses
+    from kvsearch.evaluation.run_directory import LOSSES
+    from kvsearch.plan.canonical import canonical_json
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.strategies.methods import FULL
+
+    kept = _kept_losses(options)
+    if kept is not None:
+        return _read_losses(kept, evaluation)
+    how = evaluation.settings
+    programs = {one.label: one.program for one in evaluation.contenders if one.name != FULL}
+    losses = measure_losses(
+        evaluation.loaded, programs, tasks, how.samples, how.seed, progress,
+        protocol=how.protocol, max_length=how.max_length,
+    )  # fmt: skip
+    if options.output is not None:
+        atomic_write(options.output / LOSSES, canonical_json([asdict(row) for row in losses]))
+    return losses
+
+
+def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
+    """The losses that a run has kept; UsageError if the file is damaged or of something else."""
+    from kvsearch.evaluation.losses import LayerLoss
+    from kvsearch.plan.files import read_bytes
+    from kvsearch.strategies.methods import FULL
+
+    remedy = "delete the file and give --losses to measure them again"
+    try:
+        losses = TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
+    except ValidationError as error:
+        raise UsageError(f"{path} is damaged ({error.errors()[0]['msg']}): {remedy}") from error
+    asked = {task.task.name for task in evaluation.encoded}, {one.label for one in evaluation.contenders} - {FULL}
+    if ({row.task for row in losses}, {row.method for row in losses}) != asked:
+        raise UsageError(f"{path} is not of the tasks and methods of this run: {remedy}")
+    return losses
+
+
+def _write(found: Evaluated, options: EvaluateOptions) -> None:
+    """Write what is to be kept: the results into the directory of the run, replies and tables into files."""
+    from kvsearch.evaluation.run_directory import REPORT, SAMPLES, TABLES
+    from kvsearch.evaluation.samples import write_samples
+    from kvsearch.plan.canonical import canonical_json
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.report.table_files import write_tables
+
+    result, columns = found.comparison, found.columns or "tasks"
+    if options.output is not None:
+        write_samples(result.samples, options.output / SAMPLES)
+        write_tables(result, options.output / TABLES, columns)
+        atomic_write(options.output / REPORT, canonical_json(found.as_json()))
+    if options.samples_file is not None:
+        write_samples(result.samples, options.samples_file)
+    if options.table is not None:
+        write_tables(result, options.table, columns)
