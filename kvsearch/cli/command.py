@@ -14,7 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvsearch.cli.console import Console
-from kvsearch.jobs.options import JobOptions, Option
+from kvsearch.config.options import JobOptions, Option
 
 Checked = TypeVar("Checked", bound=JobOptions)
 KINDS = (bool, int, float, Path, str)  # what is typed; everything else is read from a text

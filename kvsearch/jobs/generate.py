@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from kvsearch.config.options import Option
 from kvsearch.jobs.groups import Seeded, WithModel
-from kvsearch.jobs.options import Option, job
+from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:

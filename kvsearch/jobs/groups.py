@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvsearch.jobs.options import JobOptions, Listed, Option
+from kvsearch.config.options import JobOptions, Listed, Option
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol

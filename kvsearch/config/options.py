@@ -7,22 +7,18 @@ the Python API are all made of these fields. Defaults come first, then the recip
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from kvsearch.config.recipes import find_recipe, read_recipe
 from kvsearch.errors import UsageError
-from kvsearch.jobs.recipes import find_recipe, read_recipe
-from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.plan.fields import Record, ScalarField
 from kvsearch.plan.parsing import list_problems, problems_of
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -142,50 +138,6 @@ class JobOptions(Record):
 def option_of(field: FieldInfo) -> Option | None:
     """Return how a field is offered on the command line; None: not at all."""
     return next((item for item in field.metadata if isinstance(item, Option)), None)
-
-
-def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callable[..., Result]]:
-    """Make a function of the public API of one that takes checked options and somebody to talk to.
-
-    It takes either the options as one object or each as a keyword (what the command line takes by its place may come
-    first), a `recipe`, and `talk`.
-    """
-
-    def decorated(function: Callable[[Any, Talk], Result]) -> Callable[..., Result]:
-        offered = options.offered()
-        places = [name for name, (_, option) in offered.items() if option.argument]
-
-        @wraps(function)
-        def public(*arguments: Any, talk: Talk | None = None, **keywords: Any) -> Result:
-            checked = arguments[0] if arguments else None
-            if not isinstance(checked, options):
-                if len(arguments) > len(places):
-                    raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
-                checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
-            with _offline(checked):
-                return function(checked, talk or Silent())
-
-        public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
-        return public
-
-    return decorated
-
-
-def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    for name in sorted(options.offered(), key=lambda name: name not in places):
-        field = options.model_fields.get(name)
-        default = None if field is None or field.is_required() else field.default
-        empty = inspect.Parameter.empty if field is not None and field.is_required() else default
-        yield inspect.Parameter(name, kinds[name not in places], default=empty)
-    yield inspect.Parameter("recipe", kinds[1], default=None)
-    yield inspect.Parameter("talk", kinds[1], default=None)
-
-
-def _offline(options: Any) -> Any:
-    from kvsearch.models.offline import stay_offline
-
-    return stay_offline(bool(getattr(options, "offline", False)))
 
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:

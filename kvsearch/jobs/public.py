@@ -1,0 +1,52 @@
+"""From a function of checked options to one of the public API, which takes them as keywords."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
+
+from kvsearch.config.options import JobOptions
+from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.models.offline import stay_offline
+
+Result = TypeVar("Result")
+
+
+def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callable[..., Result]]:
+    """Make a function of the public API of one that takes checked options and somebody to talk to.
+
+    It takes either the options as one object or each as a keyword (what the command line takes by its place may come
+    first), a `recipe`, and `talk`.
+    """
+
+    def decorated(function: Callable[[Any, Talk], Result]) -> Callable[..., Result]:
+        offered = options.offered()
+        places = [name for name, (_, option) in offered.items() if option.argument]
+
+        @wraps(function)
+        def public(*arguments: Any, talk: Talk | None = None, **keywords: Any) -> Result:
+            checked = arguments[0] if arguments else None
+            if not isinstance(checked, options):
+                if len(arguments) > len(places):
+                    raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
+                checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
+            with stay_offline(bool(getattr(checked, "offline", False))):
+                return function(checked, talk or Silent())
+
+        public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
+        return public
+
+    return decorated
+
+
+def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    for name in sorted(options.offered(), key=lambda name: name not in places):
+        field = options.model_fields.get(name)
+        default = None if field is None or field.is_required() else field.default
+        empty = inspect.Parameter.empty if field is not None and field.is_required() else default
+        yield inspect.Parameter(name, kinds[name not in places], default=empty)
+    yield inspect.Parameter("recipe", kinds[1], default=None)
+    yield inspect.Parameter("talk", kinds[1], default=None)
