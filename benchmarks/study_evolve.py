@@ -26,11 +26,11 @@ from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
+from kvsearch.search.candidates import Candidate
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.front import EXPANDED, prepare_front
 from kvsearch.search.ledger import Ledger, Spent
-from kvsearch.search.outcome import Found
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import UNIFORM, Base
 from kvsearch.search.workers import make_executor
 from kvsearch.tasks.catalog import TaskOptions, find_tasks
@@ -44,7 +44,7 @@ class Unwatched:
     def stage(self, name: str) -> None:
         """See `Watcher`."""
 
-    def generation(self, stage: str, generation: int, values: Sequence[float], best: Found) -> None:
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """See `Watcher`."""
 
     def ended(self, why: str) -> None:
@@ -81,7 +81,7 @@ class Studies:
         budgets = [self.args.budget, 2 * self.args.budget, 4 * self.args.budget]
         front = prepare_front(self.base, self.settings(), budgets, self.splits(self.args.tasks), self.asked, {})
         with scratch() as ledger, make_executor(front.first, LoadOptions(), cap=front.cap) as executor:
-            points = front.run(executor, ledger, Limits(), Unwatched())
+            points = front.run(executor, ledger, SearchLimits(), Unwatched())
         rows = []
         for point in points:
             report = point.evolved.report
@@ -150,7 +150,7 @@ def scratch() -> Iterator[Ledger]:
 def run(prepared: PreparedSearch) -> tuple[Evolved, Spent]:
     with scratch() as ledger:
         with make_executor(prepared, LoadOptions()) as executor:
-            outcome = prepared.search(executor, ledger, Limits(), Unwatched())
+            outcome = prepared.search(executor, ledger, SearchLimits(), Unwatched())
         spent = ledger.spent
     return prepared.decide(outcome), spent
 

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvsearch.cli.common import Common
+    from kvsearch.search.candidates import Candidate
     from kvsearch.search.ledger import SearchLedger, SearchRun
-    from kvsearch.search.outcome import Found
-    from kvsearch.search.settings import Limits
+    from kvsearch.search.settings import SearchLimits
 
 
 class Lines:
     """A line per generation; also what the panel shows."""
 
-    def __init__(self, common: Common, ledger: SearchLedger, limits: Limits) -> None:
+    def __init__(self, common: Common, ledger: SearchLedger, limits: SearchLimits) -> None:
         self.common, self.ledger, self.limits = common, ledger, limits
         self.where, self.failures, self.starts = "", 0, math.nan
 
@@ -28,7 +28,7 @@ class Lines:
         """See `Watcher`."""
         self.where = name
 
-    def generation(self, stage: str, generation: int, values: Sequence[float], best: Found) -> None:
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """See `Watcher`."""
         from kvsearch.search.loop import STARTS
 
@@ -96,7 +96,7 @@ class Panel(Lines):
 
 
 @contextmanager
-def watching(common: Common, run: SearchRun, limits: Limits) -> Iterator[Lines]:
+def watching(common: Common, run: SearchRun, limits: SearchLimits) -> Iterator[Lines]:
     """Show how a search goes; after Ctrl-C say what is best so far, and how to go on."""
     shown = Panel if common.talk.is_terminal and not common.quiet else Lines
     watcher = shown(common, run.ledger, limits)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kvsearch.search.executors.cluster import RayWorkers
     from kvsearch.search.front import PreparedFront
     from kvsearch.search.ledger import SearchRun
-    from kvsearch.search.outcome import Watcher
-    from kvsearch.search.settings import Limits
+    from kvsearch.search.loop import Watcher
+    from kvsearch.search.settings import SearchLimits
 
 
 @dataclass(frozen=True)
 class Work:
     """What changes no result: when to stop, who evaluates (None: this process), bytes for prompts and passes."""
 
-    limits: Limits
+    limits: SearchLimits
     workers: RayWorkers | None
     max_memory: int | None
 
@@ -39,15 +39,15 @@ class Work:
         }
 
 
-def parse_limits(evaluations: int | None, seconds: float | None, tokens: int | None) -> Limits:
+def parse_limits(evaluations: int | None, seconds: float | None, tokens: int | None) -> SearchLimits:
     """UsageError for limits out of range."""
     from pydantic import ValidationError
 
     from kvsearch.plan.parsing import describe_validation_error
-    from kvsearch.search.settings import Limits
+    from kvsearch.search.settings import SearchLimits
 
     try:
-        return Limits(evaluations=evaluations, seconds=seconds, tokens=tokens)
+        return SearchLimits(evaluations=evaluations, seconds=seconds, tokens=tokens)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, "the limits of the search")) from error
 

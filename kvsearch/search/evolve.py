@@ -28,12 +28,12 @@ from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor, Ints
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.loop import STARTS, Search
-from kvsearch.search.outcome import Found, Outcome, Watcher
-from kvsearch.search.scoring import Minibatch, Scoring
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.loop import STARTS, Search, Watcher
+from kvsearch.search.scoring import Scoring
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import STREAMING, Base, start_tables
 from kvsearch.strategies.direct import direct_plan
@@ -65,14 +65,14 @@ class Choice:
     table: Ints
     plan: Plan
     comparison: PlanComparison
-    finalists: Mapping[str, Found]
+    finalists: Mapping[str, Candidate]
 
 
 @dataclass(frozen=True, eq=False)
 class Evolved:
     """A finished search: how it went, what was chosen, and how that does on the report split."""
 
-    outcome: Outcome
+    outcome: SearchOutcome
     choice: Choice
     report: PlanComparison
 
@@ -129,8 +129,8 @@ class PreparedSearch:
         )
 
     def search(
-        self, executor: Executor, ledger: SearchLedger, limits: Limits, watcher: Watcher, name: str = ""
-    ) -> Outcome:
+        self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""
+    ) -> SearchOutcome:
         """The first part; `name` and errors as for `Search`."""
         free = self.settings.objective == "metric"
         counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]
@@ -152,7 +152,7 @@ class PreparedSearch:
         with keeping(name, prepared.evaluation) as (ledger, progress):
             return prepared.run(progress, ledger)
 
-    def choose(self, outcome: Outcome, keep: Keep | None = None, name: str = "choice") -> Choice:
+    def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
         """The second part: the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
         settings = self._origin(outcome)
@@ -176,17 +176,17 @@ class PreparedSearch:
         """The third part: the `contenders` on the third split."""
         return self.compare(self.contenders(choice), self.splits.report, "report", keep)
 
-    def decide(self, outcome: Outcome, keep: Keep | None = None) -> Evolved:
+    def decide(self, outcome: SearchOutcome, keep: Keep | None = None) -> Evolved:
         """The second and the third part."""
         choice = self.choose(outcome, keep)
         return Evolved(outcome, choice, self.report(choice, keep))
 
-    def _finalists(self, outcome: Outcome) -> dict[str, Found]:
+    def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {tuple(one.table.ravel()): one for one in outcome.pool}
-        found: dict[str, Found] = {}
+        found: dict[str, Candidate] = {}
         for name, table in self.starts.items():
             known = values.get(tuple(table.ravel()))
-            found[name] = Found(table, known.value if known else float("inf"), f"start {name}")
+            found[name] = Candidate(table, known.value if known else float("inf"), f"start {name}")
         searched = [one for one in outcome.pool if not one.where.startswith(STARTS)][: self.settings.finalists]
         taken = {tuple(table.ravel()) for table in self.starts.values()}
         for one in [*searched, *([] if outcome.mean is None else [outcome.mean])]:
@@ -195,7 +195,7 @@ class PreparedSearch:
                 found[f"#{len(found) - len(self.starts) + 1}"] = one
         return found
 
-    def _origin(self, outcome: Outcome) -> dict[str, Any]:
+    def _origin(self, outcome: SearchOutcome) -> dict[str, Any]:
         return {**self.settings.as_json(), "samples": len(self.samples), "ended": outcome.ended}
 
 

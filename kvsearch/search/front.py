@@ -13,7 +13,7 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.plan import Plan
-from kvsearch.search.completion import extrapolate
+from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import (
     Choice,
     Evolved,
@@ -25,8 +25,8 @@ from kvsearch.search.evolve import (
 )
 from kvsearch.search.executors.base import Executor, Ints
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.outcome import Outcome, Watcher
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.loop import Watcher
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.strategies.methods import FULL
 
@@ -63,13 +63,13 @@ class PreparedFront:
         return max(search.cap for search in self.searches)
 
     def run(
-        self, executor: Executor, ledger: SearchLedger, limits: Limits, watcher: Watcher, keep: Keep | None = None
+        self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, keep: Keep | None = None
     ) -> list[Point]:
         """Search and choose at every budget, then report on all; limits are for all budgets together.
 
         Errors are those of `Search.run`.
         """
-        found: list[tuple[PreparedSearch, Outcome, Choice]] = []
+        found: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
         for search in self.searches:
             budget = search.settings.budget
             ready = _beginning_with(search, found[-1][2].table if found else None)
@@ -84,7 +84,7 @@ class PreparedFront:
         for number, (ready, choice) in enumerate(found):
             contenders = ready.contenders(choice)
             if number:
-                contenders[EXPANDED] = ready.plan(_scaled(smallest, ready), {})
+                contenders[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
             plans |= {_label(name, ready): plan for name, plan in contenders.items()}
         return self.first.compare(plans, self.first.splits.report, "report", keep)
 
@@ -122,15 +122,11 @@ def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSea
     """The search with one more start: the result of a smaller budget, scaled, if it is not there already."""
     if smaller is None:
         return search
-    table = _scaled(smaller, search)
+    table = search.frame.complete(smaller)
     if any((table == other).all() for other in search.starts.values()):
         return search
     name = f"scaled-{int(smaller.sum()) // smaller.size}"
     return replace(search, starts={**search.starts, name: table})
-
-
-def _scaled(table: Ints, search: PreparedSearch) -> Ints:
-    return extrapolate(table, search.settings.budget, search.frame.floors, search.frame.caps)
 
 
 def _label(name: str, search: PreparedSearch) -> str:

@@ -34,8 +34,8 @@ from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger, Unfit
 from kvsearch.runs.lock import locked
-from kvsearch.search.executors.base import Job, Outcome, Result, keys_of
-from kvsearch.search.outcome import Found
+from kvsearch.search.candidates import Candidate
+from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
 from kvsearch.search.records import LINES, Asked, Best, Computed, Line, Stage, Told, Vector
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
@@ -108,7 +108,7 @@ class SearchLedger(Ledger[Line]):
             )
         return known[generation]
 
-    def keep(self, job: Job, outcome: Outcome) -> None:
+    def keep(self, job: Job, outcome: JobOutcome) -> None:
         """Write what became of a job."""
         self.append(
             "result", keys=keys_of(job), outcome=outcome.kind, values=outcome.values, message=outcome.message,
@@ -120,7 +120,7 @@ class SearchLedger(Ledger[Line]):
         if generation >= len(self.told(stage)):
             self.append("told", stage=stage, generation=generation, points=list(points), values=list(values))
 
-    def keep_best(self, found: Found, name: str = "") -> None:
+    def keep_best(self, found: Candidate, name: str = "") -> None:
         """Write the best candidate so far if it is better than the one written last; `name` is in front of `where`."""
         written = self.best
         if written is None or found.value < written.value:

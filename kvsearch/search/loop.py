@@ -12,24 +12,39 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from kvsearch.search.completion import complete
+from kvsearch.search.candidates import Candidate, Flatness, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Ints
 from kvsearch.search.executors.population import worst_of
-from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget
-from kvsearch.search.flatness import Flatness
+from kvsearch.search.objectives import cache_score, fitness, loss_score
 from kvsearch.search.optimisers import Optimiser, create_optimiser
-from kvsearch.search.outcome import Found, Outcome, Watcher
 from kvsearch.search.records import Line
-from kvsearch.search.scoring import LimitReachedError, Minibatch, Scoring
+from kvsearch.search.scoring import LimitReachedError, Scoring
 from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
-from kvsearch.search.stages import Frame, Stage, stages_of
+from kvsearch.search.stages import Frame, SearchStage, stages_of
 
 STARTS = "start"
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
+
+
+class Watcher(Protocol):
+    """Told how a search goes; it decides nothing."""
+
+    def stage(self, name: str) -> None:
+        """Something begins."""
+        ...
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
+        """A generation is measured; values are to be minimised, NaN for candidates that failed."""
+        ...
+
+    def ended(self, why: str) -> None:
+        """The search is over."""
+        ...
 
 
 class Search:
@@ -57,11 +72,11 @@ class Search:
     ) -> None:
         self.settings, self.frame, self.starts = settings, frame, dict(starts)
         self.scoring, self.samples, self.watcher, self.name = scoring, samples, watcher, name
-        self.ledger, self.outcome = scoring.ledger, Outcome()
-        self._current = Found(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
+        self.ledger, self.outcome = scoring.ledger, SearchOutcome()
+        self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
         self._flatness = Flatness(settings.objective)
 
-    def run(self) -> Outcome:
+    def run(self) -> SearchOutcome:
         """Search until all stages are finished, a limit is reached, or nothing makes a difference.
 
         Raises:
@@ -92,8 +107,8 @@ class Search:
             self._current = self.outcome.pool[0]
         self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
 
-    def _run_stage(self, stage: Stage, best: Found) -> Found:
-        """The best of the stage and of `best`, with which it begins."""
+    def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
+        """Return the best of the stage and of `best`, with which it begins."""
         optimiser = self._optimiser(stage, best.table)
         for generation in range(self.settings.generations):
             if optimiser.finished is not None or self.outcome.flat:
@@ -103,11 +118,11 @@ class Search:
             return best
         where, mean = f"{stage.name}, mean", stage.space.budgets(optimiser.best_guess)
         (value,) = self._measure([mean], self.ledger.begin(self.name + where), [where], stage.rows)
-        self.outcome.mean = Found(mean, value, where)
+        self.outcome.mean = Candidate(mean, value, where)
         return _better(best, self.outcome.mean)
 
-    def _run_generation(self, stage: Stage, generation: int, optimiser: Optimiser) -> Found:
-        """Ask, measure, tell; the best candidate."""
+    def _run_generation(self, stage: SearchStage, generation: int, optimiser: Optimiser) -> Candidate:
+        """Ask, measure, tell; return the best candidate."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
         line = self.ledger.ask(self.name + stage.name, generation, points)
@@ -118,16 +133,17 @@ class Search:
         optimiser.tell(projected, told)
         self.ledger.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
-        best = Found(tables[first], values[first], where)
+        best = Candidate(tables[first], values[first], where)
         if samples is not None:
             line = self.ledger.begin(f"{self.name}{where}, on all samples")
             (value,) = self._measure([best.table], line, [where], stage.rows)
             best = replace(best, value=value)
-        self._check_flatness()
+        if (verdict := self._flatness.verdict) is not None:
+            self.outcome.flat, self.outcome.ended = True, verdict
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
         return best
 
-    def _optimiser(self, stage: Stage, start: Ints) -> Optimiser:
+    def _optimiser(self, stage: SearchStage, start: Ints) -> Optimiser:
         space, settings = stage.space, self.settings
         name = "golden" if space.dimension == 1 else settings.optimiser
         optimiser = create_optimiser(
@@ -153,7 +169,7 @@ class Search:
         rows: slice,
         samples: Minibatch = None,
     ) -> list[float]:
-        """Values to minimise; those on all samples go to the pool, also where a limit cuts a generation short."""
+        """Return values to minimise; those on all samples go to the pool, also where a limit cuts in."""
         try:
             values = self.scoring(tables, since, samples)
         except LimitReachedError:
@@ -167,43 +183,37 @@ class Search:
         self._flatness.add(tables, values, samples)
         fitting = self._fitness(tables, values, rows)
         if samples is None:
-            self.outcome.take(Found(*found) for found in zip(tables, fitting, where, strict=True))
+            self.outcome.take(Candidate(*found) for found in zip(tables, fitting, where, strict=True))
             if self.outcome.pool:
                 self.ledger.keep_best(self.outcome.pool[0], self.name)
         return fitting
 
     def _fitness(self, tables: Sequence[Ints], values: Sequence[float], rows: slice) -> list[float]:
-        """Values to minimise; the paper's have the cache term of the layers that a stage varies in them."""
+        """Return values to minimise; the paper's have the cache term of the layers that a stage varies in them."""
         settings = self.settings
         if not settings.parity:
             return list(values)
         found = []
         for table, value in zip(tables, values, strict=True):
             score = -value if settings.objective == "metric" else loss_score(value)
-            cache = cache_score(mean_budget(table, rows), settings.budget, settings.gamma)
+            cache = cache_score(float(table[rows].mean()), settings.budget, settings.gamma)
             found.append(-fitness(score, cache, settings.lam))
         return found
 
     def _complete(self) -> None:
-        """The paper's last step: what it found is completed to the total, and measured by the objective alone."""
+        """Do the paper's last step: what it found is completed to the total, and measured by the objective alone."""
         starts = {table.tobytes() for table in self.starts.values()}
         searched = [one for one in self.outcome.pool if one.table.tobytes() not in starts][: self.settings.finalists]
-        tables = [*self.starts.values(), *(self._completed(one.table) for one in searched)]
+        frames = (replace(self.frame, caps=np.maximum(self.frame.caps, one.table)) for one in searched)
+        completed = [frame.complete(one.table) for frame, one in zip(frames, searched, strict=True)]
+        tables = [*self.starts.values(), *completed]
         with suppress(LimitReachedError):
             self.scoring(tables, self.ledger.begin(self.name + COMPLETED))
         where = [*(f"start {name}" for name in self.starts), *(f"{one.where}, {COMPLETED}" for one in searched)]
         values = [value if math.isfinite(value) else math.inf for value in self.scoring.known(tables)]
-        found = [Found(*one) for one in zip(tables, values, where, strict=True)]
+        found = [Candidate(*one) for one in zip(tables, values, where, strict=True)]
         first = found[len(self.starts) :][:1]
         self.outcome.pool = [*first, *sorted((one for one in found if one not in first), key=lambda one: one.value)]
-
-    def _completed(self, table: Ints) -> Ints:
-        return complete(table, self.frame.total, self.frame.floors, np.maximum(self.frame.caps, table))
-
-    def _check_flatness(self) -> None:
-        verdict = self._flatness.verdict
-        if verdict is not None:
-            self.outcome.flat, self.outcome.ended = True, verdict
 
     def _minibatch(self, stage: str, generation: int) -> Minibatch:
         size = self.settings.minibatch
@@ -213,12 +223,12 @@ class Search:
         return tuple(sorted(rng.sample(range(self.samples), size)))
 
 
-def _better(one: Found, other: Found) -> Found:
+def _better(one: Candidate, other: Candidate) -> Candidate:
     return other if other.value < one.value else one
 
 
 def _finite(values: Sequence[float]) -> list[float]:
-    """Values with a finite worst one for candidates that failed."""
+    """Return values with a finite worst one for candidates that failed."""
     if all(math.isfinite(value) for value in values):
         return list(values)
     worst = worst_of(values)
@@ -226,5 +236,5 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 
 def _seed(seed: int, stage: str) -> int:
-    """A seed for every stage, the same on every machine."""
+    """Return a seed for every stage, the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stage}".encode()).digest()[:4], "big")

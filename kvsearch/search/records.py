@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from kvsearch.plan.fields import Floor, Index, Record, Sha256, Text, refuse
-from kvsearch.search.executors.base import Floats, Ints, Outcome, OutcomeKind, Result, results_of
+from kvsearch.search.executors.base import Floats, Ints, JobOutcome, OutcomeKind, Result, results_of
 
 Vector = NDArray[np.float64]
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
@@ -68,7 +68,7 @@ class Told(Generation):
 
 
 class Computed(Line):
-    """Candidates, by `candidate_key`, that were measured together, and what became of them, see `Outcome`."""
+    """Candidates, by `candidate_key`, that were measured together, and what became of them, see `JobOutcome`."""
 
     keys: list[Sha256] = Field(min_length=1)
     outcome: OutcomeKind
@@ -87,7 +87,7 @@ class Computed(Line):
     def results(self) -> Mapping[str, Result]:
         """What became of each candidate, by its key."""
         values: Floats | None = None if self.values is None else np.array(self.values, dtype=np.float64)
-        whole = Outcome(0, self.outcome, values, self.message, self.seconds, self.tokens)
+        whole = JobOutcome(0, self.outcome, values, self.message, self.seconds, self.tokens)
         return dict(zip(self.keys, results_of(whole, len(self.keys)), strict=True))
 
 

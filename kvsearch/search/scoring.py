@@ -9,16 +9,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsearch.search.executors.base import Executor, Ints, Job, Outcome, Result, candidate_key
+from kvsearch.search.candidates import Minibatch
+from kvsearch.search.executors.base import Executor, Ints, Job, JobOutcome, Result, candidate_key
 from kvsearch.search.executors.population import evaluate_all
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.objectives import find_objective
 from kvsearch.search.records import Line
-from kvsearch.search.settings import Limits
+from kvsearch.search.settings import SearchLimits
 
 DIGITS = 9  # of a value that are told: what differs by less is rounding
-
-Minibatch = tuple[int, ...] | None
 
 
 class LimitReachedError(Exception):
@@ -36,11 +35,11 @@ class Scoring:
     ledger: SearchLedger
     objective: str
     job: int
-    limits: Limits
+    limits: SearchLimits
     tokens: Callable[[Minibatch], int]
 
     def __call__(self, candidates: Sequence[Ints], since: Line, samples: Minibatch = None) -> list[float]:
-        """The value of each candidate [L, Hkv]; `since` is the line after which the generation began.
+        """Return the value of each candidate [L, Hkv]; `since` is the line after which the generation began.
 
         Raises:
             LimitReachedError: not all may be measured; those that could be are in the ledger.
@@ -60,12 +59,12 @@ class Scoring:
         return self.known(candidates, samples)
 
     def known(self, candidates: Sequence[Ints], samples: Minibatch = None) -> list[float]:
-        """What the ledger says of candidates, NaN where it says nothing."""
+        """Return what the ledger says of candidates, NaN where it says nothing."""
         found = self.ledger.results()
         return [self._value(found.get(candidate_key(one, self.objective, samples))) for one in candidates]
 
     def _jobs(self, tables: Sequence[Ints], samples: Minibatch) -> list[Job]:
-        """Jobs of about equal size, so that several workers have about as much to do."""
+        """Make jobs of about equal size, so that several workers have about as much to do."""
         count = math.ceil(len(tables) / self.job)
         ends = [len(tables) * number // count for number in range(count + 1)]
         return [
@@ -79,13 +78,13 @@ class Scoring:
         mean = round(float(np.mean(found.values)), DIGITS)
         return -mean if find_objective(self.objective).higher_is_better else mean
 
-    def _keep(self, job: Job, outcome: Outcome) -> None:
+    def _keep(self, job: Job, outcome: JobOutcome) -> None:
         self.ledger.keep(job, outcome)
         if self._over_time():
             raise LimitReachedError(self._limit(job.samples))
 
     def _left(self, samples: Minibatch) -> int:
-        """How many more candidates may be measured."""
+        """Return how many more candidates may be measured."""
         spent, limits = self.ledger.spent, self.limits
         left = 2**31
         if limits.evaluations is not None:

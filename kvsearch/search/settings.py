@@ -17,7 +17,7 @@ ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "random")  # optimisers whose generations may have any size
 
 
-class Limits(Record):
+class SearchLimits(Record):
     """Where a search stops, whichever comes first; None: it does not. `evaluations` are of different candidates."""
 
     evaluations: Entries | None = None

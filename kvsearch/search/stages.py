@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import water_fill
 from kvsearch.search.executors.base import Ints
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space import Basis, Group, Heads, Layers, Parity, Space, basis_from_tables
@@ -34,9 +35,19 @@ class Frame:
         """Entries of all layers and heads."""
         return self.budget * self.layers * self.heads
 
+    def complete(self, table: Ints) -> Ints:
+        """Scale budgets to the total (section 3.2), at another budget c than theirs too (section 4.2.1).
+
+        EvolKV's rule is b_i = ceil(k_i * T / A), where A is the sum of all k_i and T = c * L the total wanted. For L
+        layers that is up to L - 1 entries too many: for T = 240 [101, 50, 30, 20] becomes [121, 60, 36, 24], which is
+        241. Here the same shares are water-filled between the bounds, of which the paper says nothing, and rounded by
+        largest remainders, so that the sum is T: [120, 60, 36, 24].
+        """
+        return water_fill(table, self.total, self.floors, self.caps)
+
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class SearchStage:
     """One optimisation, `number` of `count`; `rows` are the layers that are varied, `inject` what it is told first."""
 
     name: str
@@ -49,8 +60,8 @@ class Stage:
 
 def stages_of(
     settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints], current: Callable[[], Ints]
-) -> Iterator[Stage]:
-    """The stages of a search, each made when it begins; `current` is the best table then.
+) -> Iterator[SearchStage]:
+    """Yield the stages of a search, each made when it begins; `current` is the best table then.
 
     Raises:
         UsageError: the spaces "heads" and "basis" without start plans, and what spaces refuse.
@@ -59,15 +70,15 @@ def stages_of(
         yield from _groups(settings, frame, current)
         return
     tables = list(starts.values())
-    yield Stage(settings.space, 1, 1, _joint(settings, frame, starts), slice(0, frame.layers), tables)
+    yield SearchStage(settings.space, 1, 1, _joint(settings, frame, starts), slice(0, frame.layers), tables)
 
 
 def groups_of(layers: int, size: int) -> list[slice]:
-    """Groups of `size` consecutive layers from the bottom up; the last may be smaller."""
+    """List groups of `size` consecutive layers from the bottom up; the last may be smaller."""
     return [slice(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
-def _groups(settings: EvolveSettings, frame: Frame, current: Callable[[], Ints]) -> Iterator[Stage]:
+def _groups(settings: EvolveSettings, frame: Frame, current: Callable[[], Ints]) -> Iterator[SearchStage]:
     groups = groups_of(frame.layers, settings.group_size)
     for number, rows in enumerate(groups, 1):
         name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
@@ -79,7 +90,7 @@ def _groups(settings: EvolveSettings, frame: Frame, current: Callable[[], Ints])
             space = Layers(frame.total, frame.floors, frame.caps)
         else:
             space = Group(current(), members, frame.floors, frame.caps)
-        yield Stage(name, number, len(groups), space, rows)
+        yield SearchStage(name, number, len(groups), space, rows)
 
 
 def _joint(settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints]) -> Space:

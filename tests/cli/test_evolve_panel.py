@@ -14,12 +14,12 @@ from rich.console import Console
 
 from kvsearch.cli.common import Common
 from kvsearch.cli.evolve_panel import Panel, watching
+from kvsearch.search.candidates import Candidate
 from kvsearch.search.ledger import SearchLedger, SearchRun
-from kvsearch.search.outcome import Found
-from kvsearch.search.settings import Limits
+from kvsearch.search.settings import SearchLimits
 
-START = Found(np.full((2, 1), 8), 2.5, "start uniform")
-BETTER = Found(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
+START = Candidate(np.full((2, 1), 8), 2.5, "start uniform")
+BETTER = Candidate(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def common_on(terminal: bool) -> tuple[Common, io.StringIO]:
 
 
 def go_on(common: Common, run: SearchRun) -> None:
-    with watching(common, run, Limits(evaluations=40)) as watcher:
+    with watching(common, run, SearchLimits(evaluations=40)) as watcher:
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
         watcher.stage("layers 0-1 (1 of 2)")
@@ -71,7 +71,7 @@ def test_a_panel_on_a_terminal_gives_the_screen_back(run: SearchRun) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_an_interruption_tells_the_best_so_far(terminal: bool, run: SearchRun) -> None:
     common, screen = common_on(terminal)
-    with pytest.raises(KeyboardInterrupt), watching(common, run, Limits()) as watcher:
+    with pytest.raises(KeyboardInterrupt), watching(common, run, SearchLimits()) as watcher:
         run.ledger.append("best", candidate=BETTER.table, value=BETTER.value, where=BETTER.where)
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
@@ -85,7 +85,7 @@ def test_an_interruption_tells_the_best_so_far(terminal: bool, run: SearchRun) -
 
 def test_an_interruption_before_anything_was_found(run: SearchRun) -> None:
     common, screen = common_on(terminal=False)
-    with pytest.raises(KeyboardInterrupt), watching(common, run, Limits()):
+    with pytest.raises(KeyboardInterrupt), watching(common, run, SearchLimits()):
         raise KeyboardInterrupt
     assert screen.getvalue().startswith("go on with --resume")
     assert not (run.directory / "best.json").exists()

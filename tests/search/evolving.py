@@ -14,7 +14,7 @@ from kvsearch.policies import create_policy
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
 from tests import tiny
@@ -51,5 +51,5 @@ def prepare(
 def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:
     """All three parts."""
     with make_executor(prepared, LoadOptions(), workers) as executor, SearchLedger(ledger) as lines:
-        outcome = prepared.search(executor, lines, Limits(), Silent())
+        outcome = prepared.search(executor, lines, SearchLimits(), Silent())
     return prepared.decide(outcome)

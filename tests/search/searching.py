@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.executors import Job, SerialExecutor
 from kvsearch.search.executors.base import Floats, Ints
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Search
-from kvsearch.search.outcome import Found, Outcome
 from kvsearch.search.scoring import Scoring
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame
 
 LAYERS, HEADS, BUDGET, SAMPLES = 4, 2, 16, 6
@@ -67,7 +67,7 @@ class Silent:
         """See `Watcher`."""
         self.stages.append(name)
 
-    def generation(self, stage: str, generation: int, values: Sequence[float], best: Found) -> None:
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """See `Watcher`."""
         self.generations.append((stage, generation, list(values)))
 
@@ -97,7 +97,7 @@ def settings_of(**changes: Any) -> EvolveSettings:
 def search_of(
     ledger: SearchLedger,
     measure: Measure,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     starts: Mapping[str, Ints] | None = None,
     frame: Frame | None = None,
     watcher: Silent | None = None,
@@ -111,12 +111,14 @@ def search_of(
         return TOKENS * (SAMPLES if chosen is None else len(chosen))
 
     executor = SerialExecutor(measure)
-    scoring = Scoring(executor, ledger, settings.objective, settings.job, limits or Limits(), tokens)
+    scoring = Scoring(executor, ledger, settings.objective, settings.job, limits or SearchLimits(), tokens)
     given = starts_of(frame) if starts is None else starts
     return Search(settings, frame, given, scoring, SAMPLES, watcher or Silent(), name)
 
 
-def run(path: Path, measure: Measure | None = None, limits: Limits | None = None, **changes: Any) -> Outcome:
+def run(
+    path: Path, measure: Measure | None = None, limits: SearchLimits | None = None, **changes: Any
+) -> SearchOutcome:
     """Run a search, or go on with it, in the ledger `path`."""
     with SearchLedger(path) as ledger:
         return search_of(ledger, measure or Measure(), limits, **changes).run()
@@ -128,7 +130,7 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in ("at", "seconds")} for line in lines]
 
 
-def told(outcome: Outcome) -> list[tuple[list[list[int]], float, str]]:
+def told(outcome: SearchOutcome) -> list[tuple[list[list[int]], float, str]]:
     """What a search found, comparable."""
     return [(one.table.tolist(), one.value, one.where) for one in outcome.pool]
 

@@ -18,7 +18,7 @@ from kvsearch.runtime import Program
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.ledger import SearchLedger, Spent
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
 from tests import tiny
@@ -125,7 +125,7 @@ def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -
 def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepare(loaded)
     with make_executor(prepared, LoadOptions()) as executor, SearchLedger(tmp_path / "l") as ledger:
-        outcome = prepared.search(executor, ledger, Limits(evaluations=1), Silent())
+        outcome = prepared.search(executor, ledger, SearchLimits(evaluations=1), Silent())
         assert ledger.spent.evaluations == 1
     assert outcome.ended == "1 candidates were evaluated, as many as allowed"
     assert prepared.decide(outcome).choice.name in prepared.starts
@@ -136,7 +136,7 @@ def test_tokens_of_a_candidate_are_what_it_takes_at_most(objective: str, loaded:
     prepared = prepare(loaded, objective=objective)
     with make_executor(prepared, LoadOptions()) as executor, SearchLedger(tmp_path / "l") as ledger:
         for limit in (50, 150, 400):
-            prepared.search(executor, ledger, Limits(tokens=limit), Silent())
+            prepared.search(executor, ledger, SearchLimits(tokens=limit), Silent())
             assert ledger.spent.tokens <= limit
 
 

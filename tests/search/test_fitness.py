@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-from kvsearch.search.fitness import cache_score, fitness, loss_score, mean_budget
+from kvsearch.search.objectives import cache_score, fitness, loss_score
 
 
 @pytest.mark.parametrize(
@@ -51,16 +50,6 @@ def test_less_loss_is_fitter_at_the_same_budget(one: float, other: float, cache:
 def test_a_failed_candidate_stays_failed() -> None:
     assert math.isnan(fitness(math.nan, 1.0))
     assert math.isnan(fitness(loss_score(math.nan), 1.0))
-
-
-def test_scopes() -> None:
-    table = np.array([[10, 20], [30, 40], [50, 60]])
-    assert mean_budget(table, [0, 1]) == mean_budget(table, slice(0, 2), "group") == 25.0
-    assert mean_budget(table, [0, 1], "global") == 35.0
-    with pytest.raises(UsageError, match="unknown scope 'globl'; did you mean 'global'"):
-        mean_budget(table, [0], "globl")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="without layers"):
-        mean_budget(table, [])
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.report.search import front_as_json, front_tables
-from kvsearch.search.completion import extrapolate
 from kvsearch.search.front import Point, PreparedFront, prepare_front
 from kvsearch.search.ledger import SearchLedger, Spent
-from kvsearch.search.settings import Limits
+from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
 from tests.search.evolving import CONTEXTS, POLICY, settings_of, splits
@@ -35,9 +34,11 @@ def prepare(loaded: LoadedModel, *budgets: int) -> PreparedFront:
     return prepare_front(base, settings_of(generations=1), budgets, splits(), Settings(CONTEXTS), {})
 
 
-def run(front: PreparedFront, path: Path, watcher: Silent | None = None, limits: Limits | None = None) -> list[Point]:
+def run(
+    front: PreparedFront, path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
+) -> list[Point]:
     with make_executor(front.first, LoadOptions(), cap=front.cap) as executor, SearchLedger(path) as ledger:
-        return front.run(executor, ledger, limits or Limits(), watcher or Silent())
+        return front.run(executor, ledger, limits or SearchLimits(), watcher or Silent())
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,7 @@ def test_each_begins_with_the_result_before(found: tuple[list[Point], Path, Sile
     points, _, _ = found
     assert "scaled-8" not in points[0].prepared.starts
     for before, point in pairwise(points):
-        frame = point.prepared.frame
-        scaled = extrapolate(before.evolved.choice.table, point.budget, frame.floors, frame.caps)
+        scaled = point.prepared.frame.complete(before.evolved.choice.table)
         assert any(np.array_equal(scaled, table) for table in point.prepared.starts.values())
         scores = {name: point.evolved.choice.comparison.score(name).mean for name in point.evolved.choice.finalists}
         assert scores[point.evolved.choice.name] == max(scores.values())
@@ -101,7 +101,7 @@ def test_a_front_that_is_cut_ends_the_same(
 
 
 def test_limits_are_for_all_budgets_together(loaded: LoadedModel, tmp_path: Path) -> None:
-    points = run(prepare(loaded, 8, 16), tmp_path / "l", limits=Limits(evaluations=5))
+    points = run(prepare(loaded, 8, 16), tmp_path / "l", limits=SearchLimits(evaluations=5))
     assert [point.evolved.outcome.ended for point in points] == ["5 candidates were evaluated, as many as allowed"] * 2
     assert points[1].evolved.choice.name in points[1].prepared.starts
 

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, InternalError, UsageError
-from kvsearch.search.executors import Job, Outcome, SerialExecutor, evaluate_all, keys_of
+from kvsearch.search.executors import Job, JobOutcome, SerialExecutor, evaluate_all, keys_of
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import LINES, Stage
 from tests.search.executors.fakes import Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
 JOB = Job(0, (np.array([[8, 4]]), np.array([[6, 6]])), (3, 5), "nll")
-OK = Outcome(0, "ok", np.array([[0.1 + 0.2, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40)
+OK = JobOutcome(0, "ok", np.array([[0.1 + 0.2, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40)
 
 
 def result(*keys: str, outcome: str = "ok", value: float = 1.0) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def test_a_generation_goes_on_where_it_was_interrupted(tmp_path: Path, finished:
     jobs = [Job(0, tuple(map(table, [8, 9, 901, 11, 12])), None, "nll"), Job(1, (table(13), table(14)), None, "nll")]
     parts: list[list[str]] = []
 
-    def evaluate(ledger: SearchLedger, most: int) -> dict[int, Outcome]:
-        def keep(part: Job, outcome: Outcome) -> None:
+    def evaluate(ledger: SearchLedger, most: int) -> dict[int, JobOutcome]:
+        def keep(part: Job, outcome: JobOutcome) -> None:
             if len(parts) == most:
                 raise Interrupted
             parts.append(keys_of(part))

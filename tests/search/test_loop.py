@@ -17,7 +17,7 @@ from kvsearch.search import loop
 from kvsearch.search.executors.base import Floats, Ints, Job
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import Told
-from kvsearch.search.settings import Limits
+from kvsearch.search.settings import SearchLimits
 from kvsearch.search.space import Vector
 from kvsearch.search.stages import Frame
 from tests.examples import at_most
@@ -248,7 +248,7 @@ class TestLimits:
         most = len(whole.candidates)
         for limit in range(1, most + 2):
             measure = Measure()
-            outcome = run(tmp_path / str(limit), measure, Limits(evaluations=limit))
+            outcome = run(tmp_path / str(limit), measure, SearchLimits(evaluations=limit))
             assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)
             # What is measured before the limit is what would be measured without one.
             assert [table.tolist() for table in measure.candidates] == [
@@ -263,7 +263,7 @@ class TestLimits:
     def test_a_larger_limit_goes_on(self, tmp_path: Path) -> None:
         expected = run(tmp_path / "whole")
         for limit in (1, 7, 8, 13):
-            run(tmp_path / "l", limits=Limits(evaluations=limit))
+            run(tmp_path / "l", limits=SearchLimits(evaluations=limit))
         assert told(run(tmp_path / "l")) == told(expected)
 
     @pytest.mark.parametrize("mode", [{}, {"minibatch": 2}], ids=["all", "minibatch"])
@@ -273,7 +273,7 @@ class TestLimits:
         self, mode: dict[str, Any], limit: int, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         measure = Measure()
-        outcome = run(tmp_path_factory.mktemp("run") / "l", measure, Limits(tokens=limit), **mode)
+        outcome = run(tmp_path_factory.mktemp("run") / "l", measure, SearchLimits(tokens=limit), **mode)
         assert measure.tokens_spent <= limit
         if outcome.ended != "all stages are finished":
             assert measure.tokens_spent + TOKENS * SAMPLES > limit
@@ -281,18 +281,18 @@ class TestLimits:
 
     def test_time(self, tmp_path: Path) -> None:
         measure = Measure()
-        outcome = run(tmp_path / "l", measure, Limits(seconds=1e-9))
+        outcome = run(tmp_path / "l", measure, SearchLimits(seconds=1e-9))
         assert measure.jobs == []
         assert outcome.pool == []
         assert outcome.ended == "the 1e-09 seconds that were allowed are over"
 
     def test_the_best_start_counts_when_a_limit_cuts_them_short(self, tmp_path: Path) -> None:
-        outcome = run(tmp_path / "l", limits=Limits(evaluations=1))
+        outcome = run(tmp_path / "l", limits=SearchLimits(evaluations=1))
         assert [one.where for one in outcome.pool] == ["start uniform"]
 
     def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
         measure = Measure()
-        outcome = run(tmp_path / "l", measure, Limits(evaluations=6), parity=True)
+        outcome = run(tmp_path / "l", measure, SearchLimits(evaluations=6), parity=True)
         assert len(measure.candidates) == 6
         assert outcome.pool[0].where.endswith(", completed")
         assert outcome.pool[0].table.sum() == BUDGET * LAYERS * HEADS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvsearch.search.settings import EvolveSettings, Limits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_good_settings(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("limits", [{"evaluations": 0}, {"seconds": 0}, {"tokens": -1}])
 def test_bad_limits(limits: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
-        Limits.model_validate(limits)
+        SearchLimits.model_validate(limits)

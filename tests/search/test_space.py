@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kvsearch.search.completion import complete
 
 from kvsearch.errors import UsageError
-from kvsearch.search.completion import complete
 from kvsearch.search.space import Basis, Group, Heads, LayerGroups, Layers, Parity, Space, basis_from_tables
 from kvsearch.search.space.base import BoxSpace, Ints
 from tests.examples import at_most

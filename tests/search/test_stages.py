@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
 from kvsearch.search.executors.base import Ints
 from kvsearch.search.space import Basis, Group, Heads, Layers, Parity
-from kvsearch.search.stages import Stage, groups_of, stages_of
+from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
 FRAME = frame_of()
@@ -18,7 +20,7 @@ UNIFORM = starts_of(FRAME)["uniform"]
 PROFILE: Ints = np.array([[8, 24], [12, 20], [30, 2 + 4], [18, 10]], dtype=np.int64)
 
 
-def stages(starts: dict[str, Ints] | None = None, **changes: Any) -> list[Stage]:
+def stages(starts: dict[str, Ints] | None = None, **changes: Any) -> list[SearchStage]:
     return list(stages_of(settings_of(**changes), FRAME, starts or {"uniform": UNIFORM}, lambda: UNIFORM))
 
 
@@ -86,3 +88,60 @@ def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
 
 def test_the_frame() -> None:
     assert (FRAME.layers, FRAME.heads, FRAME.total) == (4, 2, BUDGET * 8)
+
+
+# --- completion to the total ------------------------------------------------------------------------------------------
+
+
+def frame(budgets: Ints, average: int, floors: int = 0, caps: int | None = None) -> Frame:
+    low = np.full_like(budgets, floors)
+    return Frame(average, low, np.full_like(low, average * budgets.size if caps is None else caps))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "literal", "exact"),
+    [
+        ([101, 50, 30, 20], [121, 60, 36, 24], [120, 60, 36, 24]),
+        ([100, 50, 30, 20], [120, 60, 36, 24], [120, 60, 36, 24]),
+        ([60, 60, 60, 60], [60, 60, 60, 60], [60, 60, 60, 60]),
+        ([480, 0, 0, 0], [240, 0, 0, 0], [240, 0, 0, 0]),
+        ([1, 1, 1, 4], [35, 35, 35, 138], [35, 34, 34, 137]),  # 240 / 7 = 34.29, 960 / 7 = 137.14
+    ],
+)
+def test_worked_examples_for_an_average_of_60(budgets: list[int], literal: list[int], exact: list[int]) -> None:
+    given: Ints = np.array(budgets)[:, None]
+    assert np.ceil(given * 240 / given.sum()).ravel().tolist() == literal  # as the paper has it
+    completed = frame(given, 60).complete(given)
+    assert completed.sum() == 240
+    assert np.abs(completed - given * 240 / given.sum()).max() < 1
+    assert completed.ravel().tolist() == exact
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40).filter(any), st.integers(1, 500))
+@settings(max_examples=200)
+def test_shares_stay_and_the_sum_is_exact(budgets: list[int], average: int) -> None:
+    table: Ints = np.array(budgets)[:, None]
+    total = average * len(budgets)
+    exact = frame(table, average).complete(table)
+    assert exact.sum() == total
+    shares = table * total / table.sum()
+    assert np.abs(exact - shares).max() < 1 + 1e-6
+
+
+def test_bounds_bind_without_losing_entries() -> None:
+    table: Ints = np.array([[101], [50], [30], [20]])
+    assert frame(table, 60, floors=30).complete(table).ravel().tolist() == [117, 58, 35, 30]  # 210 in 101 : 50 : 30
+    assert frame(table, 60, caps=100).complete(table).ravel().tolist() == [100, 70, 42, 28]  # 140 in 5 : 3 : 2
+    with pytest.raises(UsageError, match="total 40 cannot be met"):
+        frame(table, 10, floors=30).complete(table)
+
+
+def test_another_average_keeps_shares_upwards_and_floors_downwards() -> None:
+    table: Ints = np.array([[120], [60], [36], [24]])
+    for factor in (2, 4, 16):
+        assert frame(table, 60 * factor, 9).complete(table).tolist() == (table * factor).tolist()
+    smaller = frame(table, 15, 9).complete(table)
+    assert smaller.ravel().tolist() == [28, 14, 9, 9]  # 42 in shares of 120 : 60
+    assert smaller.sum() == 60
+    heads: Ints = np.array([[4, 8], [2, 2]])
+    assert frame(heads, 8, 1).complete(heads).tolist() == [[8, 16], [4, 4]]

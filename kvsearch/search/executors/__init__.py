@@ -4,7 +4,7 @@ from kvsearch.search.executors.base import (
     Evaluator,
     Executor,
     Job,
-    Outcome,
+    JobOutcome,
     OutcomeKind,
     Result,
     candidate_key,
@@ -15,6 +15,6 @@ from kvsearch.search.executors.population import evaluate_all, worst_of
 from kvsearch.search.executors.serial import SerialExecutor
 
 __all__ = [
-    "Evaluator", "Executor", "Job", "Outcome", "OutcomeKind", "Result", "SerialExecutor", "candidate_key",
+    "Evaluator", "Executor", "Job", "JobOutcome", "OutcomeKind", "Result", "SerialExecutor", "candidate_key",
     "evaluate_all", "keys_of", "results_of", "worst_of",
 ]  # fmt: skip

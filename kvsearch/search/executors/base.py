@@ -38,7 +38,7 @@ class Job(NamedTuple):
     objective: str
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """What became of a job: `values` [P, S] of its P candidates on its S samples, where there are any.
 
     ok          all values are there and finite
@@ -130,7 +130,7 @@ class Executor(ABC):
         self._unfinished.add(job.id)
         self._waiting.append(job)
 
-    def poll(self, timeout: float | None = None) -> list[Outcome]:
+    def poll(self, timeout: float | None = None) -> list[JobOutcome]:
         """Outcomes that were not handed out yet, in any order; waits up to `timeout` seconds (None: on) for the first.
 
         Empty if nothing is pending or the time is over. A job under way in this process is not cut short.
@@ -154,7 +154,7 @@ class Executor(ABC):
             self._close()
 
     @abstractmethod
-    def _poll(self, timeout: float | None) -> list[Outcome]: ...
+    def _poll(self, timeout: float | None) -> list[JobOutcome]: ...
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -173,7 +173,7 @@ def keys_of(job: Job) -> list[str]:
     return [candidate_key(candidate, job.objective, job.samples) for candidate in job.candidates]
 
 
-def results_of(outcome: Outcome, candidates: int) -> list[Result]:
+def results_of(outcome: JobOutcome, candidates: int) -> list[Result]:
     """What became of each of a job's `candidates`; beside one with values that are not finite, the others are "ok"."""
     share = outcome.seconds / candidates
     if outcome.values is None:
@@ -183,7 +183,7 @@ def results_of(outcome: Outcome, candidates: int) -> list[Result]:
     return [(good if np.isfinite(row).all() else bad)._replace(values=row) for row in outcome.values]
 
 
-def attempt(evaluator: Evaluator, job: Job) -> Outcome:
+def attempt(evaluator: Evaluator, job: Job) -> JobOutcome:
     """Evaluate a job; what goes wrong becomes an outcome.
 
     Raises:
@@ -203,7 +203,7 @@ def attempt(evaluator: Evaluator, job: Job) -> Outcome:
         kind, message = _judged(values)
     if kind == "oom":
         free_memory()
-    return Outcome(job.id, kind, values, message, time.perf_counter() - start, evaluator.tokens_spent - spent)
+    return JobOutcome(job.id, kind, values, message, time.perf_counter() - start, evaluator.tokens_spent - spent)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
-from kvsearch.search.executors.base import Executor, Floats, Job, Outcome, Result, keys_of, results_of
+from kvsearch.search.executors.base import Executor, Floats, Job, JobOutcome, Result, keys_of, results_of
 
-Keep = Callable[[Job, Outcome], None]
+Keep = Callable[[Job, JobOutcome], None]
 _MESSAGES = 3
 
 
@@ -23,7 +23,7 @@ def evaluate_all(
     keep: Keep | None = None,
     known: Mapping[str, Result] | None = None,
     generation: int | None = None,
-) -> dict[int, Outcome]:
+) -> dict[int, JobOutcome]:
     """Evaluate jobs; a job that memory is too short for is halved, down to one candidate. The outcomes by job id.
 
     The outcome of a job has a row of values per candidate, NaN for one without any; its kind and message are those of
@@ -92,7 +92,7 @@ class _Population:
         self._ids = itertools.count()
         self._failures: list[Result] = []
 
-    def run(self) -> dict[int, Outcome]:
+    def run(self) -> dict[int, JobOutcome]:
         for job in self._jobs:
             self._submit(_Part(job, 0))
         while self._parts:
@@ -113,7 +113,7 @@ class _Population:
             self._parts[number] = part
             self._executor.submit(part.job._replace(id=number))
 
-    def _take(self, part: _Part, outcome: Outcome) -> None:
+    def _take(self, part: _Part, outcome: JobOutcome) -> None:
         if outcome.kind == "oom" and len(part.job.candidates) > 1:
             for half in part.halves(outcome.seconds, outcome.tokens):
                 self._submit(half)
@@ -132,11 +132,11 @@ class _Population:
         if 2 * len(self._failures) > self._size:
             raise _broken(self._failures, self._size)
 
-    def _whole(self, job: Job) -> Outcome:
+    def _whole(self, job: Job) -> JobOutcome:
         found = self._results[job.id]
         results = [found[number] for number in range(len(job.candidates))]
         failed = next((result for result in results if result.kind != "ok"), Result("ok", None, 0.0, ""))
-        return Outcome(job.id, failed.kind, _stacked(results), failed.message, *self._cost[job.id])
+        return JobOutcome(job.id, failed.kind, _stacked(results), failed.message, *self._cost[job.id])
 
 
 def _stacked(results: Sequence[Result]) -> Floats | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
-from kvsearch.search.executors.base import Evaluator, Executor, Job, Outcome, attempt, in_one_line, shortened
+from kvsearch.search.executors.base import Evaluator, Executor, Job, JobOutcome, attempt, in_one_line, shortened
 from kvsearch.search.executors.cluster import RayWorkers, connect, import_ray, require_room
 
 Factory = Callable[[], Evaluator]
@@ -51,7 +51,7 @@ class RayExecutor(Executor):
         super().__init__()
         self._ray, self._wanted = import_ray(), wanted
         self._deaths: Counter[int] = Counter()  # of workers, by the job they had
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[JobOutcome] = []
         self._given_up, self._proven = "", False  # why a worker was; whether one ever started
         self._ours = connect(self._ray, wanted.address)
         try:
@@ -70,7 +70,7 @@ class RayExecutor(Executor):
         """How many workers there are, those that are starting included."""
         return len(self._workers)
 
-    def _poll(self, timeout: float | None) -> list[Outcome]:
+    def _poll(self, timeout: float | None) -> list[JobOutcome]:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             self._hand_out()
@@ -137,18 +137,18 @@ class RayExecutor(Executor):
         else:
             self._replace(worker)
             message = f"took longer than {self._wanted.job_timeout:g} seconds"
-            self._end(job, Outcome(job.id, "timeout", None, message, seconds, 0))
+            self._end(job, JobOutcome(job.id, "timeout", None, message, seconds, 0))
 
     def _died(self, worker: _Worker, job: Job, error: Exception, seconds: float) -> None:
         self._replace(worker)
         reason = _reason(error)
         self._deaths[job.id] += 1
         if isinstance(error, self._ray.exceptions.OutOfMemoryError):
-            self._end(job, Outcome(job.id, "oom", None, f"Ray ended its worker: {reason}", seconds, 0))
+            self._end(job, JobOutcome(job.id, "oom", None, f"Ray ended its worker: {reason}", seconds, 0))
         elif self._deaths[job.id] == 1:
             self._waiting.appendleft(job)
         else:
-            self._end(job, Outcome(job.id, "error", None, f"two workers died of it: {reason}", seconds, 0))
+            self._end(job, JobOutcome(job.id, "error", None, f"two workers died of it: {reason}", seconds, 0))
 
     def _died_at_start(self, worker: _Worker, error: Exception) -> None:
         worker.failed_starts += 1
@@ -158,7 +158,7 @@ class RayExecutor(Executor):
             reason = _reason(error)
             self._give_up(worker, f"it died {_MOST_STARTS} times while it started, at last of {reason}")
 
-    def _end(self, job: Job, outcome: Outcome) -> None:
+    def _end(self, job: Job, outcome: JobOutcome) -> None:
         self._deaths.pop(job.id, None)
         self._outcomes.append(outcome)
 
@@ -232,7 +232,7 @@ class _Actor:
             return EnvironmentFault(f"a Ray worker cannot build its evaluator: {in_one_line(error)}")
         return None
 
-    def evaluate(self, job: Job) -> Outcome | KvsearchError:
+    def evaluate(self, job: Job) -> JobOutcome | KvsearchError:
         try:
             return attempt(self._evaluator, job)
         except KvsearchError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvsearch.errors import KvsearchError
-from kvsearch.search.executors.base import Evaluator, Executor, Outcome, attempt
+from kvsearch.search.executors.base import Evaluator, Executor, JobOutcome, attempt
 
 
 class SerialExecutor(Executor):
@@ -25,7 +25,7 @@ class SerialExecutor(Executor):
         """One."""
         return 1
 
-    def _poll(self, timeout: float | None) -> list[Outcome]:  # noqa: ARG002 - nothing to wait for
+    def _poll(self, timeout: float | None) -> list[JobOutcome]:  # noqa: ARG002 - nothing to wait for
         job = self._waiting[0]
         try:
             outcome = attempt(self._evaluator, job)

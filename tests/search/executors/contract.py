@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
-from kvsearch.search.executors import Executor, Job, Outcome, evaluate_all
+from kvsearch.search.executors import Executor, Job, JobOutcome, evaluate_all
 from tests.search.executors.fakes import BROKEN, INFINITE, MISSHAPEN, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
 
 
@@ -22,9 +22,9 @@ def expected(one: Job) -> list[list[float]]:
     return [[value_of(candidate, sample) for sample in samples] for candidate in one.candidates]
 
 
-def collect(executor: Executor, count: int) -> dict[int, Outcome]:
+def collect(executor: Executor, count: int) -> dict[int, JobOutcome]:
     """Poll until `count` outcomes are there."""
-    found: dict[int, Outcome] = {}
+    found: dict[int, JobOutcome] = {}
     end = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < end, "outcomes are missing"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.errors import EnvironmentFault, InternalError, UsageError
 from kvsearch.search.executors import (
     Job,
-    Outcome,
+    JobOutcome,
     Result,
     SerialExecutor,
     candidate_key,
@@ -36,13 +36,13 @@ class Kept:
         self.parts: list[tuple[int, ...]] = []
         self.tokens = 0
 
-    def __call__(self, part: Job, outcome: Outcome) -> None:
+    def __call__(self, part: Job, outcome: JobOutcome) -> None:
         self.parts.append(tuple(int(candidate[0, 0]) for candidate in part.candidates))
         self.known.update(zip(keys_of(part), results_of(outcome, len(part.candidates)), strict=True))
         self.tokens += outcome.tokens
 
 
-def run(folder: Path, jobs: Sequence[Job], known: dict[str, Result], keep: Kept) -> dict[int, Outcome]:
+def run(folder: Path, jobs: Sequence[Job], known: dict[str, Result], keep: Kept) -> dict[int, JobOutcome]:
     return evaluate_all(SerialExecutor(Fake(folder)), jobs, keep, known)
 
 

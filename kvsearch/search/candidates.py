@@ -1,14 +1,51 @@
-"""Whether the budgets matter at all: what was measured may be the same for all candidates."""
+"""What was measured: candidates, the pool of the best, and whether the budgets matter at all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvsearch.search.executors.base import Ints
-from kvsearch.search.scoring import Minibatch
 
 FLAT = 1e-6  # relative; values that differ by less are the same
+
+Minibatch = tuple[int, ...] | None  # samples that a generation sees; None: all
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A candidate [L, Hkv], its value on all samples (less is better), and where it was found.
+
+    With parity, while the search runs, the value is minus the fitness.
+    """
+
+    table: Ints
+    value: float
+    where: str
+
+
+@dataclass
+class SearchOutcome:
+    """What a search found: the candidates worth a second look, the best first, and why it ended.
+
+    With parity the first one is the paper's result, whatever its value. `mean` is what the optimiser of the last stage
+    thinks best, which averages over noise. `flat`: nothing that was tried made a difference.
+    """
+
+    pool: list[Candidate] = field(default_factory=list)
+    mean: Candidate | None = None
+    ended: str = "all stages are finished"
+    flat: bool = False
+
+    def take(self, found: Iterable[Candidate]) -> None:
+        """Add candidates with finite values to the pool; of equal ones the better stays, else the first."""
+        pool = {one.table.tobytes(): one for one in self.pool}
+        for one in found:
+            key = one.table.tobytes()
+            if math.isfinite(one.value) and (key not in pool or one.value < pool[key].value):
+                pool[key] = one
+        self.pool = sorted(pool.values(), key=lambda one: one.value)
 
 
 class Flatness:
