@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kvsearch.search.completion import complete
 
 from kvsearch.errors import UsageError
+from kvsearch.plan.rounding import water_fill
 from kvsearch.search.space import Basis, Group, Heads, LayerGroups, Layers, Parity, Space, basis_from_tables
 from kvsearch.search.space.base import BoxSpace, Ints
 from tests.examples import at_most
@@ -403,7 +403,7 @@ def test_directions_span_the_tables_and_uniform() -> None:
 
     for table in given:
         found = space.budgets(space.point_of(table))
-        wanted = complete(table - FLOOR, int((given[0] - FLOOR).sum())) + FLOOR
+        wanted = water_fill(table - FLOOR, int((given[0] - FLOOR).sum())) + FLOOR
         assert np.abs(found - wanted).max() <= 1
     even = space.budgets(space.point_of(full(6, 4, 40)))
     assert even.max() - even.min() <= 1
