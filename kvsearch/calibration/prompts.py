@@ -108,7 +108,7 @@ def check_lengths(
 
 def _check_short(length: int, policy: Policy, least: int) -> None:
     # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
-    floor = max(least, policy.sink_count + policy.window_count)
+    floor = max(least, policy.floor)
     if length <= 2 * floor:
         raise UsageError(
             f"a calibration prompt of {length} tokens is too short for {policy.name}: {floor} entries are always "

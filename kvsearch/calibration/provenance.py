@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.plan import PolicySpec, ProfileMetadata
+from kvsearch.plan import ProfileMetadata
 from kvsearch.plan.origin import provenance
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def profile_metadata(
     return ProfileMetadata(
         model=loaded.fingerprint,
         method=method,
-        policy=PolicySpec(name=policy.name, params=policy.parameters()),
+        policy=policy.spec,
         length=max(lengths),
         questions=len(lengths),
         layers=describe(loaded.model).full_layers,

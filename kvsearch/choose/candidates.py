@@ -27,7 +27,7 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
-from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size, phases_of
+from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.plan.schema import STATIC
@@ -35,12 +35,11 @@ from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.direct import direct_plan
-from kvsearch.strategies.direct import pyramid as pyramid_above
 from kvsearch.strategies.from_signals import (
     FULL,
     UNIFORM,
-    Chosen,
     Strategy,
     choose,
     floor_of,
@@ -258,7 +257,7 @@ class _Maker:
 
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
-        spec = PolicySpec(name=policy.name, params=policy.parameters())
+        spec = policy.spec
         if self.pool.mean < floor_of(spec):
             smaller = ", or calibrate with a smaller --set window" if has_window(spec) else ""
             raise UsageError(
@@ -266,7 +265,7 @@ class _Maker:
                 f"keeps: keep more{smaller}"
             )
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
-        allocator = pyramid_above(policy) if recipe.allocator == PYRAMID else Uniform()
+        allocator = Pyramid(window=policy.floor) if recipe.allocator == PYRAMID else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
         return direct_plan(loaded, policy, size, PHASES[self.phases], allocator, allocation)
 
@@ -275,8 +274,8 @@ class _Maker:
         phase, part = next(iter(routed.items()))
         if allocator == UNIFORM:
             return part.budgets
-        floors = self._floors(floors_of({when: other.patterns for when, other in routed.items()}))
-        bounds, used = (self.pool.total, floors, self._caps), [pattern.name for pattern in part.patterns]
+        floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
+        bounds, used = (self.pool.total, floors, self._caps), [pattern.name for pattern in part.policies]
         indices = [self.table.patterns.index(name) for name in used]
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)

@@ -27,7 +27,7 @@ from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
-from kvsearch.policies.registry import create_policy
+from kvsearch.policies.registry import policy_of
 from kvsearch.report.validation import (
     FILE,
     Asked,
@@ -43,9 +43,10 @@ from kvsearch.report.validation import (
     load_validation,
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.from_signals import Chosen, Strategy, choose, has_window, plan_of
+from kvsearch.strategies.build import Chosen
+from kvsearch.strategies.from_signals import Strategy, choose, has_window, plan_of
 from kvsearch.strategies.method_list import PROFILE
-from kvsearch.strategies.methods import FULL, protected
+from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -325,7 +326,7 @@ def _random(
         return {phase: chosen._replace(budgets=chosen.budgets[order]) for phase, chosen in forward.items()}
     drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
     return {
-        phase: chosen._replace(patterns=tuple(candidates[index] for index in drawn[phase]))
+        phase: chosen._replace(policies=tuple(candidates[index] for index in drawn[phase]))
         for phase, chosen in forward.items()
     }
 
@@ -339,7 +340,7 @@ def _check_floors(table: SignalTable, size: Size) -> None:
     """UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
     given = int(size.pool(table.profile.metadata).mean)
     for pattern in _candidates(table):
-        least = protected(create_policy(pattern.name, pattern.params))
+        least = policy_of(pattern).floor
         if given < least:
             instead = "with a smaller window" if has_window(pattern) else f"without {pattern.name}"
             raise UsageError(

@@ -92,17 +92,17 @@ def _make(
     force: bool,
     common: Common,
 ) -> None:
+    from kvsearch.budgets.pyramidkv import Pyramid
     from kvsearch.budgets.uniform import Uniform
     from kvsearch.calibration.recipe import parse_setting
     from kvsearch.plan import Size, phases_of
     from kvsearch.policies.registry import create_policy
     from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
-    from kvsearch.strategies.direct import pyramid as pyramid_above
 
     made = create_policy(policy, dict(parse_setting(item) for item in settings or []))
     shared = parse_allocation(allocation)
     when = phases_of(phases)
-    allocator = Uniform() if beta is None else pyramid_above(made, beta)
+    allocator = Uniform() if beta is None else Pyramid(beta, made.floor)
     size = Size(*numbers)
     check_request(made, size, shared)
     check_output(output, force)

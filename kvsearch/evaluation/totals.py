@@ -14,7 +14,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.contenders import Contender
-from kvsearch.strategies.methods import protected
 
 
 def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> list[str]:
@@ -64,8 +63,8 @@ def _check_total(contender: Contender, size: Size, length: int, heads: int) -> N
 
 def _short_prompts(contender: Contender, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
     """UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, a note."""
-    policy = max(contender.program.policies, key=protected)
-    least = protected(policy)
+    policy = max(contender.program.policies, key=lambda policy: policy.floor)
+    least = policy.floor
     short = sorted(length for length in counts if size.held(length, heads) < least * heads)
     if size.budget is not None or not short:
         return

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor
 
 from kvsearch.errors import InternalError, UsageError
+from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 
 
@@ -176,6 +177,11 @@ class Policy(ABC):
         """
         return budget.new_zeros(budget.shape)
 
+    @property
+    def floor(self) -> int:
+        """The fewest entries a kv head may have: those that are always kept (sinks and window), at least one."""
+        return max(1, self.sink_count + self.window_count)
+
     def protected(self, length: int) -> int:
         """How many entries of a sequence of `length` tokens are protected."""
         return min(length, self.sink_count + self.window_count)
@@ -236,6 +242,11 @@ class Policy(ABC):
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Hyper-parameters by name, as a plan stores them."""
         return dataclasses.asdict(self)
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy as a plan states it; `policy_of` makes a policy of it again."""
+        return PolicySpec(name=self.name, params=self.parameters())
 
     def _require(self, condition: bool, problem: str) -> None:
         if not condition:

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.naming import suggest
+from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
@@ -85,6 +86,11 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
     return found(**values)
+
+
+def policy_of(spec: PolicySpec) -> Policy:
+    """Build the policy that a plan or profile states; UsageError as `create_policy`."""
+    return create_policy(spec.name, spec.params)
 
 
 def is_required(parameter: dataclasses.Field[object]) -> bool:

@@ -17,7 +17,7 @@ from kvsearch.models.architecture import attention_modules
 from kvsearch.plan.files import load_plan
 from kvsearch.plan.parsing import list_problems
 from kvsearch.policies.base import Policy
-from kvsearch.policies.registry import create_policy
+from kvsearch.policies.registry import policy_of
 
 if TYPE_CHECKING:
     from kvsearch.plan import LayerPlan, Plan, PolicySpec
@@ -76,7 +76,7 @@ def _allocation_problems(plan: Plan) -> Iterator[str]:
 
 def _sharing_problem(allocation: Allocation, spec: PolicySpec, place: str) -> Iterator[str]:
     try:
-        policy = create_policy(spec.name, spec.params)
+        policy = policy_of(spec)
     except UsageError:
         return  # told already
     try:
@@ -91,7 +91,7 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
     small = []
     for index, layer in planned.items():
         try:
-            policy = create_policy(layer.policy.name, layer.policy.params)
+            policy = policy_of(layer.policy)
         except UsageError as error:
             unusable.setdefault(str(error), []).append(index)
             continue
@@ -105,19 +105,18 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
 
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:
     """Which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
-    protected = policy.sink_count + policy.window_count
     entries = torch.tensor(budget)
     exempt = policy.exempt(entries, torch.full_like(entries, length or int(entries.max()) + 1))
     if length is not None:
         exempt |= entries >= length  # of the prompt the budgets are for
-    low = [head for head, few in enumerate(((entries < protected) & ~exempt).tolist()) if few]
+    low = [head for head, few in enumerate(((entries < policy.floor) & ~exempt).tolist()) if few]
     if not low:
         return None
     shown = ", ".join(f"{budget[head]} at head {head}" for head in low)
     lower = " or ".join(name for name in PROTECTING if policy.parameters().get(name))
     return (
-        f"is {shown}, below the {protected} entries that {policy.name} always keeps ({policy.sink_count} sinks and a "
-        f"window of {policy.window_count}): raise it to {protected}{f', or lower {lower}' if lower else ''}"
+        f"is {shown}, below the {policy.floor} entries that {policy.name} always keeps ({policy.sink_count} sinks and "
+        f"a window of {policy.window_count}): raise it to {policy.floor}{f', or lower {lower}' if lower else ''}"
     )
 
 

@@ -15,7 +15,8 @@ from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy
+from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.rule import decode_needs
 
 if TYPE_CHECKING:
@@ -140,9 +141,5 @@ def _phase(plan: Plan, name: Phase, full: set[int], clip: bool) -> PhaseProgram 
     foreign = sorted(set(phase.planned_layers) - full)
     if foreign:
         raise IncompatibleError(f"the plan budgets layers {foreign}, whose window belongs to the model")
-    policies = {
-        index: create_policy(layer.policy.name, layer.policy.params)
-        for index, layer in enumerate(phase.layers)
-        if layer is not None
-    }
+    policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
     return PhaseProgram(policies, lambda length: budgets_at(plan, name, length, clip), max(plan.floor, 1))

@@ -14,13 +14,15 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec
+from kvsearch.plan import PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy
+from kvsearch.policies.registry import policy_of
+from kvsearch.strategies.build import Chosen, build_plan
 
 Ints = NDArray[np.int64]
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
@@ -48,7 +50,7 @@ class Base:
         if isinstance(policy, Policy):
             return cls(loaded, (policy,) * len(layers))
         specs = [_require_static(loaded, policy, "this plan").layers[layer] for layer in layers]
-        return cls(loaded, tuple(create_policy(one.policy.name, one.policy.params) for one in specs if one is not None))
+        return cls(loaded, tuple(policy_of(one.policy) for one in specs if one is not None))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -58,8 +60,8 @@ class Base:
     @property
     def floors(self) -> Ints:
         """Entries that are always kept, at least 1, [L, Hkv]."""
-        least = [max(1, policy.sink_count + policy.window_count) for policy in self.policies]
-        return np.repeat(np.array(least, dtype=np.int64)[:, None], self.heads[1], axis=1)
+        least = np.array([policy.floor for policy in self.policies], dtype=np.int64)
+        return np.repeat(least[:, None], self.heads[1], axis=1)
 
     @property
     def by_layer(self) -> dict[int, Policy]:
@@ -68,18 +70,12 @@ class Base:
 
     def plan(self, table: Ints, settings: Mapping[str, Any], seed: int, data: str | None = None) -> Plan:
         """The plan of budgets [L, Hkv], as entries for prompts of any length."""
-        shape = describe(self.loaded.model)
-        rows: dict[int, LayerPlan] = {}
-        for layer, policy, budget in zip(shape.full_layers, self.policies, table.tolist(), strict=True):
-            spec = PolicySpec(name=policy.name, params=policy.parameters())
-            rows[layer] = LayerPlan(policy=spec, budget=tuple(budget))
-        return Plan(
-            model=self.loaded.fingerprint,
-            scaling="fixed",
-            floor=int(min(self.floors.min(), table.min())),
-            prefill=PhasePlan(layers=tuple(rows.get(layer) for layer in range(shape.layers))),
-            total=int(table.sum()),
-            provenance=provenance(METHOD, seed, data, settings),
+        return build_plan(
+            self.loaded.fingerprint,
+            describe(self.loaded.model).full_layers,
+            {"prefill": Chosen(tuple(policy.spec for policy in self.policies), table)},
+            provenance(METHOD, seed, data, settings),
+            int(min(self.floors.min(), table.min())),
         )
 
 
@@ -102,7 +98,7 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
     check_names(plans)
     floors, (layers, heads) = base.floors, base.heads
     if budget < floors.max():
-        worst = max(base.policies, key=lambda policy: policy.sink_count + policy.window_count)
+        worst = max(base.policies, key=lambda policy: policy.floor)
         raise UsageError(
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
             "larger --budget, or a smaller --set window"

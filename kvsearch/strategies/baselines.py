@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.naming import suggest
 from kvsearch.plan.rounding import largest_remainder
-from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 
 Total = Callable[[int], int]
 BASELINES = ("uniform", "snapkv", "streaming", "random")
 SNAPKV_SINKS = 4
-
-
-@dataclass(frozen=True)
-class RandomEviction(Policy):
-    """Keeps random entries besides the sinks; a control, not a method."""
-
-    name: ClassVar[str] = "random"
-    source: ClassVar[str] = "control"
-
-    seed: int = 0
-    sinks: int = 4
-    window: int = 0
-
-    def score(self, observation: Observation) -> Tensor:
-        """Uniform noise that depends on the seed and the shape only, [B, Hkv, T] fp32."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(observation.keys.shape[:3], generator=generator).to(observation.keys.device)
 
 
 def full_cache(model: Any) -> Program:

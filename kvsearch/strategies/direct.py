@@ -15,11 +15,11 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.calibration.recipe import parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.plan import AllocationSpec, Phase, Plan, PolicySpec, Size
+from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.policies import Policy
-from kvsearch.strategies.from_profile import phase_of
+from kvsearch.strategies.build import Chosen, build_plan
 
 if TYPE_CHECKING:
     from kvsearch.budgets.dynamic import Allocation
@@ -52,7 +52,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     """
     if size.ratio is not None and size.length is None:
         raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
-    least, given = _floor(policy), size.mean(size.length or 0)
+    least, given = policy.floor, size.mean(size.length or 0)
     if given < least:
         raise UsageError(
             f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
@@ -66,11 +66,6 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
         raise UsageError(f"{given:g} entries per kv head is all of a {size.length}-token prompt: lower the budget")
     if allocation is not None:
         allocation.check(policy, "--allocation")
-
-
-def pyramid(policy: Policy, beta: float = Pyramid.beta) -> Pyramid:
-    """PyramidKV's budgets above what `policy` protects; UsageError if `beta` is below 1."""
-    return Pyramid(beta, _floor(policy))
 
 
 def direct_plan(
@@ -94,29 +89,17 @@ def direct_plan(
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])
-    floors, caps = np.full(heads, _floor(policy)), np.full(heads, size.length or MOST_ENTRIES)
+    floors, caps = np.full(heads, policy.floor), np.full(heads, size.length or MOST_ENTRIES)
     budgets = allocator.allocate(np.zeros(heads), total, floors, caps)
-    spec = PolicySpec(name=policy.name, params=policy.parameters())
-    phase = phase_of(budgets, shape.full_layers, shape.layers, spec)
+    chosen = Chosen((policy.spec,) * heads[0], budgets)
     settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
-    return Plan(
-        model=loaded.fingerprint,
-        length=size.length,
-        scaling="proportional" if size.ratio is not None else "fixed",
-        allocation=_spec(allocation),
-        floor=_floor(policy),
-        prefill=phase if "prefill" in phases else None,
-        decode=phase if "decode" in phases else None,
-        total=total,
-        provenance=provenance(allocator.name, 0, None, settings),
+    return build_plan(
+        loaded.fingerprint,
+        shape.full_layers,
+        dict.fromkeys(phases, chosen),
+        provenance(allocator.name, 0, None, settings),
+        policy.floor,
+        size.scaling,
+        size.length,
+        allocation,
     )
-
-
-def _spec(allocation: Allocation | None) -> AllocationSpec:
-    if allocation is None:
-        return AllocationSpec()
-    return AllocationSpec(name=allocation.name, params=allocation.parameters())
-
-
-def _floor(policy: Policy) -> int:
-    return max(1, policy.sink_count + policy.window_count)

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.errors import UsageError
-from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Profile, Size
+from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.rounding import water_fill
+from kvsearch.strategies.build import Chosen, build_plan
 
 
 def plan_from_profile(profile: Profile, size: Size) -> Plan:
@@ -33,17 +34,16 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
         )
     ratios = profile.local_ratios(1 - total / (length * heads) if size.ratio is None else size.ratio)
     budgets = round_ratios(ratios, length, total, floor)
-    settings = {"ratio": size.ratio, "budget": size.budget, **metadata.provenance.settings}
-    return Plan(
-        model=metadata.model,
-        length=length,
-        scaling="proportional" if size.ratio is not None else "fixed",
-        floor=floor,
-        prefill=phase_of(budgets, metadata.layers, metadata.model.layers, metadata.policy),
-        total=int(budgets.sum()),
-        provenance=provenance(
-            metadata.provenance.method, metadata.provenance.seed, metadata.provenance.data_sha256, settings
-        ),
+    origin = metadata.provenance
+    settings = {"ratio": size.ratio, "budget": size.budget, **origin.settings}
+    return build_plan(
+        metadata.model,
+        metadata.layers,
+        {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)},
+        provenance(origin.method, origin.seed, origin.data_sha256, settings),
+        floor,
+        size.scaling,
+        length,
     )
 
 
@@ -51,14 +51,3 @@ def round_ratios(ratios: NDArray[np.float64], length: int, total: int, floor: in
     """Integer budgets [L, Hkv] that sum to `total`, from local eviction ratios [L, Hkv]; each in [floor, length]."""
     budgets: NDArray[np.int64] = water_fill((1.0 - ratios) * length, total, floor, length)
     return budgets
-
-
-def phase_of(budgets: NDArray[np.int64], layers: tuple[int, ...], model_layers: int, policy: PolicySpec) -> PhasePlan:
-    """A phase with one policy: row i of `budgets` is model layer `layers[i]`, other layers keep everything."""
-    rows = dict(zip(layers, budgets.tolist(), strict=True))
-    return PhasePlan(
-        layers=tuple(
-            LayerPlan(policy=policy, budget=tuple(rows[index])) if index in rows else None
-            for index in range(model_layers)
-        )
-    )

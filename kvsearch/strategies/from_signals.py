@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,12 @@ from kvsearch.budgets.polykv import Direction, Proportional
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import PHASES, LayerPlan, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
+from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
-from kvsearch.policies.registry import create_policy
+from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.strategies.build import Chosen, build_plan
 
 Ints = NDArray[np.int64]
 
@@ -101,13 +102,6 @@ class Strategy:
         return " + ".join(parts) + (f" ({'; '.join(details)})" if details else "")
 
 
-class Chosen(NamedTuple):
-    """One phase of a strategy."""
-
-    patterns: tuple[PolicySpec, ...]  # of every profile layer
-    budgets: Ints  # [L, Hkv]
-
-
 def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     """The plan of a strategy at `size`; its provenance says what was chosen and from which signals.
 
@@ -145,8 +139,7 @@ def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
 
 def floor_of(pattern: PolicySpec) -> int:
     """Entries per kv head that a pattern always keeps, at least one."""
-    policy = create_policy(pattern.name, pattern.params)
-    return max(1, policy.sink_count + policy.window_count)
+    return policy_of(pattern).floor
 
 
 def has_window(pattern: PolicySpec) -> bool:
@@ -162,27 +155,17 @@ def warn_constant(signal: str, phase: Phase) -> None:
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
     """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
     metadata, origin = profile.metadata, profile.metadata.provenance
-    phases = {phase: _phase_plan(profile, part) for phase, part in chosen.items()}
-    floors = [floor_of(pattern) for part in chosen.values() for pattern in part.patterns if pattern.name != FULL.name]
+    floors = [floor_of(policy) for part in chosen.values() for policy in part.policies if policy.name != FULL.name]
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
-    return Plan(
-        model=metadata.model,
-        length=size.length or metadata.length,
-        scaling="proportional" if size.ratio is not None else "fixed",
-        floor=min(floors, default=1),
-        prefill=phases.get("prefill"),
-        decode=phases.get("decode"),
-        total=next(iter(phases.values())).total,
-        provenance=provenance(origin.method, origin.seed, origin.data_sha256, joined),
+    return build_plan(
+        metadata.model,
+        metadata.layers,
+        chosen,
+        provenance(origin.method, origin.seed, origin.data_sha256, joined),
+        min(floors, default=1),
+        size.scaling,
+        size.length or metadata.length,
     )
-
-
-def _phase_plan(profile: Profile, chosen: Chosen) -> PhasePlan:
-    layers: list[LayerPlan | None] = [None] * profile.metadata.model.layers
-    rows = zip(profile.metadata.layers, chosen.patterns, chosen.budgets.tolist(), strict=True)
-    for layer, pattern, budget in rows:
-        layers[layer] = LayerPlan(policy=pattern, budget=tuple(budget))
-    return PhasePlan(layers=tuple(layers))
 
 
 def _pool(profile: Profile, size: Size) -> Pool:

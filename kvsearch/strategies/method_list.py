@@ -17,9 +17,9 @@ from kvsearch.naming import suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.registry import policy_class, policy_names
-from kvsearch.strategies.baselines import RandomEviction
-from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe, protected
+from kvsearch.policies.random import RandomEviction
+from kvsearch.policies.registry import policy_class, policy_names, policy_of
+from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe
 
 PROFILE = "profile.safetensors"
 BETA = "beta"  # the option of the pyramid
@@ -145,14 +145,13 @@ def _built(name: str, recipe: Recipe, params: Settings, options: Settings) -> Me
     try:
         policy = RandomEviction() if recipe.policy == RANDOM else create_policy(recipe.policy, params)
         allocation = create_allocation(recipe.allocation, {**recipe.options, **shared})
-        floor = max(1, protected(policy))
         beta = options.get(BETA, Pyramid.beta)
         if type(beta) not in (int, float):
             raise UsageError(f"beta must be float, got {beta!r}")
-        allocator = Pyramid(float(beta), floor) if recipe.allocator == Pyramid.name else Uniform()
+        allocator = Pyramid(float(beta), policy.floor) if recipe.allocator == Pyramid.name else Uniform()
     except UsageError as error:
         raise UsageError(f"method {name}: {error}") from error
-    return Method(name, policy, Formula(allocator, floor), allocation)
+    return Method(name, policy, Formula(allocator, policy.floor), allocation)
 
 
 def _calibrated(name: str, source: Path, common: Settings, own: Settings) -> Method:
@@ -163,8 +162,7 @@ def _calibrated(name: str, source: Path, common: Settings, own: Settings) -> Met
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:
         raise UsageError(f"method {name}: {source} is a {profile.metadata.method} profile, without a table of budgets")
-    spec = profile.metadata.policy
-    policy = create_policy(spec.name, spec.params)
+    policy = policy_of(profile.metadata.policy)
     for key, value in policy.parameters().items():
         if common.get(key, value) != value:
             told = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"

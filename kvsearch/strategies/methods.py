@@ -149,7 +149,7 @@ class Method:
             metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        policies, floor = dict.fromkeys(shape.full_layers, self.policy), max(1, protected(self.policy))
+        policies, floor = dict.fromkeys(shape.full_layers, self.policy), self.policy.floor
         chosen = {
             phase: PhaseProgram(policies, self._table(size, heads, decode=phase == "decode"), floor)
             for phase in PHASES[phases]
@@ -176,8 +176,3 @@ class Method:
             return budgets
 
         return table
-
-
-def protected(policy: Policy) -> int:
-    """Entries per kv head that a policy always keeps."""
-    return policy.sink_count + policy.window_count

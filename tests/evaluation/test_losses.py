@@ -22,13 +22,14 @@ from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies import create_policy
+from kvsearch.policies.random import RandomEviction
 from kvsearch.report.losses import losses_json, losses_table, task_means
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.replay import replay
 from kvsearch.runtime.stream import Stream
 from kvsearch.signals.output_loss import attention_change
-from kvsearch.strategies.baselines import RandomEviction, full_cache
+from kvsearch.strategies.baselines import full_cache
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks
 from tests import tiny

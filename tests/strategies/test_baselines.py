@@ -12,9 +12,10 @@ from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.policies import Observation, create_policy
+from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.baselines import BASELINES, RandomEviction, baselines, equal_uniform, full_cache
+from kvsearch.strategies.baselines import BASELINES, baselines, equal_uniform, full_cache
 from tests import tiny
 from tests.families import prompts
 from tests.runtime.helpers import feed, running

@@ -25,10 +25,10 @@ from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, save_plan
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.profile import save_profile
 from kvsearch.policies import create_policy
+from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.strategies.baselines import RandomEviction
 from kvsearch.strategies.contenders import Contender, sweep
-from kvsearch.strategies.direct import direct_plan, pyramid
+from kvsearch.strategies.direct import direct_plan
 from kvsearch.strategies.from_profile import plan_from_profile
 from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
 from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method
@@ -202,7 +202,7 @@ def test_the_pyramid_gets_flatter_in_short_prompts() -> None:
 def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None:
     for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
         method = one(name, "window=4")
-        made = pyramid(method.policy) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
+        made = Pyramid(window=method.policy.floor) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
         plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))

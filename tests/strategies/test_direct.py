@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.plan import PHASES, AllocationSpec, Size, budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation, pyramid
+from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
 from tests import tiny
 
 EVEN = Uniform()
@@ -39,7 +40,7 @@ def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
 
 def table(policy: str, size: Size, beta: float, **params: int) -> np.ndarray:
     made = create_policy(policy, params)
-    plan = direct_plan(tiny.loaded(), made, size, PHASES["prefill"], pyramid(made, beta))
+    plan = direct_plan(tiny.loaded(), made, size, PHASES["prefill"], Pyramid(beta, made.floor))
     return np.array([budget for budget in plan.budgets("prefill") if budget])
 
 
@@ -64,7 +65,7 @@ def test_pyramids_and_even_budgets_have_the_same_total(budget: int) -> None:
 
 def test_the_plan_says_how_it_was_made() -> None:
     policy = create_policy("snapkv", {"window": 4})
-    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], pyramid(policy, 4))
+    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], Pyramid(4, policy.floor))
     assert plan.provenance.method == "pyramid"
     assert plan.provenance.settings == {"ratio": None, "budget": 12, "beta": 4, "window": 4}
     even = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], EVEN)
@@ -137,4 +138,4 @@ def test_an_allocation_that_the_policy_cannot_have() -> None:
 
 def test_the_slope_of_a_pyramid_is_checked() -> None:
     with pytest.raises(UsageError, match="beta must be finite and 1 or more"):
-        pyramid(create_policy("h2o"), 0.5)
+        Pyramid(0.5)

@@ -22,7 +22,6 @@ from kvsearch.calibration.options import CakeOptions, LukvOptions
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import (
-    PolicySpec,
     Profile,
     ProfileMetadata,
     Size,
@@ -33,7 +32,7 @@ from kvsearch.plan import (
 )
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.from_profile import phase_of, plan_from_profile, round_ratios
+from kvsearch.strategies.from_profile import plan_from_profile, round_ratios
 from tests import tiny
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
@@ -135,14 +134,6 @@ def test_layers_and_policy() -> None:
     assert plan.model == made.metadata.model
     assert plan.decode is None
     assert [layer.policy for layer in plan.prefill.layers if layer is not None] == [made.metadata.policy] * 2
-
-
-def test_phase_of_needs_a_layer_for_every_row() -> None:
-    budgets = np.array([[3, 4], [5, 6]])
-    phase = phase_of(budgets, (1, 2), 4, PolicySpec(name="snapkv"))
-    assert phase.budgets == (None, (3, 4), (5, 6), None)
-    with pytest.raises(ValueError, match="zip"):
-        phase_of(budgets, (1,), 4, PolicySpec(name="snapkv"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.plan import PHASES, Phase, Profile, Size, budgets_at, canonical_json
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.from_signals import FULL, Chosen, Strategy, choose, plan_of, strategy_plan
+from kvsearch.strategies.build import Chosen
+from kvsearch.strategies.from_signals import FULL, Strategy, choose, plan_of, strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -37,7 +38,7 @@ def prefill(profile: Profile, strategy: Strategy, size: Size) -> Chosen:
 
 
 def names(chosen: Chosen) -> list[str]:
-    return [pattern.name for pattern in chosen.patterns]
+    return [pattern.name for pattern in chosen.policies]
 
 
 # --- patterns -------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_signals_are_read_at_the_nearest_measured_budget() -> None:
     cosine = profile.arrays["cosine"].mean(axis=0)
     for chosen, values in zip(near, (cosine[0, 0], cosine[1, 0]), strict=True):
         patterns = profile.metadata.signals.patterns  # type: ignore[union-attr]
-        assert list(chosen.patterns) == [patterns[index] for index in values.argmax(axis=-1)]
+        assert list(chosen.policies) == [patterns[index] for index in values.argmax(axis=-1)]
     assert strategy_plan(profile, Strategy(), Size(ratio=0.7)).provenance.settings["signal_budget"] == 64
 
 
@@ -328,10 +329,10 @@ def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
 def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
     profile = make_signals()
     chosen: dict[Phase, Chosen] = choose(SignalTable(profile), Strategy(), Size(budget=20))
-    turned = Chosen(chosen["prefill"].patterns[::-1], chosen["prefill"].budgets)
+    turned = Chosen(chosen["prefill"].policies[::-1], chosen["prefill"].budgets)
     plan = plan_of(profile, {"decode": turned}, Size(budget=20), {"control": "random"})
     assert plan.prefill is None
-    assert [layer.policy for layer in plan.phase("decode").layers if layer] == list(turned.patterns)
+    assert [layer.policy for layer in plan.phase("decode").layers if layer] == list(turned.policies)
     assert (plan.total, plan.provenance.settings["control"]) == (160, "random")
 
 

@@ -31,7 +31,7 @@ from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
-from kvsearch.plan import PolicySpec, Profile
+from kvsearch.plan import Profile
 from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
@@ -154,10 +154,9 @@ def _profile(
         "entropy_rows": options.entropy_rows, "naive": options.naive, **options.recorded,
     }  # fmt: skip
     lengths = arrays[LENGTH].tolist()
-    floor = max(1, base.sink_count + base.window_count)
-    origin = profile_metadata(loaded, data, base, "polykv", seed, settings, lengths, floor)
+    origin = profile_metadata(loaded, data, base, "polykv", seed, settings, lengths, base.floor)
     axes = SignalAxes(
-        patterns=tuple(PolicySpec(name=policy.name, params=policy.parameters()) for policy in policies),
+        patterns=tuple(policy.spec for policy in policies),
         phases=options.phases,
         budgets=options.budgets,
         protocol=options.protocol,

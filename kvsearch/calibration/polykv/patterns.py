@@ -123,14 +123,14 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
     """UsageError if nothing can be learnt about `policy` in these phases at this budget."""
     from kvsearch.runtime.rule import decode_needs  # takes seconds to import, and most mistakes show before
 
-    name, protected = policy.name, policy.sink_count + policy.window_count
+    name = policy.name
     if name == FULL:
         raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
     if bool(policy.exempt(LONG, LONG)):
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
-    if protected > smallest:
+    if policy.floor > smallest:
         raise UsageError(
-            f"policy {name}: it always keeps {protected} entries ({policy.sink_count} sinks, {policy.window_count} "
+            f"policy {name}: it always keeps {policy.floor} entries ({policy.sink_count} sinks, {policy.window_count} "
             f"recent), more than a budget of {smallest}: lower them with --set, or raise the budget"
         )
     if "decode" in phases:
