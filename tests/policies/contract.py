@@ -10,6 +10,7 @@ query heads per kv head. The invariants hold for every policy.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -209,167 +210,165 @@ def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
     return set(range(min(sinks, length))) | set(range(max(0, length - window), length))
 
 
+def candidates(policy: Policy, observation: Observation) -> Tensor:
+    """Entries that a score decides about, neither padding nor protected, [B, Hkv, T]."""
+    index = observation.valid.cumsum(-1) - 1
+    free = (index >= policy.sink_count) & (index < observation.lengths[:, None] - policy.window_count)
+    return (free & observation.valid)[:, None].expand(observation.keys.shape[:3])
+
+
+class Drawn:
+    """One example: an observation for a policy, and what several invariants look at."""
+
+    def __init__(self, policy: Policy, case: Case) -> None:
+        self.policy, self.case, self.observation = policy, case, observe(policy, case)
+        self.valid, self.lengths = self.observation.valid, self.observation.lengths
+        self.scores, self.ranks = policy.score(self.observation), rank_under(policy, self.observation)
+        self.budgets = torch.arange(1, case.length + 2)
+        self.uniform = self.budgets[:, None, None].expand(-1, case.batch, case.heads)  # [N, B, Hkv]
+        self.masks = torch.stack([self.keep(budgets) for budgets in self.uniform])  # [N, B, Hkv, T]
+
+    def keep(self, budgets: Tensor) -> Tensor:
+        """What is kept at budgets [B, Hkv], [B, Hkv, T]."""
+        return keep_under(self.policy, self.observation, budgets)
+
+    def to_protect(self, budget: int) -> Tensor:
+        """The protected entries that a budget must cover, [B, T]."""
+        found = torch.zeros_like(self.valid)
+        for row, count in enumerate(self.lengths.tolist()):
+            columns = first_to_protect(self.policy, count, budget)
+            found[row, [self.case.length - count + index for index in columns]] = True
+        return found
+
+
 class PolicyContract:
     policy: ClassVar[Policy]
     score_is_position: ClassVar[bool] = False  # only the order of such scores counts
 
     @properties
-    @given(cases())
-    def test_scores_are_finite_fp32_of_every_entry(self, case: Case) -> None:
+    @given(cases(), st.integers(1, 5))
+    def test_every_invariant(self, case: Case, pads: int) -> None:
+        """Each invariant is a method below. They share one example, as to draw it and to score it takes longest."""
+        drawn = Drawn(self.policy, case)
+        before = contents(observe(self.policy, case))
         for dtype in (torch.float32, torch.bfloat16):
-            observation = observe(self.policy, case, dtype)
-            first = self.policy.first_stage(observation)
-            for scores in [self.policy.score(observation), *([] if first is None else [first])]:
-                assert scores.shape == (case.batch, case.heads, case.length)
-                assert scores.dtype == torch.float32
-                real = observation.valid[:, None].expand_as(scores)
-                assert not scores[real].isnan().any()
-                for row, count in enumerate(observation.lengths.tolist()):
-                    start = case.length - count + self.policy.sink_count
-                    end = case.length - self.policy.window_count
-                    assert scores[row, :, start : max(start, end)].isfinite().all()
-
-    @properties
-    @given(cases())
-    def test_scoring_is_deterministic_and_leaves_its_input_alone(self, case: Case) -> None:
-        observation, again = observe(self.policy, case), observe(self.policy, case)
-        before = contents(observation)
-        score, ranks = self.policy.score(observation), rank_under(self.policy, observation)
-        state = start_of(self.policy, observation)
-        for tensor in (*state.entries.values(), *state.heads.values()):
-            tensor.fill_(1)  # a state is the caller's: it shares no memory with the observation
-        assert torch.equal(score, self.policy.score(observation))
-        assert torch.equal(score, self.policy.score(again))
-        assert torch.equal(ranks, rank_under(self.policy, again))
-        after = contents(observation)
+            observation = drawn.observation if dtype is torch.float32 else observe(self.policy, case, dtype)
+            self.scores_are_finite_fp32_of_every_entry(observation)
+            self.the_state_at_the_start_of_decoding(observation)
+        self.scoring_is_deterministic(drawn)
+        self.what_is_declared_is_used(drawn)
+        self.ranks_are_permutations_with_protected_first_and_pads_last(drawn)
+        self.kept_sets(drawn)
+        self.budgets_of_heads_and_sequences_do_not_mix(drawn)
+        self.permuting_sequences_permutes_ranks(drawn)
+        self.left_padding_changes_nothing(drawn, pads)
+        self.each_sequence_is_scored_on_its_own(drawn)
+        after = contents(drawn.observation)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
-            assert torch.equal(tensor, after[name]), name
+            assert torch.equal(tensor, after[name]), f"{name} was changed"
 
-    @properties
-    @given(cases())
-    def test_the_state_at_the_start_of_decoding(self, case: Case) -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            observation = observe(self.policy, case, dtype)
-            state, again = start_of(self.policy, observation), start_of(self.policy, observation)
-            for name, tensor in state.entries.items():
-                assert tensor.shape[:3] == (case.batch, case.heads, case.length), name
-                torch.testing.assert_close(tensor, again.entries[name], rtol=0, atol=0, equal_nan=True)
-            for name, tensor in state.heads.items():
-                assert tensor.shape[:2] == (case.batch, case.heads), name
-                torch.testing.assert_close(tensor, again.heads[name], rtol=0, atol=0, equal_nan=True)
+    def scores_are_finite_fp32_of_every_entry(self, observation: Observation) -> None:
+        batch, heads, length = observation.keys.shape[:3]
+        first = self.policy.first_stage(observation)
+        for scores in [self.policy.score(observation), *([] if first is None else [first])]:
+            assert scores.shape == (batch, heads, length)
+            assert scores.dtype == torch.float32
+            real = observation.valid[:, None].expand_as(scores)
+            assert not scores[real].isnan().any()
+            assert scores[candidates(self.policy, observation)].isfinite().all()
 
-    @properties
-    @given(cases())
-    def test_what_is_declared_is_used(self, case: Case) -> None:
+    def the_state_at_the_start_of_decoding(self, observation: Observation) -> None:
+        """Of the right shape, the same again, and the caller's: it shares no memory with the observation."""
+        batch, heads, length = observation.keys.shape[:3]
+        state, again = start_of(self.policy, observation), start_of(self.policy, observation)
+        for name, tensor in state.entries.items():
+            assert tensor.shape[:3] == (batch, heads, length), name
+            torch.testing.assert_close(tensor, again.entries[name], rtol=0, atol=0, equal_nan=True)
+        for name, tensor in state.heads.items():
+            assert tensor.shape[:2] == (batch, heads), name
+            torch.testing.assert_close(tensor, again.heads[name], rtol=0, atol=0, equal_nan=True)
+        for tensor in (*state.entries.values(), *state.heads.values()):
+            tensor.fill_(1)
+
+    def scoring_is_deterministic(self, drawn: Drawn) -> None:
+        again = observe(self.policy, drawn.case)
+        assert torch.equal(drawn.scores, self.policy.score(drawn.observation))
+        assert torch.equal(drawn.scores, self.policy.score(again))
+        assert torch.equal(drawn.ranks, rank_under(self.policy, again))
+
+    def what_is_declared_is_used(self, drawn: Drawn) -> None:
         """`observe` gives what is declared and nothing else; without any one of these things there is no result."""
-        observation = observe(self.policy, case)
         needs = self.policy.needs()
         declared = (needs.query_rows, needs.query_statistics_from is not None, needs.column_sums, needs.projection)
-        assert [is_given(observation, name) for name in MISSING] == [bool(need) for need in declared]
+        assert [is_given(drawn.observation, name) for name in MISSING] == [bool(need) for need in declared]
         for name in MISSING:
-            if is_given(observation, name):
-                poor = without(observation, name)
+            if is_given(drawn.observation, name):
+                poor = without(drawn.observation, name)
                 with pytest.raises(InternalError):
                     rank_under(self.policy, poor), start_of(self.policy, poor)
 
-    @properties
-    @given(cases())
-    def test_ranks_are_permutations_with_protected_first_and_pads_last(self, case: Case) -> None:
-        observation = observe(self.policy, case)
-        ranks = rank_under(self.policy, observation)
+    def ranks_are_permutations_with_protected_first_and_pads_last(self, drawn: Drawn) -> None:
+        ranks, length = drawn.ranks, drawn.case.length
         assert ranks.dtype == torch.int32
-        assert torch.equal(ranks.sort(-1).values, torch.arange(case.length).int().expand_as(ranks))
-        for row, count in enumerate(observation.lengths.tolist()):
-            pads = case.length - count
-            assert (ranks[row, :, :pads] >= count).all()
-            protected = self.policy.protected(count)
-            assert protected == len(first_to_protect(self.policy, count, case.length + 100))
-            for head in range(case.heads):
-                order = ranks[row, head, pads:].argsort().tolist()
-                assert set(order[:protected]) == first_to_protect(self.policy, count, case.length + 100)
+        assert torch.equal(ranks.sort(-1).values, torch.arange(length).int().expand_as(ranks))
+        assert torch.equal(ranks < drawn.lengths[:, None, None], drawn.valid[:, None].expand_as(ranks))
+        to_protect = drawn.to_protect(length + 100)
+        counts = to_protect.sum(-1)
+        assert counts.tolist() == [self.policy.protected(count) for count in drawn.lengths.tolist()]
+        assert torch.equal(ranks < counts[:, None, None], to_protect[:, None].expand_as(ranks))
 
-    @properties
-    @given(cases())
-    def test_kept_sets(self, case: Case) -> None:
-        """Real, ascending and unique, as many as there is room for, protected ones first, nested."""
-        observation = observe(self.policy, case)
-        ranks = rank_under(self.policy, observation)
-        smaller = torch.zeros_like(ranks, dtype=torch.bool)
-        for budget in range(1, case.length + 2):
-            budgets = torch.full((case.batch, case.heads), budget)
-            mask = keep_under(self.policy, observation, budgets)
-            exempt = self.policy.exempt(budgets, observation.lengths[:, None].expand_as(budgets))
-            everything = observation.valid[:, None].expand_as(mask)
-            assert torch.equal(mask[exempt], everything[exempt])
-            assert torch.equal(mask[~exempt], keep_mask(ranks, budgets, observation.valid)[~exempt])
-            assert not (mask & ~observation.valid[:, None]).any()
-            assert not (smaller & ~mask).any()
-            smaller = mask
-            for row, head in torch.nonzero(~exempt).tolist():
-                count = int(observation.lengths[row])
-                kept = torch.nonzero(mask[row, head]).flatten().tolist()
-                assert len(kept) == min(count, budget)
-                if budget <= count:
-                    assert kept == kept_indices(ranks, budget, row, head)
-                pads = case.length - count
-                assert first_to_protect(self.policy, count, budget) <= {index - pads for index in kept}
+    def kept_sets(self, drawn: Drawn) -> None:
+        """Nested, no padding, as many as there is room for, protected ones first, by rank; all of exempt heads."""
+        masks, budgets, real = drawn.masks, drawn.uniform, drawn.valid[:, None]
+        lengths = drawn.lengths[:, None].expand_as(budgets)
+        exempt = self.policy.exempt(budgets, lengths)
+        assert not (masks & ~real).any()
+        assert not (masks[:-1] & ~masks[1:]).any()
+        assert torch.equal(masks[exempt], real.expand_as(masks)[exempt])
+        by_rank = torch.stack([keep_mask(drawn.ranks, each, drawn.valid) for each in budgets])
+        assert torch.equal(masks[~exempt], by_rank[~exempt])
+        assert torch.equal(masks.sum(-1)[~exempt], torch.minimum(lengths, budgets)[~exempt])
+        to_protect = torch.stack([drawn.to_protect(budget)[:, None] for budget in drawn.budgets.tolist()])
+        assert not (to_protect & ~masks)[~exempt].any()
+        row, head, budget = drawn.case.seed % len(masks[0]), -1, int(drawn.lengths.min())
+        if not exempt[budget - 1, row, head]:
+            kept = masks[budget - 1, row, head].nonzero().flatten().tolist()
+            assert kept == kept_indices(drawn.ranks, budget, row, head)
 
-    @properties
-    @given(cases())
-    def test_budgets_of_heads_and_sequences_do_not_mix(self, case: Case) -> None:
-        observation = observe(self.policy, case)
+    def budgets_of_heads_and_sequences_do_not_mix(self, drawn: Drawn) -> None:
+        case = drawn.case
         budgets = 1 + (torch.arange(case.batch * case.heads).view(case.batch, case.heads) * 3 + case.seed) % case.length
-        mixed = keep_under(self.policy, observation, budgets)
-        for row, head in torch.cartesian_prod(torch.arange(case.batch), torch.arange(case.heads)).tolist():
-            alike = keep_under(self.policy, observation, torch.full_like(budgets, int(budgets[row, head])))
-            assert torch.equal(mixed[row, head], alike[row, head])
+        mixed = drawn.keep(budgets)
+        for row, head in itertools.product(range(case.batch), range(case.heads)):
+            assert torch.equal(mixed[row, head], drawn.masks[budgets[row, head] - 1, row, head])
 
-    @properties
-    @given(cases(), st.randoms(use_true_random=False))
-    def test_permuting_sequences_permutes_ranks(self, case: Case, random: object) -> None:
+    def permuting_sequences_permutes_ranks(self, drawn: Drawn) -> None:
         """Nothing depends on the order of a batch."""
-        observation = observe(self.policy, case)
-        order = list(range(case.batch))
-        random.shuffle(order)  # type: ignore[attr-defined]
-        shuffled = permuted(observation, order)
-        torch.testing.assert_close(
-            self.policy.score(shuffled), self.policy.score(observation)[order], rtol=1e-5, atol=1e-6
-        )
-        assert torch.equal(rank_under(self.policy, shuffled), rank_under(self.policy, observation)[order])
+        order = torch.randperm(drawn.case.batch, generator=torch.Generator().manual_seed(drawn.case.seed)).tolist()
+        shuffled = permuted(drawn.observation, order)
+        torch.testing.assert_close(self.policy.score(shuffled), drawn.scores[order], rtol=1e-5, atol=1e-6)
+        assert torch.equal(rank_under(self.policy, shuffled), drawn.ranks[order])
 
-    @properties
-    @given(cases(), st.integers(1, 5))
-    def test_left_padding_changes_nothing(self, case: Case, pads: int) -> None:
+    def left_padding_changes_nothing(self, drawn: Drawn, pads: int) -> None:
         """Scores up to rounding, and ranks exactly where scores are the same."""
-        observation = observe(self.policy, case)
-        padded = with_more_pads(observation, pads)
-        scores, longer = self.policy.score(observation), self.policy.score(padded)[:, :, pads:]
-        start = torch.arange(case.length) - torch.tensor(case.pads)[:, None]
-        count = observation.lengths[:, None]
-        candidate = (start >= self.policy.sink_count) & (start < count - self.policy.window_count)
-        candidate = candidate[:, None].expand_as(scores)
+        padded = with_more_pads(drawn.observation, pads)
+        longer = self.policy.score(padded)[:, :, pads:]
         if self.score_is_position:
             longer = longer - pads
-        torch.testing.assert_close(longer[candidate], scores[candidate], rtol=1e-4, atol=1e-5)
+        compared = candidates(self.policy, drawn.observation)
+        torch.testing.assert_close(longer[compared], drawn.scores[compared], rtol=1e-4, atol=1e-5)
 
-        ranks = rank_under(self.policy, observation)
-        same = Shifted(self.policy, observation, pads)
+        same = Shifted(self.policy, drawn.observation, pads)
         shifted = rank_under(same, padded)[:, :, pads:]  # type: ignore[arg-type]
-        real = observation.valid[:, None].expand_as(ranks)
-        assert torch.equal(shifted[real], ranks[real])
+        real = drawn.valid[:, None].expand_as(drawn.ranks)
+        assert torch.equal(shifted[real], drawn.ranks[real])
 
-    @properties
-    @given(cases())
-    def test_each_sequence_is_scored_on_its_own(self, case: Case) -> None:
-        observation = observe(self.policy, case)
-        scores = self.policy.score(observation)
-        for row in range(case.batch):
-            alone = permuted(observation, [row])
-            real = observation.valid[row][None].expand(case.heads, -1)
-            torch.testing.assert_close(
-                self.policy.score(alone)[0][real], scores[row][real], rtol=1e-5, atol=1e-6, equal_nan=True
-            )
+    def each_sequence_is_scored_on_its_own(self, drawn: Drawn) -> None:
+        for row in range(drawn.case.batch):
+            alone = self.policy.score(permuted(drawn.observation, [row]))[0]
+            real = drawn.valid[row][None].expand_as(alone)
+            torch.testing.assert_close(alone[real], drawn.scores[row][real], rtol=1e-5, atol=1e-6, equal_nan=True)
 
     def test_it_is_rebuilt_from_its_name_and_parameters(self) -> None:
         assert policy_class(self.policy.name) is type(self.policy)
