@@ -35,7 +35,8 @@ from numpy.typing import NDArray
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
-from kvsearch.evaluation.statistics import LEVEL, RESAMPLES, Difference
+from kvsearch.evaluation.statistics import LEVEL, RESAMPLES
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 
 FLIPS = 9999

@@ -23,13 +23,13 @@ from kvsearch.evaluation.kept import without_rounding
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.statistics import Difference
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
 from kvsearch.plan.rounding import round_half_up
 from kvsearch.report.selection import Asked, Held, Kind, Outcome, Reported, Selection, Standing
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks, token_hash

@@ -6,17 +6,17 @@ bad, so the same questions are also asked under controls of the same size: the u
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
 
+from kvsearch.choose.judging import Compared, judged
+from kvsearch.choose.verdicts import Asked, AtBudget, Conditions, Kind, Phases, Subject, Validation
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
@@ -28,24 +28,9 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.policies.registry import policy_of
-from kvsearch.report.validation import (
-    FILE,
-    Asked,
-    AtBudget,
-    Compared,
-    Conditions,
-    Judged,
-    Kind,
-    Phases,
-    Subject,
-    Validation,
-    judged,
-    load_validation,
-)
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import Strategy, choose, has_window, plan_of
-from kvsearch.strategies.method_list import PROFILE
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
@@ -215,37 +200,6 @@ class PreparedValidation:
         return Validation(**{name: getattr(conditions, name) for name in Conditions.model_fields}, budgets=(at,))
 
 
-def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
-    """A line about the signals of a strategy that were judged harmful in its phases.
-
-    `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
-    the budget nearest to this one, of those at which it was judged. None if no signal was harmful, if they were not
-    validated, or if the validation was of another profile than the one in the directory. Only forward directions are
-    judged.
-
-    Raises:
-        UsageError: the file of the validation is damaged.
-    """
-    found = load_validation(directory / FILE)
-    if found is None or not _is_of(found, directory / PROFILE):
-        return None
-    route = None if strategy.inverse_route else strategy.route
-    budgets = None if strategy.inverse_budgets else strategy.budgets
-    nearest = (_nearest(found, use, strategy.phases, budget) for use in (("route", route), ("budgets", budgets)))
-    bad = [(one, at) for one, at in filter(None, nearest) if one.verdict == "harmful"]
-    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one, at in bad) or None
-
-
-def _nearest(
-    found: Validation, use: tuple[str, str | None], phases: str, budget: float
-) -> tuple[Judged, AtBudget] | None:
-    """What was judged of a signal in its use nearest to a budget, by ratio, and where."""
-    there = [
-        (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
-    ]
-    return min(there, key=lambda judged: abs(math.log(judged[1].budget / budget)), default=None)
-
-
 def _named(typed: str) -> list[tuple[Kind, str]]:
     """The kinds of a signal as it was typed."""
     kind, colon, name = typed.rpartition(":")
@@ -347,11 +301,6 @@ def _check_floors(table: SignalTable, size: Size) -> None:
                 f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
                 f"at a larger budget, or calibrate {instead}"
             )
-
-
-def _is_of(found: Validation, profile: Path) -> bool:
-    """Whether a validation is of this profile, as far as it is there."""
-    return not profile.exists() or _hash(profile.read_bytes()) == found.profile_sha256
 
 
 def _hash(content: bytes) -> str:

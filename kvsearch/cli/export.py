@@ -191,7 +191,7 @@ def _strategic(
     plan = strategy_plan(profile, strategy, size)
     check_plan(plan, "the plan of this strategy")
     if (directory / VALIDATION).exists():
-        from kvsearch.choose.validate import harmful
+        from kvsearch.choose.verdicts import harmful
 
         warning = harmful(directory, strategy, plan.total / (profile.metadata.shape[0] * profile.metadata.shape[1]))
         if warning is not None and not allow_harmful:

@@ -16,7 +16,7 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.choose.validate import PreparedValidation
-    from kvsearch.report.validation import Validation
+    from kvsearch.choose.verdicts import Validation
 
 PANEL, REPLIES = "What is judged", "validation"
 
@@ -88,9 +88,9 @@ def validate(
     Example: kvsearch validate runs/polykv --samples 40
     """
     from kvsearch.choose.validate import check_permutations, find_subjects, prepare_validation, refuse_reported
+    from kvsearch.choose.verdicts import FILE
     from kvsearch.evaluation.compare import Settings
     from kvsearch.plan.protocol import find_protocol
-    from kvsearch.report.validation import FILE
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
 
@@ -142,8 +142,8 @@ def _found(
     one: PreparedValidation, before: Validation | None, directory: Path, force: bool, common: Common
 ) -> Validation:
     """Run one size; what was found so far is in the file when this returns."""
+    from kvsearch.choose.verdicts import FILE, save_validation
     from kvsearch.evaluation.kept import begins_anew
-    from kvsearch.report.validation import FILE, save_validation
 
     place = directory / REPLIES / f"{_slug(one)}-{one.evaluation.settings.protocol}"
     config, needed = one.config(), one.evaluation.replies
@@ -162,7 +162,7 @@ def _found(
 
 def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation | None:
     """What the file has already; with `force`, only if it can be read and was found under the same conditions."""
-    from kvsearch.report.validation import load_validation
+    from kvsearch.choose.verdicts import load_validation
 
     try:
         found = load_validation(path)
@@ -177,7 +177,8 @@ def _before(path: Path, prepared: PreparedValidation, force: bool) -> Validation
 
 
 def _show(found: Validation, prepared: Sequence[PreparedValidation], path: Path, common: Common) -> None:
-    from kvsearch.report.validation import as_json, validation_tables, verdict_lines
+    from kvsearch.choose.verdicts import as_json
+    from kvsearch.report.validation import validation_tables, verdict_lines
 
     sizes = [(one.budget, one.size.ratio) for one in prepared]
     now = [at for at in found.budgets if (at.budget, at.ratio) in sizes]

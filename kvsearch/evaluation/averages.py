@@ -8,8 +8,9 @@ from itertools import groupby
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import Difference, Row, summarize
+from kvsearch.evaluation.statistics import Row, summarize
 from kvsearch.plan import Size
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.contenders import Contender
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task

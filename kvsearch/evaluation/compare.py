@@ -19,13 +19,12 @@ from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.runs.estimates import LEAST_USEFUL
 from kvsearch.strategies.contenders import Contender
 from kvsearch.strategies.methods import FULL as FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
 from kvsearch.tasks.readings import readings
-
-LEAST_USEFUL = 0.1
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from kvsearch.evaluation.averages import MACRO, SizeBlock
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.statistics import Difference, Estimate, contrast
+from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.strategies.contenders import Contender, full_contender

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.runs.estimates import Difference, Estimate
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -19,27 +20,6 @@ AVERAGE = "average"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Kind = Literal["task", "category", "average"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its 95% interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
-
-    mean: float
-    low: float
-    high: float
-    wins: int
-    ties: int
-    losses: int
 
 
 @dataclass(frozen=True)

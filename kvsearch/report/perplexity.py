@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsearch.evaluation.perplexity import Perplexity, WindowLoss
-from kvsearch.evaluation.statistics import LEVEL, RESAMPLES, Estimate, Floats, Ints
+from kvsearch.evaluation.statistics import LEVEL, RESAMPLES, Floats, Ints
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.methods import FULL
 
 if TYPE_CHECKING:

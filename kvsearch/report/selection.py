@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from kvsearch.choose.acceptance import Rule, Share
-from kvsearch.evaluation.statistics import Difference, Estimate
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.protocol import Protocol
 from kvsearch.report.tables import Cell, Group, TextTable
+from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.methods import FULL
 
 SCHEMA, FILE = "kvsearch.selection/1", "selection.json"

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import SizeBlock
 from kvsearch.evaluation.compare import Comparison
-from kvsearch.evaluation.statistics import Difference, Kind, Row
+from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.naming import suggest
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 
 Columns = Literal["tasks", "categories", "averages"]

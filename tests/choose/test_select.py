@@ -23,11 +23,12 @@ from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import prepare_plans
 from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
-from kvsearch.evaluation.statistics import Difference, contrast, summarize
+from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.protocol import QUESTION_AWARE
 from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
+from kvsearch.runs.estimates import Difference
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny

@@ -14,21 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.choose.validate import (
-    PreparedValidation,
-    find_subjects,
-    harmful,
-    prepare_validation,
-    refuse_reported,
-    validate,
-)
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.run_directory import open_run
-from kvsearch.evaluation.statistics import Difference, Estimate
-from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, Size, save_profile
-from kvsearch.report.validation import (
+from kvsearch.choose.judging import judge, prediction_reach
+from kvsearch.choose.validate import PreparedValidation, find_subjects, prepare_validation, refuse_reported, validate
+from kvsearch.choose.verdicts import (
     FILE,
     AtBudget,
     Gains,
@@ -39,13 +27,17 @@ from kvsearch.report.validation import (
     Validation,
     Verdict,
     as_json,
-    judge,
+    harmful,
     load_validation,
-    prediction_reach,
     save_validation,
-    validation_tables,
-    verdict_lines,
 )
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.run_directory import open_run
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile, Size, save_profile
+from kvsearch.report.validation import validation_tables, verdict_lines
+from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.from_signals import Strategy

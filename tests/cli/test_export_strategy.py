@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvsearch.choose import validate as validation
+from kvsearch.choose import verdicts
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE
@@ -239,7 +243,7 @@ def test_harmful_signals_are_not_used_unless_allowed(
         asked.append((directory, strategy, budget))
         return "route cosine was judged harmful" if strategy.route == "cosine" else None
 
-    monkeypatch.setattr(validation, "harmful", harmful)
+    monkeypatch.setattr(verdicts, "harmful", harmful)
     path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
     assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
     assert not asked
@@ -267,3 +271,24 @@ def test_a_damaged_validation_is_told(run: Run, polykv: Path, tmp_path: Path) ->
     assert code == USAGE
     assert "validation.json" in talk
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_exporting_loads_nothing_of_an_evaluation(polykv: Path, tmp_path: Path) -> None:
+    profile = (polykv / "profile.safetensors").read_bytes()
+    asked = {"one": {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}}
+    at = verdicts.AtBudget(budget=32, full=Estimate(1.0, 1.0, 1.0), signals=())
+    found = verdicts.Validation(
+        model=load_profile(polykv / "profile.safetensors").metadata.model, profile_sha256=sha256(profile).hexdigest(),
+        tasks=asked, split="select", protocol="question-agnostic", seed=0, budgets=(at,),
+    )  # fmt: skip
+    verdicts.save_validation(found, polykv / verdicts.FILE)
+    code = (
+        "import sys, kvsearch.cli as cli\n"
+        f"cli.app({['export', str(polykv), '-o', str(tmp_path / 'plan.json')]}, standalone_mode=False)\n"
+        "heavy = ('kvsearch.evaluation', 'kvsearch.report', 'kvsearch.choose.validate', 'kvsearch.choose.judging')\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(heavy)))\n"
+        "assert 'kvsearch.choose.verdicts' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+    assert (tmp_path / "plan.json").exists()

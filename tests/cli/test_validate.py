@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.choose.validate import harmful
+from kvsearch.choose.verdicts import harmful
 from kvsearch.evaluation import run_directory
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile

@@ -19,11 +19,11 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
 from kvsearch.evaluation.perplexity import Perplexity, WindowLoss, measure_perplexity, token_losses
-from kvsearch.evaluation.statistics import Estimate
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.report.perplexity import perplexity_json, perplexity_rows, perplexity_table
+from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram

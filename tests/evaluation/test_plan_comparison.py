@@ -15,9 +15,10 @@ from kvsearch.errors import InternalError, UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.samples import Cost, Sample
-from kvsearch.evaluation.statistics import Difference, contrast, summarize
+from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query

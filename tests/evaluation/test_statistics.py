@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import AVERAGE, Difference, Estimate, Row, contrast, summarize
+from kvsearch.evaluation.statistics import AVERAGE, Row, contrast, summarize
+from kvsearch.runs.estimates import Difference, Estimate
 
 
 def samples(

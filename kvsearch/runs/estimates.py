@@ -1,0 +1,28 @@
+"""Means and paired differences with their intervals, as results record them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
+
+    mean: float
+    low: float
+    high: float
+    wins: int
+    ties: int
+    losses: int
