@@ -27,8 +27,9 @@ from transformers import DynamicCache
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Policy, create_policy, keep_under, policy_names
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME, Logits
-from kvsearch.runtime.collector import Collector, OutputProjection
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.rule import decode_needs
 

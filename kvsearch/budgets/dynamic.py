@@ -1,7 +1,7 @@
 """Dynamic allocation: a prompt's budgets from the prompt itself, while its layers pass or at its end.
 
-A layer states a wish: how much it wants of what the layers share, and in which order its heads want entries. `Shares`
-turns the wishes of one prompt into budgets with an exact total. While layers are still missing it bounds what a layer
+A layer states a demand: how much it wants of what the layers share, and in which order its heads want entries. `Shares`
+turns the demands of one prompt into budgets with an exact total. While layers are still missing it bounds what a layer
 may get: with every layer that comes in the others can only lose, so what is above the bound need not be kept.
 """
 
@@ -39,7 +39,7 @@ Heads = Literal["dynamic", "equal"]
 Order = NDArray[np.integer[Any]]
 
 
-class Wish(NamedTuple):
+class LayerDemand(NamedTuple):
     """What a layer of a prompt asks for."""
 
     weight: float  # its share of what the layers have in common, in any unit that is the same for all, or its logarithm
@@ -133,14 +133,14 @@ class Shares:
         self.floors, self.spare = (np.concatenate([part[which] for part in parts]) for which in (0, 1))
         self.free = [part[2] for part in parts]  # entries beyond the floors, of all layers together or of each
         self.rooms = caps - self.floors
-        self.wishes: dict[int, Wish] = {}
+        self.demands: dict[int, LayerDemand] = {}
 
-    def add(self, layer: int, wish: Wish) -> None:
-        """The wish of row `layer`."""
-        self.wishes[layer] = wish
+    def add(self, layer: int, demand: LayerDemand) -> None:
+        """Take in the demand of row `layer`."""
+        self.demands[layer] = demand
 
     def open_to(self, layer: int) -> int:
-        """The most free entries that row `layer` can get, whatever the wishes."""
+        """The most free entries that row `layer` can get, whatever the demands."""
         free = self.free[0 if self.allocation.shares_layers else layer]
         return int(min(free, self.rooms[layer].sum()))
 
@@ -151,20 +151,20 @@ class Shares:
         """
         if self.allocation.shares_heads:
             free = math.ceil(self._layer_shares()[layer] - GUARD)
-            shares = self.allocation.split(self.wishes[layer].order, free, self.rooms[layer])
+            shares = self.allocation.split(self.demands[layer].order, free, self.rooms[layer])
         else:
             shares = self._even_shares()[layer]
         bound: Ints = self.floors[layer] + np.minimum(np.ceil(shares - GUARD).astype(np.int64), self.rooms[layer])
         return bound
 
     def budgets(self) -> Ints:
-        """The final budgets, int64 [L, Hkv], once all layers have stated their wish.
+        """The final budgets, int64 [L, Hkv], once all layers have stated their demands.
 
         They sum to the planned total, or to the caps if these are less; `spare` [L, Hkv] is what is missing then, to
         be had while decoding.
         """
-        if len(self.wishes) != len(self.floors):
-            raise InternalError(f"budgets of {len(self.floors)} layers from the wishes of {len(self.wishes)}")
+        if len(self.demands) != len(self.floors):
+            raise InternalError(f"budgets of {len(self.floors)} layers from the demands of {len(self.demands)}")
         layers = range(len(self.floors))
         if not self.allocation.shares_layers:
             return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
@@ -185,14 +185,14 @@ class Shares:
 
     def _layer_shares(self) -> dict[int, float]:
         """Free entries of every layer so far before rounding, if no other layer came."""
-        rows = sorted(self.wishes)
+        rows = sorted(self.demands)
         rooms = self.rooms[rows].sum(-1)
         shares = water_level(self._weights(rows), self._pool(rooms), 0, rooms)
         return dict(zip(rows, shares.tolist(), strict=True))
 
     def _even_shares(self) -> dict[int, Floats]:
         """Free entries [Hkv] of the heads of every layer so far, all alike, before rounding."""
-        rows = sorted(self.wishes)
+        rows = sorted(self.demands)
         rooms = self.rooms[rows]
         weights = np.repeat(self._weights(rows)[:, None], rooms.shape[1], 1)
         return dict(zip(rows, water_level(weights, self._pool(rooms), 0, rooms), strict=True))
@@ -201,24 +201,24 @@ class Shares:
         return min(self.free[0], int(rooms.sum()))
 
     def _weights(self, rows: Sequence[int]) -> Floats:
-        weights = np.array([self.wishes[row].weight for row in rows])
+        weights = np.array([self.demands[row].weight for row in rows])
         if not self.allocation.weighs_in_logarithms:
             return weights
         largest = weights.max(initial=-np.inf)
         return np.exp(weights - largest) if np.isfinite(largest) else np.zeros_like(weights)
 
     def _split(self, layer: int, free: int) -> Ints:
-        shares = self.allocation.split(self.wishes[layer].order, free, self.rooms[layer])
+        shares = self.allocation.split(self.demands[layer].order, free, self.rooms[layer])
         return water_fill(shares, free, 0, self.rooms[layer])
 
 
 def shared_budgets(
-    allocation: Allocation, planned: Ints, floors: Ints, caps: Ints, wish: Callable[[int, int], Wish]
+    allocation: Allocation, planned: Ints, floors: Ints, caps: Ints, demand: Callable[[int, int], LayerDemand]
 ) -> Ints:
-    """Budgets int64 [L, Hkv] of a prompt whose layers are all known; `wish(layer, free)` states theirs."""
+    """Budgets int64 [L, Hkv] of a prompt whose layers are all known; `demand(layer, free)` states theirs."""
     shares = Shares(allocation, planned, floors, caps)
     for layer in range(len(planned)):
-        shares.add(layer, wish(layer, shares.open_to(layer)))
+        shares.add(layer, demand(layer, shares.open_to(layer)))
     return shares.budgets()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,11 @@ from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import calibrate_dynamic
-from kvsearch.calibration.observing import DensePass, ObservingLayer
 from kvsearch.calibration.options import CakeOptions, DynamicOptions
-from kvsearch.calibration.prompts import Following, Prompt, check_lengths, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
 from kvsearch.calibration.tables import Floats, Ints, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.origin import extended
@@ -31,7 +31,8 @@ from kvsearch.plan.rounding import GUARD, round_half_up
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.collector import Rotary
+from kvsearch.runtime.cache import check_rotary
+from kvsearch.runtime.observe import DensePass
 from kvsearch.signals.dispersion import dispersion
 from kvsearch.signals.effect import divergence
 
@@ -60,19 +61,12 @@ class Fit:
         return self.pairs[least_loss(self.loss)]
 
 
-class DispersionLayer(ObservingLayer):
-    """Measures what CAKE's preferences are made of, and ranks the prompt."""
+class Dispersion(NamedTuple):
+    """What CAKE's preference for a layer is made of, and the ranks of the prompt there."""
 
-    def __init__(self, index: int, rotary_tables: Rotary, policy: Policy, window: int) -> None:
-        super().__init__(index, [policy.needs(), Needs(query_rows=window)], rotary_tables)
-        self.policy, self.window = policy, window
-        self.measured = (0.0, 0.0)  # entropy and variance
-        self.ranks: Tensor | None = None  # [Hkv, T]
-
-    def observe(self, observation: Observation) -> None:
-        entropy, variance = dispersion(observation, self.window)
-        self.measured = float(entropy[0]), float(variance[0])
-        self.ranks = rank_under(self.policy, observation)[0]
+    entropy: float
+    variance: float
+    ranks: Tensor  # [Hkv, T]
 
 
 def calibrate_cake(
@@ -150,7 +144,7 @@ def fit_exponents(
     return Fit(PAIRS, np.stack(losses, 1).astype(np.float32))
 
 
-def _check_fit(prompt: Prompt, ratio: float, floor: int) -> None:
+def _check_fit(prompt: CalibrationPrompt, ratio: float, floor: int) -> None:
     kept = (1 - ratio) * prompt.length
     if kept < floor - GUARD:
         raise UsageError(
@@ -159,45 +153,49 @@ def _check_fit(prompt: Prompt, ratio: float, floor: int) -> None:
         )
 
 
-def _losses(loaded: LoadedModel, prompt: Prompt, policy: Policy, cake: CakeOptions, floor: int) -> list[Floats]:
+def _losses(
+    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, cake: CakeOptions, floor: int
+) -> list[Floats]:
     """Loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
     rows = CAKEAllocation(window=cake.window).needs(policy).query_rows
+
+    def look(observation: Observation) -> Dispersion:
+        entropy, variance = dispersion(observation, rows)
+        return Dispersion(float(entropy[0]), float(variance[0]), rank_under(policy, observation)[0])
+
+    check_rotary(loaded.model, [policy])
+    needs = [policy.needs(), Needs(query_rows=rows)]
     passed = DensePass(
         loaded.model,
+        dict.fromkeys(describe(loaded.model).full_layers, needs),
+        look,
         prompt.ids.to(loaded.device),
-        [policy],
-        lambda index, tables: DispersionLayer(index, tables, policy, rows),
+        refusal=prompt.refusal(loaded.name),
     )
-    passed.require_numbers(loaded.name, prompt.context)
-    budgets = [_budgets(passed, pair, prompt.length, cake.fit_ratio, floor) for pair in PAIRS]
-    losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.following if after.predicted]
+    budgets = [_budgets(passed.noted, pair, prompt.length, cake.fit_ratio, floor) for pair in PAIRS]
+    losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.continuations if after.predicted]
     if not np.isfinite(losses).all():
         raise IncompatibleError(f"{loaded.name}: the model computes NaN after calibration context {prompt.context}")
     return losses
 
 
-def _budgets(passed: DensePass[DispersionLayer], pair: Pair, length: int, ratio: float, floor: int) -> Ints:
+def _budgets(layers: list[Dispersion], pair: Pair, length: int, ratio: float, floor: int) -> Ints:
     """What CAKE decides with a pair of exponents, int64 [L, Hkv]."""
-    entropy, variance = np.array([layer.measured for layer in passed.observed]).T
-    shape = (len(passed.observed), passed.shape.kv_heads)
+    entropy, variance = np.array([(layer.entropy, layer.variance) for layer in layers]).T
+    shape = (len(layers), len(layers[0].ranks))
     floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
     total = round_half_up((1 - ratio) * length * floors.size)
     return CAKEAllocation(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps)
 
 
-def _of_answer(passed: DensePass[DispersionLayer], after: Following, budgets: list[Ints], device: Any) -> Floats:
+def _of_answer(passed: DensePass[Dispersion], after: Continuation, budgets: list[Ints], device: Any) -> Floats:
     """Divergence of the answer from that under the full cache, for each of `budgets`; equal ones are run once."""
     tokens = after.tokens.to(device)
-    full: Tensor = passed.follow(tokens).logits[0, after.predicting]
+    full = passed.logits_seeing(tokens, {})[after.predicting]
     known: dict[bytes, float] = {}
     for given in budgets:
         if given.tobytes() not in known:
-            logits = passed.follow_seeing(tokens, dict(enumerate(_kept(passed, given))))
-            known[given.tobytes()] = divergence(full, logits[after.predicting])
+            kept = {row: layer.ranks < layer.ranks.new_tensor(few)[:, None]
+                    for row, (layer, few) in enumerate(zip(passed.noted, given.tolist(), strict=True))}  # fmt: skip
+            known[given.tobytes()] = divergence(full, passed.logits_seeing(tokens, kept)[after.predicting])
     return np.array([known[given.tobytes()] for given in budgets])
-
-
-def _kept(passed: DensePass[DispersionLayer], budgets: Ints) -> list[Tensor]:
-    """The entries that the policy keeps in every layer, [Hkv, T] bool each."""
-    ranks = [layer.ranks for layer in passed.observed if layer.ranks is not None]
-    return [layer < layer.new_tensor(row)[:, None] for layer, row in zip(ranks, budgets.tolist(), strict=True)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.importance import Capture, Captured
+from kvsearch.calibration.importance import ImportancePass, QuestionImportance
 from kvsearch.calibration.options import LukvOptions, Normalization
-from kvsearch.calibration.prompts import Prompt, check_lengths, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
@@ -33,7 +33,7 @@ CURVE_POINTS = 101
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredQuestion:
     """One question's importance in the order of the policy's ranking, and what may make its layers comparable."""
 
     importance: NDArray[np.float32]  # [L, Hkv, T]
@@ -44,26 +44,25 @@ class Measured:
 
 def measure_importance(
     loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredQuestion]:
     """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
     for prompt in _checked_prompts(loaded, data, policy, options):
-        capture = Capture(loaded.model, [policy], prompt.ids.to(loaded.device), options.group)
-        ranks = capture.ranks()
+        refusal = prompt.refusal(loaded.name)
+        passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group, refusal)
+        ranks = passed.ranks()
         order = torch.argsort(ranks, dim=-1)
         protected = ranks < policy.protected(prompt.length)
-        for after in prompt.following:
+        for after in prompt.continuations:
             tokens = after.tokens.to(loaded.device)
-            captured = capture.ask(tokens)
-            values = captured.importance.gather(-1, order)
-            if not bool(values.isfinite().all()) or bool(captured.logits.isnan().any()):
-                raise IncompatibleError(
-                    f"{loaded.name}: the model computes NaN on calibration context {prompt.context}"
-                )
+            found = passed.ask(tokens)
+            values = found.importance.gather(-1, order)
+            if not bool(values.isfinite().all()) or bool(found.logits.isnan().any()):
+                raise IncompatibleError(refusal)
             effect = torch.ones(len(values))
             if options.normalization == "effect":
-                effect = capture.effects(tokens, after.answer, captured.logits, protected)
-            scale = _scale(captured, protected, options.normalization)
-            yield Measured(values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context)
+                effect = passed.effects(tokens, after.answer, found.logits, protected)
+            scale = _scale(found, protected, options.normalization)
+            yield MeasuredQuestion(values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context)
 
 
 def calibrate_lukv(
@@ -100,7 +99,7 @@ def calibrate_lukv(
     return Profile(origin, summary.arrays())
 
 
-def _effect_weights(measured: Sequence[Measured]) -> NDArray[np.float64]:
+def _effect_weights(measured: Sequence[MeasuredQuestion]) -> NDArray[np.float64]:
     """Nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
     mass = np.sum([item.scale for item in measured], axis=0)
     effect = np.sum([item.effect for item in measured], axis=0)
@@ -116,7 +115,7 @@ class _Summary:
         self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
         self._mean: NDArray[np.float64] | None = None
 
-    def add(self, measured: Measured, weights: NDArray[np.float64]) -> None:
+    def add(self, measured: MeasuredQuestion, weights: NDArray[np.float64]) -> None:
         """Take in one question; `weights` [L] make its layers comparable."""
         values = measured.importance.astype(np.float64) * weights[:, None, None]
         length = values.shape[-1]
@@ -154,7 +153,9 @@ def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     return sampled
 
 
-def _checked_prompts(loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions) -> list[Prompt]:
+def _checked_prompts(
+    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
+) -> list[CalibrationPrompt]:
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
     check_lengths(loaded, prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
@@ -162,16 +163,16 @@ def _checked_prompts(loaded: LoadedModel, data: CalibrationData, policy: Policy,
     return prompts
 
 
-def _scale(captured: Captured, protected: Tensor, normalization: Normalization) -> Tensor:
+def _scale(found: QuestionImportance, protected: Tensor, normalization: Normalization) -> Tensor:
     """What the importance of each layer is measured against, [L]."""
-    importance = captured.importance
+    importance = found.importance
     if normalization == "effect":
         return importance.masked_fill(protected, 0.0).sum((1, 2))
     scales = {
         "layer": importance.sum((1, 2)),
         "layer_max": importance.amax((1, 2)),
-        "output": captured.output_norm,
-        "residual": captured.residual_norm,
+        "output": found.output_norm,
+        "residual": found.residual_norm,
         "none": torch.ones(importance.shape[0]),
     }
     scale = scales[normalization]

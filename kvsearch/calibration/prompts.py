@@ -18,7 +18,7 @@ from kvsearch.tasks.prompts import PromptFormat
 
 
 @dataclass(frozen=True, eq=False)
-class Following:
+class Continuation:
     """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question."""
 
     tokens: Tensor
@@ -36,21 +36,25 @@ class Following:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class CalibrationPrompt:
     """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them."""
 
     ids: Tensor
     context: int
-    following: tuple[Following, ...]
+    continuations: tuple[Continuation, ...]
 
     @property
     def length(self) -> int:
         return self.ids.shape[1]
 
+    def refusal(self, model: str) -> str:
+        """Word the error of a model that computes NaN here."""
+        return f"{model}: the model computes NaN on calibration context {self.context}"
+
 
 def prompts_of(
     loaded: LoadedModel, data: CalibrationData, protocol: Protocol = QUESTION_AGNOSTIC, answer_tokens: int | None = None
-) -> list[Prompt]:
+) -> list[CalibrationPrompt]:
     """All prompts of `data`, one for every context (question-agnostic) or for every question (question-aware).
 
     Answers are cut to `answer_tokens`.
@@ -68,22 +72,22 @@ def prompts_of(
 
 def _of_context(
     form: PromptFormat, context: Context, number: int, protocol: Protocol, answer_tokens: int | None
-) -> Iterator[Prompt]:
+) -> Iterator[CalibrationPrompt]:
     ids = form.context(context.text)
     questions = [form.question(pair.question) for pair in context.questions]
     answers = [form.answer(pair.answer)[:, :answer_tokens] for pair in context.questions]
     pairs = list(zip(questions, answers, strict=True))
     if protocol == QUESTION_AGNOSTIC:
-        after = [Following(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
-        yield Prompt(ids, number, tuple(after))
+        after = [Continuation(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
+        yield CalibrationPrompt(ids, number, tuple(after))
         return
     for question, answer in pairs:
-        yield Prompt(torch.cat([ids, question], 1), number, (Following(answer, 0),))
+        yield CalibrationPrompt(torch.cat([ids, question], 1), number, (Continuation(answer, 0),))
 
 
 def check_lengths(
     loaded: LoadedModel,
-    prompts: list[Prompt],
+    prompts: list[CalibrationPrompt],
     policy: Policy,
     floor: Callable[[int], int],
     *,
@@ -98,7 +102,7 @@ def check_lengths(
     limit = describe(loaded.model).max_positions
     for prompt in prompts:
         _check_short(prompt.length, policy, floor(prompt.length))
-        asked = max(after.tokens.shape[1] for after in prompt.following) if followed else 0
+        asked = max(after.tokens.shape[1] for after in prompt.continuations) if followed else 0
         if limit and prompt.length + asked > limit:
             more = f" and up to {asked} of question and answer" if followed else ""
             raise IncompatibleError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import Capture
+from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
@@ -107,7 +107,7 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
 
 def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
     """Largest importance over all questions of a context, layers weighted by their effect, [L, Hkv, T] fp32."""
-    capture = Capture(loaded.model, [], prompt.context(example.context).to(loaded.device))
+    passed = ImportancePass(loaded.model, [], prompt.context(example.context).to(loaded.device))
     best: Tensor | None = None
     mass = effect = torch.zeros(0)
     for query in example.queries:
@@ -115,14 +115,14 @@ def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Examp
         usable = next(answer for answer in query.answers if not is_blank(answer))
         answer = prompt.answer(usable, query.prefix)
         tokens = torch.cat([question, answer], 1).to(loaded.device)
-        captured = capture.ask(tokens)
-        nothing = torch.zeros_like(captured.importance, dtype=torch.bool)
-        lost = capture.effects(tokens, question.shape[1], captured.logits, nothing)
-        taken = captured.importance.sum((1, 2))
+        found = passed.ask(tokens)
+        nothing = torch.zeros_like(found.importance, dtype=torch.bool)
+        lost = passed.effects(tokens, question.shape[1], found.logits, nothing)
+        taken = found.importance.sum((1, 2))
         if best is None:
-            best, mass, effect = captured.importance, taken, lost
+            best, mass, effect = found.importance, taken, lost
         else:
-            best, mass, effect = torch.maximum(best, captured.importance), mass + taken, effect + lost
+            best, mass, effect = torch.maximum(best, found.importance), mass + taken, effect + lost
     if best is None:
         raise InternalError("an example without questions has no importance")
     return best * (effect / mass.clamp(min=1e-30))[:, None, None]

@@ -17,14 +17,15 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.observe import DensePass, LayerContinuation
 from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.storage import RaggedStore
-from kvsearch.runtime.stream import Followed, Stream
 from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
@@ -82,7 +83,7 @@ class QueryLosses(NamedTuple):
     bounds: LossBounds | None  # of [K] each
 
 
-class Asked(NamedTuple):
+class ForcedAnswer(NamedTuple):
     """Token ids [K] to teacher-force after what is compressed, and the question that they belong to, for messages."""
 
     ids: Tensor
@@ -117,12 +118,14 @@ def measure_losses(
         IncompatibleError: the model computes NaN or infinity; see also `encode_tasks` and `PlanCache`.
     """
     encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
-    work = [(task, reading, _asked(task, reading)) for task in encoded for reading in readings(task.prompts, protocol)]
+    work = [
+        (task, reading, _answers(task, reading)) for task in encoded for reading in readings(task.prompts, protocol)
+    ]
     found: dict[str, Measured] = {}
     with running(loaded.model), torch.no_grad():
-        for done, (task, reading, asked) in enumerate(work):
+        for done, (task, reading, answers) in enumerate(work):
             measured = found.setdefault(task.task.name, {})
-            for layer, method, losses in _measure(loaded, programs, reading, asked):
+            for layer, method, losses in _measure(loaded, programs, reading, answers):
                 measured.setdefault((layer, method), []).append(losses)
             if progress is not None:
                 progress(done + 1, len(work))
@@ -135,7 +138,7 @@ def measure_losses(
     ]
 
 
-def _asked(task: TaskPrompts, reading: Reading) -> list[Asked]:
+def _answers(task: TaskPrompts, reading: Reading) -> list[ForcedAnswer]:
     """What follows a context for each of its questions; the question itself only where it is not compressed."""
     found = []
     for question in reading.questions:
@@ -145,12 +148,12 @@ def _asked(task: TaskPrompts, reading: Reading) -> list[Asked]:
             raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
         answer = task.format.answer(query.answers[0], query.prefix)[0, : query.max_new_tokens]
         apart = reading.protocol == QUESTION_AGNOSTIC
-        found.append(Asked(torch.cat([question.ids, answer]) if apart else answer, place))
+        found.append(ForcedAnswer(torch.cat([question.ids, answer]) if apart else answer, place))
     return found
 
 
 def _measure(
-    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, following: Sequence[Asked]
+    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, answers: Sequence[ForcedAnswer]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
     """What every layer loses under every program for the tokens that follow one context."""
     context = reading.ids[None].to(loaded.device)
@@ -159,19 +162,20 @@ def _measure(
     for by_layer in rules.values():
         for index, here in by_layer.items():
             needs.setdefault(index, []).extend(here.needs)
-    stream = Stream(loaded.model, needs, context)
-    for asked in following:
-        for layer in stream.follow(asked.ids[None].to(loaded.device)):
-            for method in programs:
-                if layer.index not in rules[method]:
-                    continue
-                losses = query_losses(layer, rules[method][layer.index])
-                if not bool(losses.loss.isfinite().all()):
-                    raise IncompatibleError(
-                        f"{asked.place}, method {method}: the output of layer {layer.index} is NaN or infinite: "
-                        "check the model's dtype and weights"
-                    )
-                yield layer.index, method, losses
+    passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
+    for answer in answers:
+        with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):
+            for layer in passed.continuations():
+                for method in programs:
+                    if layer.index not in rules[method]:
+                        continue
+                    losses = query_losses(layer, rules[method][layer.index])
+                    if not bool(losses.loss.isfinite().all()):
+                        raise IncompatibleError(
+                            f"{answer.place}, method {method}: the output of layer {layer.index} is NaN or infinite: "
+                            "check the model's dtype and weights"
+                        )
+                    yield layer.index, method, losses
 
 
 def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
@@ -200,7 +204,7 @@ def _fixed(rule: PhaseRule, budgets: Tensor) -> PhaseRule:
     return rule._replace(budgets=lambda _: budgets)
 
 
-def query_losses(layer: Followed, rules: LayerRules) -> QueryLosses:
+def query_losses(layer: LayerContinuation[Observation], rules: LayerRules) -> QueryLosses:
     """What the output of one layer loses for the tokens that followed a context, on the CPU."""
     plan = layer.replay(*rules)
     logits, weight = layer.logits, layer.output_weight
@@ -209,7 +213,7 @@ def query_losses(layer: Followed, rules: LayerRules) -> QueryLosses:
     )
     mass, bounds = evicted.mean(1)[0].cpu(), None
     if rules.merges:  # both outputs as decoding computes them, in the model's dtype
-        change = layer.undisturbed.float() - plan.outputs.float()
+        change = layer.full_outputs.float() - plan.outputs.float()
     else:
         bounds = LossBounds(*(bound[0].cpu() for bound in loss_bounds(evicted, layer.values, weight)))
     return QueryLosses(output_loss(change, weight)[0].cpu(), mass, bounds)

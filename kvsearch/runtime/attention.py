@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvsearch.errors import UsageError
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.storage import Block, RaggedStore
-
-if TYPE_CHECKING:
-    from kvsearch.runtime.collector import OutputProjection
 
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
 
 Output = tuple[Tensor, Tensor | None]
-
-
-@dataclass(frozen=True)
-class Logits:
-    """How a layer makes attention logits, and its output projection where a policy wants it."""
-
-    scaling: float
-    softcap: float | None = None
-    projection: OutputProjection | None = None
-
-    def of(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
-        scores = (query @ keys.transpose(-1, -2)).float() * self.scaling
-        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 class TaggingLayer(Protocol):
@@ -103,12 +87,6 @@ def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.devic
     return (row if row.dtype == torch.bool else row >= 0).expand(batch, length)
 
 
-def logit_scale(query: Tensor, kwargs: dict[str, Any]) -> float:
-    """The factor a model puts on q.k: what it hands to its attention function, else D^-1/2."""
-    scaling = kwargs.get("scaling")
-    return float(scaling) if scaling is not None else float(query.shape[-1] ** -0.5)
-
-
 def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
     """Rotary positions of the last `count` rows, [B, count]: those the model was given, else each token's index."""
     index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
@@ -162,6 +140,15 @@ def slot_attention(
         scores = scores.masked_fill(empty[:, None], float("-inf"))
     weights = scores.softmax(-1)
     return weights.to(values.dtype) @ values, weights.mean(1) if want_row else None
+
+
+def require_attention(what: str, runs: str) -> None:
+    """Raise a UsageError if a model `runs` another attention implementation than "kvsearch", which `what` needs."""
+    if runs != NAME:
+        raise UsageError(
+            f"{what} needs the attention implementation {NAME!r}, the model runs {runs!r}; "
+            f"use attach(model, plan) or model.set_attn_implementation({NAME!r})"
+        )
 
 
 @contextmanager

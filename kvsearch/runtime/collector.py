@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvsearch.models.architecture import output_weight, unrotate
-from kvsearch.policies.base import Needs, Norm, Observation, QueryStatistics
-from kvsearch.policies.projection import projected_norms
+from kvsearch.errors import InternalError, UsageError
+from kvsearch.models.architecture import unrotate
+from kvsearch.policies.base import Needs, Observation, QueryStatistics
 from kvsearch.policies.scoring import column_sums
-from kvsearch.runtime.attention import Logits
+from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
+from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
-
-
-class OutputProjection:
-    """The output projection of one attention layer, for norms of projected values."""
-
-    def __init__(self, module: nn.Module, query_heads: int, kv_heads: int) -> None:
-        self.module, self.query_heads, self.group = module, query_heads, query_heads // kv_heads
-
-    def __call__(self, values: Tensor, order: Norm) -> Tensor:
-        """Norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
-        return projected_norms(values, output_weight(self.module, self.query_heads), order)
-
-    def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
-        """The same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
-
-        def projected(values: Tensor, order: Norm) -> Tensor:
-            weight, group = output_weight(self.module, self.query_heads), self.group
-            norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
-            for head in sorted(set(heads.tolist())):
-                mine = heads == head
-                norms[mine] = projected_norms(values[mine], weight[head * group : (head + 1) * group], order)
-            return norms
-
-        return projected
 
 
 class Collector:
@@ -109,6 +86,35 @@ class Collector:
             projection=logits.projection if self._wants_projection else None,
             layer=layer,
         )
+
+
+class DensePrompt:
+    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered."""
+
+    def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int) -> None:
+        self.collector, self.layer = Collector(needs, rotary), layer
+        self.states: tuple[Tensor, Tensor] | None = None  # keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] so far
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        """Take in the next chunk, which sees all that came before it."""
+        if self.states is not None:
+            key, value = torch.cat([self.states[0], key], 2), torch.cat([self.states[1], value], 2)
+        output = dense_attention(module, query, key, value, mask, **kwargs)
+        self.states, self._logits = (key, value), Logits.of_call(module, query, key, kwargs)
+        self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
+        self.collector.add(query, key, self._positions, self._valid, self._logits)
+        return output
+
+    def observation(self) -> Observation:
+        """The layer as policies see it, once all chunks have passed; UsageError if a prompt ends with padding."""
+        if self.states is None:
+            raise InternalError("a prompt was asked for before it passed")
+        if not bool(self._valid[:, -1].all()):
+            raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
+        return self.collector.observation(*self.states, self._valid, self._positions, self._logits, self.layer)
 
 
 def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:

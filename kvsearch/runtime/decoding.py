@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
-from kvsearch.runtime.attention import Logits, slot_attention
+from kvsearch.runtime.attention import slot_attention
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import Bools, DecodeRule, Ints
 from kvsearch.runtime.slots import SlotBlock, SlotStore, Source, pack, source_of
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,35 +16,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.errors import UsageError
-from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Observation
-from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache, stock_layers
 from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.storage import RaggedStore
-
-
-class ForkLayer(EvictingLayer):
-    """Shows the dense prompt to the model and hands it to the same layer of several caches."""
-
-    def __init__(self, index: int, targets: Sequence[Any], model: Any) -> None:
-        self.targets = targets
-        config = text_config(model)
-        super().__init__(index, None, None, lambda: str(config._attn_implementation), rotary(model))
-
-    def needs(self) -> list[Needs]:
-        """What all targets need."""
-        return [need for target in self.targets if isinstance(target, EvictingLayer) for need in target.needs()]
-
-    def conclude(self, observation: Observation) -> None:
-        """Let every target evict; those without a plan take the prompt as it is."""
-        for target in self.targets:
-            if isinstance(target, EvictingLayer):
-                target.lazy_initialization(observation.keys, observation.values)
-                target.seen = self.seen
-                target.conclude(observation)
-            else:
-                target.update(observation.keys, observation.values)
 
 
 def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -60,20 +39,34 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     """
     if any(cache.get_seq_length() for cache in caches):
         raise UsageError("a prompt is shared by empty caches only: make new ones")
-    shape, layers = describe(model), stock_layers(model)
-    for index in shape.full_layers:
-        layers[index] = ForkLayer(index, [cache.layers[index] for cache in caches], model)
+    require_attention("a shared prompt", model.config._attn_implementation)
+    layers, tables = stock_layers(model), rotary(model)
+    for index in describe(model).full_layers:
+        targets = [cache.layers[index] for cache in caches]
+        needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
+        layers[index] = PromptLayer(index, needs, tables, partial(_hand_on, targets))
     shared = Cache(layers=layers)
     with torch.no_grad():
         output = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=shared, logits_to_keep=1
         )
     for index, layer in enumerate(shared.layers):
-        if not isinstance(layer, ForkLayer):
+        if not isinstance(layer, PromptLayer):
             for cache in caches:
                 cache.layers[index] = copy(layer)  # these layers replace their tensors and never write into them
     logits: Tensor = output.logits
     return logits
+
+
+def _hand_on(targets: Sequence[Any], prompt: Observation) -> None:
+    """Let every target evict; those without a plan take the prompt as it is."""
+    for target in targets:
+        if isinstance(target, EvictingLayer):
+            target.lazy_initialization(prompt.keys, prompt.values)
+            target.seen = prompt.keys.shape[2]
+            target.conclude(prompt)
+        else:
+            target.update(prompt.keys, prompt.values)
 
 
 def can_join(cache: PlanCache) -> bool:

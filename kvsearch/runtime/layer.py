@@ -12,21 +12,18 @@ from transformers.cache_utils import CacheLayerMixin
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.runtime.attention import (
-    NAME,
-    Logits,
     Output,
     causal_mask,
     dense_attention,
-    logit_scale,
     ragged_attention,
-    rotary_positions,
+    require_attention,
     tag,
     valid_keys,
 )
-from kvsearch.runtime.collector import Collector, OutputProjection, Rotary
+from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict
-from kvsearch.runtime.pool import Pool
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.storage import RaggedStore
@@ -72,13 +69,24 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _clear(self) -> None:
         self.seen = 0
-        self.holder: RaggedStore | Decoding | None = None  # of the entries, once the prompt has passed
-        self.pool: Pool | None = None  # of the entries, until their budgets are known
-        self._dense: tuple[Tensor, Tensor] | None = None
-        self._collector = self._new_collector()
+        self._holder: RaggedStore | Decoding | None = None
+        self._prompt = self._new_prompt()
+        if self.sharing is not None:
+            self.sharing.forget(self.index)
 
-    def _new_collector(self) -> Collector:
-        return Collector(self.needs(), self.rotary)
+    def _new_prompt(self) -> DensePrompt:
+        return DensePrompt(self.needs(), self.rotary, self.index)
+
+    @property
+    def holder(self) -> RaggedStore | Decoding | None:
+        """The entries, once the prompt has passed and, where layers share a pool, their budgets are known."""
+        if self._holder is None and self.sharing is not None:
+            self._holder = self.sharing.take(self.index)
+        return self._holder
+
+    @holder.setter
+    def holder(self, holder: RaggedStore | Decoding) -> None:
+        self._holder = holder
 
     def needs(self) -> list[Needs]:
         """What eviction must be given of the prompt."""
@@ -98,11 +106,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if (running := self.implementation()) != NAME:
-            raise UsageError(
-                f"PlanCache needs the attention implementation {NAME!r}, the model runs {running!r}; "
-                f"use attach(model, plan) or model.set_attn_implementation({NAME!r})"
-            )
+        require_attention("PlanCache", self.implementation())
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tag(key_states, self)
@@ -164,7 +168,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._select(lambda batch: [row for row in range(batch) for _ in range(repeats)])
 
     def _select(self, rows_of: Callable[[int], list[int]]) -> None:
-        if self._dense is not None:
+        if self._prompt.states is not None:
             raise UsageError("sequences cannot be rearranged in the middle of a prompt: finish it first")
         if self.holder is not None:
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
@@ -253,7 +257,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if count > 1 and mask is not None:
             valid = valid_keys(mask, key.shape[0], count, key.device)
             valid = None if bool(valid.all()) else valid
-        logits = self._logits(module, query, key, kwargs)
+        logits = Logits.of_call(module, query, key, kwargs)
         if isinstance(self.holder, Decoding):
             positions = kwargs.get("position_ids")
             if positions is None:
@@ -273,20 +277,10 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _prefill(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        if self._dense is not None:
-            key, value = torch.cat([self._dense[0], key], 2), torch.cat([self._dense[1], value], 2)
-        output = dense_attention(module, query, key, value, mask, **kwargs)
-        valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        positions = rotary_positions(kwargs, valid, query.shape[2])
-        logits = self._logits(module, query, key, kwargs)
-        self._collector.add(query, key, positions, valid, logits)
-        if self.prompt_length is not None and self.seen < self.prompt_length:
-            self._dense = (key, value)
-            return output
-        if not bool(valid[:, -1].all()):
-            raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
-        self.conclude(self._collector.observation(key, value, valid, positions, logits, self.index))
-        self._dense, self._collector = None, self._new_collector()
+        output = self._prompt.attend(module, query, key, value, mask, **kwargs)
+        if self.prompt_length is None or self.seen >= self.prompt_length:
+            self.conclude(self._prompt.observation())
+            self._prompt = self._new_prompt()
         return output
 
     def conclude(self, observation: Observation) -> None:
@@ -294,11 +288,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode, self.rotary)
         else:
-            self.sharing.end(self, observation, self.rotary)
-
-    def _logits(self, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
-        projection = OutputProjection(module, query.shape[1], key.shape[1])
-        return Logits(logit_scale(query, kwargs), kwargs.get("softcap"), projection)
+            self.sharing.end(self.index, observation, self.rotary)
 
     def most_entries(self) -> Tensor:
         """The most entries held at a time since the prompt passed, [B, Hkv] int64."""
@@ -310,6 +300,5 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes held for this layer."""
         if self.holder is not None:
             return self.holder.nbytes()
-        if self.pool is not None:
-            return self.pool.nbytes()
-        return 0 if self._dense is None else sum(t.untyped_storage().nbytes() for t in self._dense)
+        dense = sum(states.untyped_storage().nbytes() for states in self._prompt.states or ())
+        return dense + (0 if self.sharing is None else self.sharing.nbytes(self.index))

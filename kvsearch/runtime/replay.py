@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, Step, by_position, entries_at
-from kvsearch.runtime.attention import Logits, causal_mask
+from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import DecodeRule, Ints, Limits
 from kvsearch.runtime.slots import segments_of
 
@@ -32,10 +33,8 @@ class Shared(NamedTuple):
     scores: Tensor  # [B * Hkv, G, K, T + K] fp32, attention logits of the tokens over all columns
 
     @classmethod
-    def of(cls, observation: Observation, tokens: tuple[Tensor, Tensor, Tensor], logits: Logits) -> Shared:
-        """See `replay`."""
-        query, key, value = tokens
-        keys, values = torch.cat([observation.keys, key], 2), torch.cat([observation.values, value], 2)
+    def of(cls, keys: Tensor, values: Tensor, query: Tensor, logits: Logits) -> Shared:
+        """Make it of the keys and values of prompt and tokens, and the tokens' queries; see `replay`."""
         flat = keys.flatten(0, 1)
         scores = logits.of(query.reshape(len(flat), -1, query.shape[-1]), flat)
         return cls(keys, values, scores.view(len(flat), -1, query.shape[2], flat.shape[1]))
@@ -87,7 +86,9 @@ def replay(
     """
     left = select(observation, prefill, decode, rotary)
     if shared is None or left.observation is not observation:  # merging changes keys and values
-        shared = Shared.of(left.observation, tokens, logits)
+        states = (left.observation.keys, left.observation.values)
+        keys, values = (torch.cat(pair, 2) for pair in zip(states, tokens[1:], strict=True))
+        shared = Shared.of(keys, values, tokens[0], logits)
     return _Course(left, tokens, logits, shared).run()
 
 

@@ -29,8 +29,8 @@ from kvsearch.policies.decoding import (
     slots_of,
 )
 from kvsearch.policies.ranking import scores_at
-from kvsearch.runtime.attention import Logits
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
+from kvsearch.runtime.logits import Logits
 
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, normalized, split_heads
 from kvsearch.budgets.allocator import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_bounds
-from kvsearch.budgets.dynamic import Wish, shared_budgets
+from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
 from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
 from kvsearch.plan.rounding import water_fill
 
@@ -35,11 +35,11 @@ class OfScores:
         even = np.array([water_fill(np.ones(low.shape[1]), layer, 0) for layer in layers], dtype=np.int64)
         ranked = torch.from_numpy(-np.sort(-signals.astype(np.float64), axis=2))
 
-        def wish(layer: int, free: int) -> Wish:
+        def demand(layer: int, free: int) -> LayerDemand:
             weight = float(layer_entropy(ranked[layer])) if self.allocation.shares_layers else 1.0
-            return Wish(weight, self.allocation.order(ranked[layer], free))
+            return LayerDemand(weight, self.allocation.order(ranked[layer], free))
 
-        return shared_budgets(self.allocation, even.reshape(low.shape), low, high, wish)
+        return shared_budgets(self.allocation, even.reshape(low.shape), low, high, demand)
 
 
 def adakv(floor_share: float = 0.2, variant: Variant = "exact") -> OfScores:

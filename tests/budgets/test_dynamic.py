@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
 from kvsearch.budgets.allocator import Ints
 from kvsearch.budgets.cake import CAKEAllocation
-from kvsearch.budgets.dynamic import Allocation, Shares, Wish, allocation_names, create_allocation
+from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, allocation_names, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import InternalError, UsageError
 from tests.budgets.known import head_budgets
@@ -24,11 +24,11 @@ ALLOCATIONS: list[Allocation] = [
 ]
 
 
-def wish(rng: np.random.Generator, heads: int, candidates: int) -> Wish:
+def demand(rng: np.random.Generator, heads: int, candidates: int) -> LayerDemand:
     weight = float(rng.choice([0.0, 1.0, rng.random(), rng.pareto(1.0)]))
     scores = rng.pareto(1.1, (heads, candidates)) * rng.pareto(1.0, (heads, 1))
     ranked = torch.from_numpy(-np.sort(-scores, axis=1))
-    return Wish(weight, head_order(ranked, heads * candidates))
+    return LayerDemand(weight, head_order(ranked, heads * candidates))
 
 
 @given(st.integers(0, 2**32))
@@ -43,7 +43,7 @@ def test_what_a_layer_can_still_get_only_shrinks_and_ends_above_its_budget(seed:
     shares = Shares(allocation, planned, floors, caps)
     bounds: dict[int, Ints] = {}
     for layer in range(layers):
-        shares.add(layer, wish(rng, heads, length - protected))
+        shares.add(layer, demand(rng, heads, length - protected))
         for known in range(layer + 1):
             most = shares.most(known) if allocation.shares_layers else shares.layer_budgets(known)
             assert (most <= bounds.get(known, most)).all()
@@ -69,7 +69,7 @@ def test_worked_example_of_the_pool() -> None:
     shares = Shares(LAVaAllocation(heads="equal"), even(3, 2, 14), even(3, 2, 4), even(3, 2, 100))
     seen = []
     for layer, entropy in enumerate((0.9, 0.6, 0.75)):
-        shares.add(layer, Wish(entropy, np.zeros(0, dtype=np.uint8)))
+        shares.add(layer, LayerDemand(entropy, np.zeros(0, dtype=np.uint8)))
         seen.append([int(shares.most(known)[0]) - 4 for known in range(layer + 1)])
     assert seen == [[30], [18, 12], [12, 8, 10]]
     assert shares.budgets().tolist() == [[16, 16], [12, 12], [14, 14]]
@@ -77,7 +77,7 @@ def test_worked_example_of_the_pool() -> None:
 
 def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
     shares = Shares(LAVaAllocation(heads="equal"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
-    shares.add(0, Wish(0.2, np.zeros(0, dtype=np.uint8)))
+    shares.add(0, LayerDemand(0.2, np.zeros(0, dtype=np.uint8)))
     assert shares.most(0).tolist() == [20]
     assert shares.open_to(0) == 16
 
@@ -85,28 +85,28 @@ def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
 def test_heads_split_what_their_layer_gets() -> None:
     order = np.array([0] * 9 + [1] * 4 + [2] * 2 + [0, 1, 2] * 10, dtype=np.uint8)
     shares = Shares(LAVaAllocation(layers="planned"), even(1, 3, 7), even(1, 3, 2), even(1, 3, 60))
-    shares.add(0, Wish(1.0, order))
+    shares.add(0, LayerDemand(1.0, order))
     assert shares.budgets().tolist() == [[2 + 8, 2 + 4, 2 + 3]]  # 8.2, 4.2 and 2.6
 
 
 def test_totals_below_the_floors_are_shared_evenly() -> None:
     shares = Shares(LAVaAllocation(), even(2, 2, 3), even(2, 2, 8), even(2, 2, 50))
     for layer in range(2):
-        shares.add(layer, Wish(float(layer), np.array([0, 0, 0], dtype=np.uint8)))
+        shares.add(layer, LayerDemand(float(layer), np.array([0, 0, 0], dtype=np.uint8)))
     assert shares.budgets().tolist() == [[3, 3], [3, 3]]
 
 
 def test_a_budget_beyond_the_order_is_shared_evenly() -> None:
     """While decoding a head may hold more than its prompt had candidates."""
     shares = Shares(AdaKVAllocation(0.0), even(1, 2, 10), even(1, 2, 0), even(1, 2, 1000))
-    shares.add(0, Wish(1.0, np.array([0, 0, 0, 1], dtype=np.uint8)))
+    shares.add(0, LayerDemand(1.0, np.array([0, 0, 0, 1], dtype=np.uint8)))
     assert shares.budgets().tolist() == [[3 + 8, 1 + 8]]
 
 
-def test_budgets_need_every_wish() -> None:
+def test_budgets_need_every_demand() -> None:
     shares = Shares(LAVaAllocation(), even(2, 1, 5), even(2, 1, 1), even(2, 1, 9))
-    shares.add(0, Wish(1.0, np.zeros(8, dtype=np.uint8)))
-    with pytest.raises(InternalError, match="budgets of 2 layers from the wishes of 1"):
+    shares.add(0, LayerDemand(1.0, np.zeros(8, dtype=np.uint8)))
+    with pytest.raises(InternalError, match="budgets of 2 layers from the demands of 1"):
         shares.budgets()
 
 
@@ -115,7 +115,7 @@ def test_what_the_caps_leave_over_is_spare() -> None:
     for allocation, spare in ((LAVaAllocation(), [[2, 1], [1, 1]]), (AdaKVAllocation(), [[5, 5], [0, 0]])):
         shares = Shares(allocation, uneven, even(2, 2, 1), even(2, 2, 9))
         for layer in range(2):
-            shares.add(layer, Wish(1.0, np.array([0, 1] * 8, dtype=np.uint8)))
+            shares.add(layer, LayerDemand(1.0, np.array([0, 1] * 8, dtype=np.uint8)))
         assert shares.spare.tolist() == spare
         assert shares.budgets().sum() == 41 - shares.spare.sum()
 
@@ -127,7 +127,7 @@ def test_the_shape_of_a_plan_loses_nothing_of_its_total() -> None:
     apart = Shares(AdaKVAllocation(), np.array([[20, 4], [2, 2]]), even(2, 2, 1), even(2, 2, 12))
     for shares in (both, apart):
         for layer in range(2):
-            shares.add(layer, Wish(1.0, np.array([0, 1] * 11, dtype=np.uint8)))
+            shares.add(layer, LayerDemand(1.0, np.array([0, 1] * 11, dtype=np.uint8)))
     assert both.budgets().tolist() == [[11, 11], [11, 11]]
     assert apart.budgets().tolist() == [[12, 12], [2, 2]]
 
@@ -136,7 +136,7 @@ def test_weights_may_be_logarithms() -> None:
     for weights, expected in (([-2000.0, -2000.0], [8, 8]), ([5000.0, -np.inf], [16, 0]), ([-np.inf] * 2, [8, 8])):
         shares = Shares(CAKEAllocation(), even(2, 1, 8), even(2, 1, 0), even(2, 1, 30))
         for layer, weight in enumerate(weights):
-            shares.add(layer, Wish(weight, np.zeros(0, dtype=np.uint8)))
+            shares.add(layer, LayerDemand(weight, np.zeros(0, dtype=np.uint8)))
         assert shares.budgets()[:, 0].tolist() == expected
 
 

@@ -66,7 +66,7 @@ def lost_at_run_time(model: LoadedModel, data: CalibrationData, pair: tuple[floa
         total = round_half_up(0.2 * prompt.length * 8)
         table = even_budgets(total, np.full((4, 2), 6), np.full((4, 2), prompt.length))
         phase = PhaseProgram(dict.fromkeys(layers, POLICY), lambda _, table=table: table)  # type: ignore[misc]
-        for after in prompt.following:
+        for after in prompt.continuations:
             planned, full = PlanCache(model.model, Program(phase, allocation=CAKEAllocation(*pair))), DynamicCache()
             with running(model.model, NAME):
                 model.model(prompt.ids, past_key_values=planned)

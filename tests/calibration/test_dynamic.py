@@ -14,9 +14,9 @@ from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
-from kvsearch.calibration.dynamic import calibrate_dynamic, decisions, even_budgets, observe_wishes
+from kvsearch.calibration.dynamic import calibrate_dynamic, decisions, even_budgets, observe_demands
 from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
-from kvsearch.calibration.prompts import Prompt, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan import Profile, Size, load_profile, save_profile
@@ -75,9 +75,9 @@ def uneven(family: str = "llama", **changes: Any) -> LoadedModel:
     return tiny.wrap(made.model)
 
 
-def decided(model: LoadedModel, prompt: Prompt, how: tuple[Policy, Allocation], floor: int) -> np.ndarray:
+def decided(model: LoadedModel, prompt: CalibrationPrompt, how: tuple[Policy, Allocation], floor: int) -> np.ndarray:
     with running(model.model, NAME):
-        return decisions(how[1], observe_wishes(model, prompt, *how), prompt.length, floor)
+        return decisions(how[1], observe_demands(model, prompt, *how), prompt.length, floor)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def even_program(model: LoadedModel, how: tuple[Policy, Allocation], total: int,
 
 
 def assert_runtime_agrees(
-    model: LoadedModel, prompt: Prompt, how: tuple[Policy, Allocation], floor: int, rows: Any = range(99)
+    model: LoadedModel, prompt: CalibrationPrompt, how: tuple[Policy, Allocation], floor: int, rows: Any = range(99)
 ) -> None:
     found = decided(model, prompt, how, floor)
     heads = found[0].size
@@ -164,7 +164,7 @@ def bundled() -> LoadedModel:
 )
 def test_the_bundled_model_decides_as_the_runtime_does(how: tuple[Policy, Allocation], bundled: LoadedModel) -> None:
     context = prompts_of(bundled, load_calibration_data(default_data("bundled")))[4]
-    prompt = Prompt(context.ids[:, :512], 0, ())
+    prompt = CalibrationPrompt(context.ids[:, :512], 0, ())
     assert_runtime_agrees(bundled, prompt, how, 32, (9, 49, 79, 89, 93))
 
 

@@ -1,4 +1,4 @@
-"""The capture pass against plain forwards, full attention matrices and masked runs, for every kind of architecture."""
+"""The importance pass against plain forwards, full attention matrices and masked runs, for every architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvsearch.calibration.importance import Capture
+from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import attention_modules, describe, output_weight
 from kvsearch.policies import Policy, create_policy
@@ -31,8 +31,8 @@ def tokens(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return ids[:, :CONTEXT], ids[:, CONTEXT:]
 
 
-def capture_of(model: Any, context: Tensor, *policies: Policy, group: str = "sum") -> Capture:
-    return Capture(model, policies, context, group)
+def pass_over(model: Any, context: Tensor, *policies: Policy, group: str = "sum") -> ImportancePass:
+    return ImportancePass(model, policies, context, group)
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def test_logits_are_those_of_one_plain_forward(family: str) -> None:
     with torch.no_grad():
         plain = model(torch.cat([context, question], 1)).logits[0, CONTEXT:]
     with running(model, NAME):
-        assert_close(capture_of(model, context, POLICY).ask(question).logits, plain)
+        assert_close(pass_over(model, context, POLICY).ask(question).logits, plain)
 
 
 @pytest.mark.parametrize("group", ["sum", "max"])
@@ -68,7 +68,7 @@ def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: st
     shape = describe(model)
     attentions, values, _ = eager_pass(model, torch.cat([context, question], 1))
     with running(model, NAME):
-        importance = capture_of(model, context, POLICY, group=group).ask(question).importance
+        importance = pass_over(model, context, POLICY, group=group).ask(question).importance
     assert importance.shape == (len(shape.full_layers), shape.kv_heads, CONTEXT)
     for row, layer in enumerate(shape.full_layers):
         weight = output_weight(attention_modules(model)[layer], shape.query_heads)
@@ -88,13 +88,13 @@ def test_signals_of_the_layers_are_those_of_the_plain_forward(family: str) -> No
     shape = describe(model)
     attentions, values, output = eager_pass(model, torch.cat([context, question], 1))
     with running(model, NAME):
-        captured = capture_of(model, context, POLICY).ask(question)
+        found = pass_over(model, context, POLICY).ask(question)
     for row, layer in enumerate(shape.full_layers):
         heads = attentions[layer][0, :, CONTEXT:] @ values[layer][0].repeat_interleave(shape.group, 0)
         mixed = torch.einsum("qkd,qdm->km", heads, output_weight(attention_modules(model)[layer], shape.query_heads))
-        assert float(captured.output_norm[row]) == pytest.approx(float(mixed.norm(dim=-1).mean()), rel=1e-4)
+        assert float(found.output_norm[row]) == pytest.approx(float(mixed.norm(dim=-1).mean()), rel=1e-4)
         entering = output.hidden_states[layer][0, CONTEXT:].norm(dim=-1).mean()
-        assert float(captured.residual_norm[row]) == pytest.approx(float(entering), rel=1e-4)
+        assert float(found.residual_norm[row]) == pytest.approx(float(entering), rel=1e-4)
 
 
 @some_families
@@ -105,9 +105,9 @@ def test_ranks_are_those_of_the_runtime(family: str) -> None:
     budget = 15
     others = [create_policy("keydiff", {"sinks": 4, "window": 1}), create_policy("expected_attention")]
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY, *others)
+        passed = pass_over(model, context, POLICY, *others)
         for index, policy in enumerate([POLICY, *others]):
-            ranks = capture.ranks(index)
+            ranks = passed.ranks(index)
             assert sorted(ranks[0, 0].tolist()) == list(range(CONTEXT))
             cache = PlanCache(model, Program.uniform(model, policy, lambda length: budget))
             with torch.no_grad():
@@ -125,11 +125,11 @@ def test_asking_leaves_the_context_as_it_was(family: str) -> None:
     context, question = tokens()
     other = tokens(seed=1, rows=11)[1]
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
-        first = capture.ask(question)
-        capture.ask(other)
-        capture.follow_seeing(other, {0: torch.zeros(2, CONTEXT, dtype=torch.bool)})
-        again = capture.ask(question)
+        passed = pass_over(model, context, POLICY)
+        first = passed.ask(question)
+        passed.ask(other)
+        passed.logits_seeing(other, {0: torch.zeros(2, CONTEXT, dtype=torch.bool)})
+        again = passed.ask(question)
     for name in ("importance", "output_norm", "residual_norm", "logits"):
         assert torch.equal(getattr(first, name), getattr(again, name)), name
 
@@ -141,10 +141,10 @@ def test_a_hidden_part_of_one_layer_is_a_mask_of_minus_infinity(family: str) -> 
     shape = describe(model)
     generator = torch.Generator().manual_seed(3)
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
+        passed = pass_over(model, context, POLICY)
         for row in (0, len(shape.full_layers) - 1):
             keep = torch.rand(shape.kv_heads, CONTEXT, generator=generator) < 0.3
-            got = capture.follow_seeing(question, {row: keep})
+            got = passed.logits_seeing(question, {row: keep})
             pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
             with reference(model, {shape.full_layers[row]: keep[None]}) as cache:
                 expected = feed(model, cache, pieces)[1][0]
@@ -158,9 +158,9 @@ def test_all_layers_can_be_hidden_from_at_once(family: str) -> None:
     layers = describe(model).full_layers
     keep = torch.rand(len(layers), 2, CONTEXT, generator=torch.Generator().manual_seed(5)) < 0.4
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
-        got = capture.follow_seeing(question, dict(enumerate(keep)))
-        again = capture.ask(question).logits
+        passed = pass_over(model, context, POLICY)
+        got = passed.logits_seeing(question, dict(enumerate(keep)))
+        again = passed.ask(question).logits
     pieces = [(context, torch.ones_like(context)), (question, torch.ones_like(question))]
     with reference(model, {layer: keep[row][None] for row, layer in enumerate(layers)}) as cache:
         assert_close(got, feed(model, cache, pieces)[1][0])
@@ -172,11 +172,11 @@ def test_a_layer_sees_everything_again_when_a_pass_fails() -> None:
     model = build("llama")
     context, question = tokens()
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
-        before = capture.ask(question).logits
+        passed = pass_over(model, context, POLICY)
+        before = passed.ask(question).logits
         with pytest.raises(RuntimeError):
-            capture.follow_seeing(question, {0: torch.zeros(2, CONTEXT + 1, dtype=torch.bool)})
-        assert torch.equal(capture.ask(question).logits, before)
+            passed.logits_seeing(question, {0: torch.zeros(2, CONTEXT + 1, dtype=torch.bool)})
+        assert torch.equal(passed.ask(question).logits, before)
 
 
 @some_families
@@ -184,11 +184,11 @@ def test_a_layer_can_be_without_any_context(family: str) -> None:
     model = build(family)
     context, question = tokens()
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
+        passed = pass_over(model, context, POLICY)
         nothing = torch.zeros(2, CONTEXT, dtype=torch.bool)
-        without = capture.follow_seeing(question, {0: nothing})
+        without = passed.logits_seeing(question, {0: nothing})
         assert bool(without.isfinite().all())
-        assert not torch.allclose(without, capture.ask(question).logits, atol=1e-2)
+        assert not torch.allclose(without, passed.ask(question).logits, atol=1e-2)
 
 
 @some_families
@@ -196,31 +196,31 @@ def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: 
     model = build(family)
     context, question = tokens()
     with running(model, NAME):
-        capture = capture_of(model, context, POLICY)
-        captured = capture.ask(question)
-        everything = torch.ones_like(captured.importance, dtype=torch.bool)
+        passed = pass_over(model, context, POLICY)
+        found = passed.ask(question)
+        everything = torch.ones_like(found.importance, dtype=torch.bool)
 
         def without(layer: int, keep: Tensor) -> Tensor:
-            return capture.follow_seeing(question, {layer: keep})
+            return passed.logits_seeing(question, {layer: keep})
 
-        assert layer_effects(captured.logits, without, everything).tolist() == pytest.approx(
+        assert layer_effects(found.logits, without, everything).tolist() == pytest.approx(
             [0.0] * len(everything), abs=1e-5
         )
-        protected = capture.ranks() < POLICY.protected(CONTEXT)
-        assert float(layer_effects(captured.logits, without, protected).min()) > 1e-3
+        protected = passed.ranks() < POLICY.protected(CONTEXT)
+        assert float(layer_effects(found.logits, without, protected).min()) > 1e-3
 
 
 def test_one_question_token_is_enough() -> None:
     model = build("llama")
     context, question = tokens(rows=1)
     with running(model, NAME):
-        captured = capture_of(model, context, POLICY).ask(question)
-    assert captured.logits.shape == (1, 97)
+        found = pass_over(model, context, POLICY).ask(question)
+    assert found.logits.shape == (1, 97)
     with torch.no_grad():
         plain = model(torch.cat([context, question], 1)).logits[0, -1:]
-    assert_close(captured.logits, plain)
+    assert_close(found.logits, plain)
 
 
-def test_capture_needs_the_attention_that_reports() -> None:
+def test_an_importance_pass_needs_the_attention_that_reports() -> None:
     with pytest.raises(UsageError, match="attention implementation 'kvsearch'"):
-        Capture(build("llama"), [POLICY], tokens()[0])
+        ImportancePass(build("llama"), [POLICY], tokens()[0])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.calibration.importance import Capture
-from kvsearch.calibration.lukv import Measured, calibrate_lukv, measure_importance
+from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.lukv import MeasuredQuestion, calibrate_lukv, measure_importance
 from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -45,7 +45,7 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
     return calibrate_lukv(model, data, POLICY)
 
 
-def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[Measured]:
+def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[MeasuredQuestion]:
     with running(model.model, NAME):
         return list(measure_importance(model, data, POLICY, options))
 
@@ -209,8 +209,8 @@ def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: 
     pair, ids = data.contexts[0].questions[0], tiny.ids_of(data.contexts[0].text)
     tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
     with running(model.model, NAME):
-        capture = Capture(model.model, [POLICY], ids)
-        plain, ranks = capture.ask(tokens).importance, capture.ranks()
+        passed = ImportancePass(model.model, [POLICY], ids)
+        plain, ranks = passed.ask(tokens).importance, passed.ranks()
     ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
     last = ids.shape[1] - 1
     order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window

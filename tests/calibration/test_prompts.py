@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsearch.calibration.prompts import Following, check_lengths, prompts_of
+from kvsearch.calibration.prompts import Continuation, check_lengths, prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
@@ -31,7 +31,7 @@ def test_a_context_is_a_prompt(model: LoadedModel) -> None:
     for prompt, context in zip(prompts, DATA.contexts, strict=True):
         assert prompt.ids.tolist() == [ids(context.text, first=True)]
         assert prompt.length == len(context.text.split()) + 1
-        for after, pair in zip(prompt.following, context.questions, strict=True):
+        for after, pair in zip(prompt.continuations, context.questions, strict=True):
             asked, answer = ids(pair.question), ids(pair.answer)
             assert after.tokens.tolist() == [asked + answer]
             assert after.answer == len(asked)
@@ -47,13 +47,13 @@ def test_a_context_with_a_question_is_a_prompt(model: LoadedModel) -> None:
     pairs = [(context, pair) for context in DATA.contexts for pair in context.questions]
     for prompt, (context, pair) in zip(prompts, pairs, strict=True):
         assert prompt.ids.tolist() == [ids(context.text, first=True) + ids(pair.question)]
-        assert [after.tokens.tolist() for after in prompt.following] == [[ids(pair.answer)]]
+        assert [after.tokens.tolist() for after in prompt.continuations] == [[ids(pair.answer)]]
 
 
 def test_both_protocols_read_the_same_tokens(model: LoadedModel) -> None:
     def whole(protocol: str) -> list[list[int]]:
         prompts = prompts_of(model, DATA, protocol)  # type: ignore[arg-type]
-        return [torch.cat([p.ids, after.tokens], 1)[0].tolist() for p in prompts for after in p.following]
+        return [torch.cat([p.ids, after.tokens], 1)[0].tolist() for p in prompts for after in p.continuations]
 
     assert whole("question-agnostic") == whole("question-aware")
 
@@ -67,15 +67,15 @@ def test_the_template_leads_to_the_reply_in_the_prompt(model: LoadedModel) -> No
 
 
 def test_answers_are_cut(model: LoadedModel) -> None:
-    assert [after.predicted for after in prompts_of(model, DATA, answer_tokens=1)[0].following] == [1, 1]
-    assert prompts_of(model, DATA, "question-aware", 2)[0].following[0].tokens.shape == (1, 2)
+    assert [after.predicted for after in prompts_of(model, DATA, answer_tokens=1)[0].continuations] == [1, 1]
+    assert prompts_of(model, DATA, "question-aware", 2)[0].continuations[0].tokens.shape == (1, 2)
 
 
 @pytest.mark.parametrize(
     ("tokens", "answer", "rows"), [(5, 3, [2, 3]), (5, 0, [0, 1, 2, 3]), (5, 1, [0, 1, 2, 3]), (1, 0, []), (2, 0, [0])]
 )
 def test_rows_that_predict_the_answer(tokens: int, answer: int, rows: list[int]) -> None:
-    after = Following(torch.zeros(1, tokens), answer)
+    after = Continuation(torch.zeros(1, tokens), answer)
     assert list(range(tokens))[after.predicting] == rows
     assert after.predicted == len(rows)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvsearch.budgets.curves import eviction_loss
-from kvsearch.calibration.importance import Capture
+from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation import headroom as module
 from kvsearch.evaluation.headroom import ORACLE, ORACLE_UNIFORM, context_importance, headroom
@@ -90,11 +90,11 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
     together = importance_of(model, whole)
     single = [importance_of(model, Example("t", "k", whole.context, (query,))) for query in whole.queries]
     with running(model.model, NAME):
-        capture = Capture(model.model, [], tiny.ids_of(whole.context))
+        passed = ImportancePass(model.model, [], tiny.ids_of(whole.context))
         asked = []
         for query in whole.queries:
             words = f"{query.question} {query.answers[0]}"
-            asked.append(capture.ask(tiny.ids_of(words)[:, 1:]).importance.double().numpy())
+            asked.append(passed.ask(tiny.ids_of(words)[:, 1:]).importance.double().numpy())
     for layer in range(len(together)):
         expected = np.maximum(*(values[layer] for values in asked))
         np.testing.assert_allclose(together[layer] / together[layer].max(), expected / expected.max(), rtol=1e-4)

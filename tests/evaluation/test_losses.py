@@ -26,8 +26,8 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.report.losses import losses_json, losses_table, task_means
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay import replay
-from kvsearch.runtime.stream import Stream
 from kvsearch.signals.output_loss import attention_change
 from kvsearch.strategies.baselines import full_cache
 from kvsearch.tasks.base import Query
@@ -84,8 +84,10 @@ def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> 
     """Losses of single queries by layer."""
     with running(model, NAME):
         rules = layer_rules(model, plan, context)
-        stream = Stream(model, {layer: here.needs for layer, here in rules.items()}, context)
-        return {layer.index: query_losses(layer, rules[layer.index]) for layer in stream.follow(following)}
+        needs = {layer: here.needs for layer, here in rules.items()}
+        passed = DensePass(model, needs, lambda prompt: prompt, context)
+        with passed.following(following):
+            return {layer.index: query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
 
 
 # --- against independent computations ---------------------------------------------------------------------------------
@@ -283,10 +285,12 @@ def test_what_is_shown_of_the_context_is_what_the_real_cache_holds(method: str) 
     expected = held(cache, 2, LENGTH)
     with running(model, NAME), torch.no_grad():
         rules = layer_rules(model, plan, context)
-        stream = Stream(model, {layer: here.needs for layer, here in rules.items()}, context)
-        for layer in stream.follow(following):
-            shown = layer.replay(*rules[layer.index]).shown[0]
-            assert torch.equal(shown[:, 0, :LENGTH], expected[layer.index])
+        needs = {layer: here.needs for layer, here in rules.items()}
+        passed = DensePass(model, needs, lambda prompt: prompt, context)
+        with passed.following(following):
+            for layer in passed.continuations():
+                shown = layer.replay(*rules[layer.index]).shown[0]
+                assert torch.equal(shown[:, 0, :LENGTH], expected[layer.index])
     if method in ("lava", "adakv"):
         assert cache.entries().unique().numel() > 1, "budgets should differ between heads or layers"
 
@@ -406,9 +410,9 @@ def test_a_model_that_computes_nan() -> None:
         measure_losses(model, plan, [TASK], 1)
 
 
-def test_a_stream_needs_our_attention(model: LoadedModel) -> None:
+def test_a_dense_pass_needs_our_attention(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match="needs the attention implementation 'kvsearch'"):
-        Stream(model.model, {}, torch.ones(1, 4, dtype=torch.long))
+        DensePass(model.model, {}, lambda prompt: prompt, torch.ones(1, 4, dtype=torch.long))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

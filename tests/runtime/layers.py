@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.runtime.attention import Logits
-from kvsearch.runtime.collector import Collector, OutputProjection
+from kvsearch.runtime.collector import Collector
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict
+from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.rule import decode_needs
 from tests.policies.contract import DIM, rope
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from kvsearch.models.architecture import attention_modules, decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
-from kvsearch.runtime.attention import NAME, Logits
+from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.logits import Logits
 from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import feed, running
 

@@ -73,14 +73,12 @@ class Recorded:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.observations: dict[int, Observation] = {}
         self.held: list[Tensor] = []
-        layers: dict[int, Any] = {}
         end = Sharing.end
 
-        def recording(sharing: Sharing, layer: Any, observation: Observation, rotary: Any) -> None:
-            self.observations[layer.index] = observation
-            layers[layer.index] = layer
-            end(sharing, layer, observation, rotary)
-            pools = [one.pool.entries() for one in layers.values() if one.pool is not None]
+        def recording(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
+            self.observations[index] = observation
+            end(sharing, index, observation, rotary)
+            pools = [waiting.pool.entries() for waiting in sharing.waiting.values()]
             if pools:
                 self.held.append(torch.stack(pools).sum((0, 2)))
 
@@ -284,16 +282,16 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
     model = uneven()
     ids, mask = prompts(2, 60, pads=9)
     program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    layers: dict[int, Any] = {}
     end, take, held = Sharing.end, Pool.take, []
+    sharings: list[Sharing] = []
 
-    def ending(sharing: Sharing, layer: Any, observation: Observation, rotary: Any) -> None:
-        layers[layer.index] = layer
-        end(sharing, layer, observation, rotary)
+    def ending(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
+        sharings.append(sharing)
+        end(sharing, index, observation, rotary)
 
     def taking(*given: Any) -> Pool:
         pool = take(*given)
-        others = [layer.pool.entries() for layer in layers.values() if layer.pool is not None]
+        others = [waiting.pool.entries() for waiting in sharings[-1].waiting.values()]
         held.append(torch.stack([*others, pool.entries()]).sum((0, 2)).max())
         return pool
 

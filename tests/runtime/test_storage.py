@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime import storage
-from kvsearch.runtime.attention import Logits, ragged_attention
+from kvsearch.runtime.attention import ragged_attention
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.storage import RaggedStore, bucket
 from tests.examples import fixed
 from tests.families import DEVICES

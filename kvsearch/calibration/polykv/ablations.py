@@ -18,8 +18,8 @@ from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.rule import decode_needs
 
 
-class Disturbance(NamedTuple):
-    """One budget, phase and pattern, by their place in `Disturbances`."""
+class Ablation(NamedTuple):
+    """One budget, phase and pattern, by their place in `Ablations`."""
 
     budget: int
     phase: int
@@ -27,7 +27,7 @@ class Disturbance(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Disturbances:
+class Ablations:
     """Everything that is tried in every full-attention layer: each pattern at each budget in each phase."""
 
     policies: tuple[Policy, ...]
@@ -37,10 +37,10 @@ class Disturbances:
     kv_heads: int
 
     @property
-    def of_layer(self) -> list[Disturbance]:
+    def of_layer(self) -> list[Ablation]:
         """All that happens to one layer."""
         return [
-            Disturbance(budget, phase, pattern)
+            Ablation(budget, phase, pattern)
             for budget in range(len(self.budgets))
             for phase in range(len(self.phases))
             for pattern in range(len(self.policies))
@@ -56,7 +56,7 @@ class Disturbances:
         found = [policy.needs() for policy in self.policies if "prefill" in self.phases]
         return found + [decode_needs(policy) for policy in self.policies if "decode" in self.phases]
 
-    def rules(self, item: Disturbance) -> tuple[PhaseRule | None, PhaseRule | None]:
+    def rules(self, item: Ablation) -> tuple[PhaseRule | None, PhaseRule | None]:
         """The rules of the prefill and the decode phase."""
         entries = self.budgets[item.budget]
 
@@ -67,27 +67,27 @@ class Disturbances:
         return (rule, None) if self.phases[item.phase] == "prefill" else (None, rule)
 
 
-class Measured:
+class AblationResults:
     """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN.
 
     `entropy` [B, P, L] is that of attention rows, of the prompt and of what follows it, `attention` [B, P, L, T + K]
     their mean; None where it is not measured.
     """
 
-    def __init__(self, tried: Disturbances, batch: int) -> None:
+    def __init__(self, tried: Ablations, batch: int) -> None:
         shape = (batch, *tried.shape)
         self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
         self.full_loss = np.zeros(batch)
         self.entropy: NDArray[np.float64] | None = None
         self.attention: NDArray[np.float64] | None = None
 
-    def note_outputs(self, row: int, item: Disturbance, agreement: tuple[Tensor, Tensor]) -> None:
+    def note_outputs(self, row: int, item: Ablation, agreement: tuple[Tensor, Tensor]) -> None:
         """Cosine and relative error [B] of what layer `row` puts out."""
         for array, values in zip((self.cosine, self.error), agreement, strict=True):
             array[:, item.budget, item.phase, row, item.pattern] = values.cpu().numpy()
 
-    def note_losses(self, places: Sequence[tuple[int, Disturbance]], losses: Tensor) -> None:
-        """Losses [groups, B] of disturbances of layers."""
+    def note_losses(self, places: Sequence[tuple[int, Ablation]], losses: Tensor) -> None:
+        """Losses [groups, B] of ablations of layers."""
         for (row, item), values in zip(places, losses.cpu().numpy(), strict=True):
             self.loss[:, item.budget, item.phase, row, item.pattern] = values
 

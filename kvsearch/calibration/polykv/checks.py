@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import PolykvOptions
 from kvsearch.calibration.polykv.patterns import check_pattern
-from kvsearch.calibration.prompts import Prompt, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -18,7 +18,7 @@ from kvsearch.runtime.cache import check_rotary
 
 def checked_prompts(
     loaded: LoadedModel, data: CalibrationData, options: PolykvOptions, policies: Sequence[Policy]
-) -> list[Prompt]:
+) -> list[CalibrationPrompt]:
     """The prompts of a calibration that can be run; a `KvsearchWarning` if a budget evicts nothing from some of them.
 
     Raises:
@@ -38,7 +38,7 @@ def checked_prompts(
             f"the literal entropy averages attention by position, and prompts have {min(lengths)} to {max(lengths)} "
             "tokens: give texts of one length, or leave literal_entropy out"
         )
-    if "ppl" in options.signals and not any(after.predicted for prompt in prompts for after in prompt.following):
+    if "ppl" in options.signals and not any(after.predicted for prompt in prompts for after in prompt.continuations):
         raise UsageError(
             "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: give "
             "longer answers, or --signals cosine,entropy"
@@ -62,10 +62,10 @@ def check_policies(policies: Sequence[Policy], options: PolykvOptions) -> None:
         )
 
 
-def _check_positions(loaded: LoadedModel, prompts: Sequence[Prompt]) -> None:
+def _check_positions(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt]) -> None:
     limit = describe(loaded.model).max_positions
     for prompt in prompts:
-        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.following)
+        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.continuations)
         if limit and whole > limit:
             raise IncompatibleError(
                 f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"

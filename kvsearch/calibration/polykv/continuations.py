@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvsearch.calibration.prompts import Prompt
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.signals.perplexity import token_losses
 
 
 @dataclass(frozen=True, eq=False)
-class Continuations:
+class ContinuationBatch:
     """What follows the prompts of a batch, one continuation each; padding comes last, so no real token sees it."""
 
     tokens: Tensor  # [B, K]
@@ -53,7 +53,7 @@ class PromptBatch:
     """Some prompts of a calibration, and their places in it."""
 
     places: Sequence[int]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[CalibrationPrompt]
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Token ids [B, T] and their mask, padded on the left with token 0."""
@@ -64,35 +64,35 @@ class PromptBatch:
 
     def left(self, finished: Collection[tuple[int, int]]) -> list[int]:
         """Numbers of the continuations that some prompt has, by (place, number), and that are not `finished`."""
-        most = max(len(prompt.following) for prompt in self.prompts)
+        most = max(len(prompt.continuations) for prompt in self.prompts)
         pairs = list(zip(self.places, self.prompts, strict=True))
         return [
             number
             for number in range(most)
-            if any(number < len(prompt.following) and (place, number) not in finished for place, prompt in pairs)
+            if any(number < len(prompt.continuations) and (place, number) not in finished for place, prompt in pairs)
         ]
 
-    def continuations(self, number: int, device: torch.device) -> Continuations:
+    def continuations(self, number: int, device: torch.device) -> ContinuationBatch:
         """The continuation of that number of every prompt."""
-        real = [number < len(prompt.following) for prompt in self.prompts]
-        chosen = [prompt.following[number if has else 0] for prompt, has in zip(self.prompts, real, strict=True)]
+        real = [number < len(prompt.continuations) for prompt in self.prompts]
+        chosen = [prompt.continuations[number if has else 0] for prompt, has in zip(self.prompts, real, strict=True)]
         tokens = pad_sequence([one.tokens[0] for one in chosen], batch_first=True)
         counts, answers = [one.tokens.shape[1] for one in chosen], [one.answer for one in chosen]
         given = (torch.tensor(values).to(device) for values in (counts, answers, real))
-        return Continuations(tokens.to(device), *given)
+        return ContinuationBatch(tokens.to(device), *given)
 
     def having(self, number: int) -> PromptBatch:
         """The prompts that have a continuation of that number, with that one alone."""
-        rows = [row for row, prompt in enumerate(self.prompts) if number < len(prompt.following)]
+        rows = [row for row, prompt in enumerate(self.prompts) if number < len(prompt.continuations)]
         chosen = (self.prompts[row] for row in rows)
-        alone = [Prompt(one.ids, one.context, (one.following[number],)) for one in chosen]
+        alone = [CalibrationPrompt(one.ids, one.context, (one.continuations[number],)) for one in chosen]
         return PromptBatch([self.places[row] for row in rows], alone)
 
 
-def batches_of(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
+def batches_of(prompts: Sequence[CalibrationPrompt], size: int) -> list[PromptBatch]:
     """Batches of at most `size` prompts; those with as many continuations, and as long, are together."""
     places = sorted(
-        range(len(prompts)), key=lambda place: (len(prompts[place].following), prompts[place].length, place)
+        range(len(prompts)), key=lambda place: (len(prompts[place].continuations), prompts[place].length, place)
     )
     parts = (places[first : first + size] for first in range(0, len(places), size))
     return [PromptBatch(part, [prompts[place] for place in part]) for part in parts]

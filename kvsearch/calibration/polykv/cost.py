@@ -1,8 +1,8 @@
 """What a PolyKV calibration costs before it is run: forward tokens, arithmetic and memory, as papers do it and as here.
 
 The papers run the model anew for every layer, phase, pattern and budget, over the prompt and its continuation. Here a
-prompt of T tokens is read once, the attention of every disturbed layer is replayed by itself, and only the K tokens of
-the continuation go on from there: disturbing layer l of D costs K (D - l) token-layers instead of D (T + K).
+prompt of T tokens is read once, the attention of every ablated layer is replayed by itself, and only the K tokens of
+the continuation go on from there: ablating layer l of D costs K (D - l) token-layers instead of D (T + K).
 
 A token costs two operations per parameter of a layer, and four per query head and dimension for every token it sees;
 the output head is applied to continuations only. Sliding windows, scores of patterns, and decode rules, which go token
@@ -25,7 +25,7 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.calibration.options import PolykvOptions
-    from kvsearch.calibration.prompts import Prompt
+    from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.policies import Policy
 
 FP32 = 4
@@ -72,30 +72,30 @@ class ModelSize:
 class Work:
     """What is measured: `prompts` are their tokens, each with the tokens of its continuations.
 
-    `tried` is how many disturbances a layer has: `patterns` times phases times budgets; 0 where only entropy is
+    `tried` is how many ablations a layer has: `patterns` times phases times budgets; 0 where only entropy is
     measured. `query_rows` and `column_sums` are what patterns need of a prompt.
     """
 
     prompts: tuple[tuple[int, tuple[int, ...]], ...]
     tried: int
-    losses: bool = True  # whether disturbances go on to the output
+    losses: bool = True  # whether ablations go on to the output
     batch: int = 8
     query_rows: int = 0
     column_sums: bool = False
     patterns: int = 0
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], policies: Sequence[Policy], options: PolykvOptions) -> Work:
+    def of(cls, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions) -> Work:
         """The work of a calibration; UsageError if a policy has no decode rule."""
         from kvsearch.runtime.rule import decode_needs
 
-        disturbed = "cosine" in options.signals or "ppl" in options.signals
-        used = policies if disturbed else ()
+        ablated = "cosine" in options.signals or "ppl" in options.signals
+        used = policies if ablated else ()
         needs = [policy.needs() for policy in used if "prefill" in options.phases]
         needs += [decode_needs(policy) for policy in used if "decode" in options.phases]
         rows = [need.query_rows for need in needs] + [options.entropy_rows] * ("entropy" in options.signals)
         return cls(
-            tuple((one.length, tuple(after.tokens.shape[1] for after in one.following)) for one in prompts),
+            tuple((one.length, tuple(after.tokens.shape[1] for after in one.continuations)) for one in prompts),
             tried=len(used) * len(options.phases) * len(options.budgets),
             losses="ppl" in options.signals,
             batch=options.batch,
@@ -121,7 +121,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one batch besides the weights, in numbers of `groups`, the disturbances that are swept at a time.
+    """Bytes of one batch besides the weights, in numbers of `groups`, the ablations that are swept at a time.
 
     `minimum` is that of one group, `peak` that of `groups`, as many as fit.
     """
@@ -158,7 +158,7 @@ def estimate(size: ModelSize, work: Work, tflops: float = 100.0, max_memory: int
     """Cost and memory of `work` on a machine of `tflops` 10^12 operations a second, in `max_memory` bytes.
 
     Raises:
-        UsageError: the rate is not above 0, or not even one disturbance at a time fits the memory.
+        UsageError: the rate is not above 0, or not even one ablation at a time fits the memory.
     """
     if not 0 < tflops < float("inf"):
         raise UsageError(f"a rate of {tflops:g} TFLOP/s must be above 0")
@@ -174,7 +174,7 @@ def estimate(size: ModelSize, work: Work, tflops: float = 100.0, max_memory: int
 
 
 def memory_of(size: ModelSize, work: Work, max_memory: int | None = None) -> Memory:
-    """What the longest batch takes, with as many disturbances at a time as fit `max_memory` bytes (None: all).
+    """What the longest batch takes, with as many ablations at a time as fit `max_memory` bytes (None: all).
 
     Raises:
         UsageError: not even one fits.
@@ -188,10 +188,10 @@ def memory_of(size: ModelSize, work: Work, max_memory: int | None = None) -> Mem
     rows = work.query_rows * size.heads * size.head_dim * size.bytes
     observed = batch * len(size.full_layers) * (rows + sums + remembered)
     states = size.layers * (size.heads + 2 * size.kv_heads) * size.head_dim + (size.layers + 1) * size.hidden
-    trunk = batch * count * states * size.bytes
+    baseline = batch * count * states * size.bytes
     replay = batch * (length + count) * (REPLAY_TABLES * FP32 * size.heads * count + 2 * entry)
     head = batch * count * size.vocabulary * (FP32 + size.bytes)
-    reading, fixed = batch * length * size.activations, trunk + replay + head
+    reading, fixed = batch * length * size.activations, baseline + replay + head
     group = batch * count * size.activations
     minimum = cache + observed + max(reading, fixed + group)
     if max_memory is not None and minimum > max_memory:
@@ -248,7 +248,7 @@ def _sweep(size: ModelSize, work: Work) -> _Operations:
             pairs = _pairs(length, count)
             parts.append(_Operations(size.layers * count, size.layers * pairs, count))
             for layer in size.full_layers:
-                left = size.layers - layer  # layers that what is disturbed goes through, where losses are measured
+                left = size.layers - layer  # layers that what is ablated goes through, where losses are measured
                 once = _Operations(left * count, left * pairs, count) if work.losses else _Operations(pairs=pairs)
                 parts.append(once * work.tried)
     return _total(parts)

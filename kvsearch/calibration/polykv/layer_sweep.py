@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.polykv.ablations import Disturbance, Disturbances, Measured
-from kvsearch.calibration.polykv.continuations import Continuations, PromptBatch
-from kvsearch.calibration.polykv.tree import Tree, Trunk
+from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations
+from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch
+from kvsearch.calibration.polykv.tree import BaselinePass, Tree
+from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.stream import Followed
+from kvsearch.runtime.observe import LayerContinuation
 from kvsearch.signals.cosine import Agreement, output_agreement
 from kvsearch.signals.entropy import mean_row, row_entropy
 
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
-Place = tuple[int, Disturbance]  # row of a layer, and what happens to it
+Layer = LayerContinuation[Observation]
 Rows = tuple[Tensor, Tensor, float, float | None, Tensor]  # queries, keys, scale, soft cap and which keys are real
 
 
-class Sweeping:
+class LayerSweep:
     """The cheap exact procedure for one batch of prompts; the model must run the attention "kvsearch".
 
     Args:
@@ -32,14 +33,14 @@ class Sweeping:
         batch: the prompts, read once under the full cache.
         signals: which of cosine, ppl and entropy are wanted.
         entropy_rows: query rows of the prompt whose entropy is taken.
-        groups: the most disturbances that are in the sweep at a time.
+        groups: the most ablations that are in the sweep at a time.
         literal: whether mean attention rows are wanted beside the entropy.
     """
 
     def __init__(
         self,
         model: Any,
-        tried: Disturbances,
+        tried: Ablations,
         batch: PromptBatch,
         signals: Sequence[str],
         entropy_rows: int,
@@ -54,43 +55,40 @@ class Sweeping:
         ids, mask = batch.padded(model.device)
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 
-    def measure(self, after: Continuations) -> Measured:
-        """Cosine, relative error and loss under every disturbance, and entropy, as far as they are wanted."""
-        measured = Measured(self.tried, len(after.tokens))
-        with self.tree.trunk(after.tokens) as trunk:
-            replays = _Replays(self.tried, trunk, after, measured if "cosine" in self.signals else None)
+    def measure(self, after: ContinuationBatch) -> AblationResults:
+        """Measure cosine, relative error and loss under every ablation, and entropy, as far as they are wanted."""
+        results = AblationResults(self.tried, len(after.tokens))
+        with self.tree.baseline_pass(after.tokens) as baseline:
+            replays = _Replays(self.tried, baseline, after, results if "cosine" in self.signals else None)
             if "ppl" in self.signals:
-                self._sweep(trunk, after, replays, measured)
+                self._sweep(baseline, after, replays, results)
             elif "cosine" in self.signals:
-                for layer in self.tried.layers:
+                for index in self.tried.layers:
                     for item in self.tried.of_layer:
-                        replays(layer, item)
+                        replays(index, item)
             if "entropy" in self.signals:
-                # copies: what one computes and keeps is gone with it
-                followed = [trunk.followed[layer] for layer in self.tried.layers]
                 given = self.tried.phases, self.entropy_rows, after
-                measured.entropy = (
-                    torch.stack([_entropy(replace(one), *given) for one in followed], -1).double().numpy()
-                )
+                # copies: what one computes and keeps is gone with it
+                entropy = [_entropy(replace(baseline.layers[index]), *given) for index in self.tried.layers]
+                results.entropy = torch.stack(entropy, -1).double().numpy()
                 if self.literal:
-                    rows = [_mean_rows(replace(one), *given) for one in followed]
-                    measured.attention = torch.stack(rows, 2).double().numpy()
-        return measured
+                    rows = [_mean_rows(replace(baseline.layers[index]), *given) for index in self.tried.layers]
+                    results.attention = torch.stack(rows, 2).double().numpy()
+        return results
 
-    def _sweep(self, trunk: Trunk, after: Continuations, replays: _Replays, measured: Measured) -> None:
-        measured.full_loss[:] = self._losses(trunk.leaving[None], after)[0].cpu().numpy()
-        for places in self._chunks():
-            disturbed: dict[int, list[Disturbance]] = {}
-            for row, item in places:
-                disturbed.setdefault(self.tried.layers[row], []).append(item)
-            measured.note_losses(places, self._losses(self.tree.sweep(trunk, disturbed, replays), after))
-
-    def _chunks(self) -> Iterator[list[Place]]:
+    def _sweep(
+        self, baseline: BaselinePass, after: ContinuationBatch, replays: _Replays, results: AblationResults
+    ) -> None:
+        results.full_loss[:] = self._losses(baseline.leaving[None], after)[0].cpu().numpy()
         places = [(row, item) for row in range(len(self.tried.layers)) for item in self.tried.of_layer]
         for first in range(0, len(places), self.groups):
-            yield places[first : first + self.groups]
+            some = places[first : first + self.groups]
+            ablated: dict[int, list[Ablation]] = {}
+            for row, item in some:
+                ablated.setdefault(self.tried.layers[row], []).append(item)
+            results.note_losses(some, self._losses(self.tree.sweep(baseline, ablated, replays), after))
 
-    def _losses(self, hidden: Tensor, after: Continuations) -> Tensor:
+    def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
         """Losses [groups, B] of what enters the final norm, [groups, B, K, d_model]."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
@@ -98,53 +96,51 @@ class Sweeping:
 
 
 class _Replays:
-    """Attention outputs of disturbed layers; how they agree with the full cache's is noted on the way."""
+    """Attention outputs of ablated layers; how they agree with the full cache's is noted in `results` on the way."""
 
-    def __init__(self, tried: Disturbances, trunk: Trunk, after: Continuations, measured: Measured | None) -> None:
-        self.tried, self.trunk, self.after, self.measured = tried, trunk, after, measured
-        self._layer, self._followed, self._full = -1, next(iter(trunk.followed.values())), torch.empty(0)
+    def __init__(
+        self, tried: Ablations, baseline: BaselinePass, after: ContinuationBatch, results: AblationResults | None
+    ) -> None:
+        self.tried, self.baseline, self.after, self.results = tried, baseline, after, results
+        self._layer: Layer | None = None  # the last one, with what its replays have in common
 
     @torch.no_grad()
-    def __call__(self, layer: int, item: Disturbance) -> Tensor:
-        followed = self._of(layer)
-        outputs = followed.replay(*self.tried.rules(item)).outputs
-        if self.measured is not None:
-            cosine, error = output_agreement(self._full, block_output(followed, outputs))
-            means = Agreement(*(self.after.mean_over_tokens(values) for values in (cosine, error)))
-            self.measured.note_outputs(self.tried.layers.index(layer), item, means)
+    def __call__(self, index: int, item: Ablation) -> Tensor:
+        layer = self._layer
+        if layer is None or layer.index != index:
+            layer = self._layer = replace(self.baseline.layers[index])
+            if self.results is not None:
+                self._full = block_output(layer, layer.full_outputs)
+        outputs = layer.replay(*self.tried.rules(item)).outputs
+        if self.results is not None:
+            agreement = output_agreement(self._full, block_output(layer, outputs))
+            means = Agreement(*(self.after.mean_over_tokens(values) for values in agreement))
+            self.results.note_outputs(self.tried.layers.index(index), item, means)
         return outputs
 
-    def _of(self, layer: int) -> Followed:
-        """A layer with what its replays have in common, which is dropped with the next one."""
-        if self._layer != layer:
-            self._layer, self._followed = layer, replace(self.trunk.followed[layer])
-            if self.measured is not None:
-                self._full = block_output(self._followed, self._followed.undisturbed)
-        return self._followed
 
-
-def block_output(followed: Followed, outputs: Tensor) -> Tensor:
-    """What an attention block adds to the residual stream, [B, K, d_model], from its heads' [B, Hq, K, Dv]."""
-    projected: Tensor = followed.module.o_proj(outputs.transpose(1, 2).flatten(2))  # type: ignore[operator]
+def block_output(layer: Layer, outputs: Tensor) -> Tensor:
+    """Return what an attention block adds to the residual stream, [B, K, d_model], from its heads' [B, Hq, K, Dv]."""
+    projected: Tensor = layer.module.o_proj(outputs.transpose(1, 2).flatten(2))  # type: ignore[operator]
     return projected
 
 
-def _entropy(followed: Followed, phases: Sequence[str], rows: int, after: Continuations) -> Tensor:
+def _entropy(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
     """Entropy of the attention rows of every phase, [B, P], on the CPU."""
-    return torch.stack([row_entropy(*_rows_of(followed, phase, rows, after)).cpu() for phase in phases], 1)
+    return torch.stack([row_entropy(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases], 1)
 
 
-def _mean_rows(followed: Followed, phases: Sequence[str], rows: int, after: Continuations) -> Tensor:
+def _mean_rows(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
     """The mean attention row of every phase, [B, P, T + K], on the CPU."""
-    means = [mean_row(*_rows_of(followed, phase, rows, after)).cpu() for phase in phases]
-    width = followed.keys.shape[2]
+    means = [mean_row(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases]
+    width = layer.keys.shape[2]
     return torch.stack([torch.nn.functional.pad(mean, (0, width - mean.shape[1])) for mean in means], 1)
 
 
-def _rows_of(followed: Followed, phase: str, rows: int, after: Continuations) -> Rows:
+def _rows_of(layer: Layer, phase: str, rows: int, after: ContinuationBatch) -> Rows:
     """The last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
-    context, how = followed.context, followed.logits
+    prompt, how = layer.noted, layer.logits
     if phase == "prefill":
-        return context.last_queries[:, :, -rows:], context.keys, how.scaling, how.softcap, context.valid
-    valid = torch.cat([context.valid, after.followed], 1)
-    return followed.query, followed.keys, how.scaling, how.softcap, valid
+        return prompt.last_queries[:, :, -rows:], prompt.keys, how.scaling, how.softcap, prompt.valid
+    valid = torch.cat([prompt.valid, after.followed], 1)
+    return layer.query, layer.keys, how.scaling, how.softcap, valid

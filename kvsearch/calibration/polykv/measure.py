@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import SAMPLES, PolykvOptions
-from kvsearch.calibration.polykv.ablations import Disturbances
+from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
 from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of
 from kvsearch.calibration.polykv.cost import ModelSize, Work, memory_of
-from kvsearch.calibration.polykv.layer_sweep import Sweeping
+from kvsearch.calibration.polykv.layer_sweep import LayerSweep
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places, unfinished
-from kvsearch.calibration.prompts import Prompt
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
@@ -64,8 +64,8 @@ def calibrate_polykv(
     """
     prompts = checked_prompts(loaded, data, options, policies)
     shape = describe(loaded.model)
-    tried = Disturbances(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
-    total, groups = sum(len(prompt.following) for prompt in prompts), _groups(loaded, prompts, policies, options)
+    tried = Ablations(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
+    total, groups = sum(len(prompt.continuations) for prompt in prompts), _groups(loaded, prompts, policies, options)
     if started is not None:
         started()
     measurement = Measurement.of(loaded, data, prompts, options, policies)
@@ -86,14 +86,14 @@ class _Measure:
     """All signals of one batch of prompts, one continuation of each at a time."""
 
     def __init__(
-        self, loaded: LoadedModel, tried: Disturbances, batch: PromptBatch, options: PolykvOptions, groups: int
+        self, loaded: LoadedModel, tried: Ablations, batch: PromptBatch, options: PolykvOptions, groups: int
     ) -> None:
         self.loaded, self.tried, self.batch, self.options = loaded, tried, batch, options
         swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
-        self.sweeping = None
+        self.sweep = None
         if swept:
             rows, literal = options.entropy_rows, options.literal_entropy
-            self.sweeping = Sweeping(loaded.model, tried, batch, swept, rows, groups, literal=literal)
+            self.sweep = LayerSweep(loaded.model, tried, batch, swept, rows, groups, literal=literal)
 
     def __call__(self, number: int) -> Arrays:
         """The arrays of the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
@@ -105,7 +105,7 @@ class _Measure:
         found: Arrays = places(some.places, number, contexts, lengths)
         found[TOKENS] = alone.predicting.sum(-1).cpu().numpy().astype(np.int32)
         wanted = {"outputs": "cosine" in options.signals, "losses": "ppl" in options.signals}
-        measured = None if self.sweeping is None else self.sweeping.measure(after)
+        measured = None if self.sweep is None else self.sweep.measure(after)
         if options.naive and any(wanted.values()):
             found |= Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone).arrays(**wanted)
         elif measured is not None:
@@ -125,8 +125,10 @@ class _Measure:
                 raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
 
 
-def _groups(loaded: LoadedModel, prompts: Sequence[Prompt], policies: Sequence[Policy], options: PolykvOptions) -> int:
-    """How many disturbances can be in the sweep at a time; UsageError if not one fits the memory that is allowed."""
+def _groups(
+    loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions
+) -> int:
+    """How many ablations can be in the sweep at a time; UsageError if not one fits the memory that is allowed."""
     size, work = ModelSize.of(loaded.model), Work.of(prompts, policies, options)
     if options.max_memory is not None:
         return memory_of(size, work, options.max_memory).groups

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import PolykvOptions
-from kvsearch.calibration.prompts import Prompt
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
@@ -39,7 +39,7 @@ class Measurement:
         cls,
         loaded: LoadedModel,
         data: CalibrationData,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[CalibrationPrompt],
         options: PolykvOptions,
         policies: Sequence[Policy],
     ) -> Measurement:
@@ -69,8 +69,8 @@ class Measurement:
         return next((name for name, value in self.identity.items() if identity.get(name) != value), None)
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def _digest(prompts: Sequence[CalibrationPrompt]) -> str:
     """SHA-256 over the token ids of all prompts and continuations: the texts, as the tokenizer and the options cut."""
-    whole = [[one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.following]]
+    whole = [[one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
              for one in prompts]  # fmt: skip
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()

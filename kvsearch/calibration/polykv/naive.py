@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvsearch.calibration.polykv.ablations import Disturbance, Disturbances, Measured
-from kvsearch.calibration.polykv.continuations import Continuations
+from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations
+from kvsearch.calibration.polykv.continuations import ContinuationBatch
 from kvsearch.models.architecture import attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
@@ -23,15 +23,15 @@ from kvsearch.signals.cosine import output_agreement
 
 
 class Naive:
-    """One batch of prompts, read anew for every disturbance; the model must run the attention "kvsearch"."""
+    """One batch of prompts, read anew for every ablation; the model must run the attention "kvsearch"."""
 
-    def __init__(self, model: Any, tried: Disturbances, ids: Tensor, mask: Tensor) -> None:
+    def __init__(self, model: Any, tried: Ablations, ids: Tensor, mask: Tensor) -> None:
         self.model, self.tried, self.ids, self.mask = model, tried, ids, mask
         self.attention = attention_modules(model)
 
-    def measure(self, after: Continuations) -> Measured:
-        """Cosine, relative error and loss under every disturbance."""
-        measured = Measured(self.tried, len(after.tokens))
+    def measure(self, after: ContinuationBatch) -> AblationResults:
+        """Cosine, relative error and loss under every ablation."""
+        measured = AblationResults(self.tried, len(after.tokens))
         logits, full = self._run(Program(), after, self.tried.layers)
         measured.full_loss[:] = after.losses(logits).cpu().numpy()
         for row, layer in enumerate(self.tried.layers):
@@ -43,7 +43,7 @@ class Naive:
                 measured.note_losses([(row, item)], after.losses(logits)[None])
         return measured
 
-    def _program(self, layer: int, item: Disturbance) -> Program:
+    def _program(self, layer: int, item: Ablation) -> Program:
         size = (1, self.tried.kv_heads)
         budgets = np.full(size, self.tried.budgets[item.budget], dtype=np.int64)
         phase = PhaseProgram({layer: self.tried.policies[item.pattern]}, lambda _: budgets)
@@ -51,7 +51,9 @@ class Naive:
         return Program(phase, None) if prefill else Program(None, phase)
 
     @torch.no_grad()
-    def _run(self, program: Program, after: Continuations, layers: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+    def _run(
+        self, program: Program, after: ContinuationBatch, layers: tuple[int, ...]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [B, K, V] of the tokens, and what attention blocks of `layers` put out for them, [B, K, d_model]."""
         cache, lengths = PlanCache(self.model, program), self.mask.sum(-1, keepdim=True)
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)

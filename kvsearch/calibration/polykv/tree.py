@@ -1,15 +1,15 @@
-"""The growing tree: what the model says of K tokens when one layer is disturbed, for every disturbance in one sweep.
+"""The growing tree: what the model says of K tokens when one layer is ablated, for every ablation in one sweep.
 
 Eviction changes no prompt, so the K tokens that follow it are all that has to be computed again, and a layer below the
-disturbed one computes nothing new at all. The sweep goes up through the layers once: at layer l the undisturbed tokens
-branch into one group for every disturbance of l, and all groups go on through the layers above, where they see the full
-cache. The layers are run as the model itself ran them.
+ablated one computes nothing new at all. The sweep goes up through the layers once: at layer l the tokens of the
+baseline branch into one group for every ablation of l, and all groups go on through the layers above, where they see
+the full cache. The layers are run as the model itself ran them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import decoder, text_config
+from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.attention import Logits, Output, causal_mask
-from kvsearch.runtime.stream import Followed, Stream, StreamLayer
+from kvsearch.runtime.attention import Output, causal_mask
+from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
 TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it
@@ -29,37 +31,31 @@ TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their s
 Item = TypeVar("Item")
 
 
-@dataclass
-class Branching:
-    """What a layer is to do in the sweep: the last groups take `outputs` [groups, B, Hq, K, Dv] for their attention."""
+class TreeLayer(ObservedLayer[Observation]):
+    """Lets every group of a branching batch see the whole context and its own tokens.
 
-    outputs: list[Tensor]
+    While it is `branching`, the last groups take these outputs [B, Hq, K, Dv] for their attention.
+    """
 
-
-class TreeLayer(StreamLayer):
-    """Lets every group of a branching batch see the whole context and its own tokens."""
-
-    branching: Branching | None = None
+    branching: list[Tensor] | None = None
     seen: Tensor | None = None  # [B, 1, K, T + K] bool: what the following tokens see; None: all, causally
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         if self.branching is None:
-            if self.context is not None:
-                self.seen = mask
+            self.seen = mask
             return super().attend(module, query, key, value, mask, **kwargs)
-        if self.context is None or self.followed is None:
+        if self.continuation is None:
             raise IncompatibleError(f"layer {self.index} runs in an unknown order: this model cannot be swept")
-        batch, count = self.context.keys.shape[0], query.shape[2]
-        old = query.shape[0] - batch * len(self.branching.outputs)
-        parts = [made.to(query.dtype) for made in self.branching.outputs]
+        past = self.continuation.prompt
+        batch, count, length = past[0].shape[0], query.shape[2], past[0].shape[2]
+        old = query.shape[0] - batch * len(self.branching)
+        parts = [made.to(query.dtype) for made in self.branching]
         if old:
-            length = self.context.keys.shape[2]
             seen = causal_mask(count, length + count, query.device)[None, None] if self.seen is None else self.seen
             states = (query[:old], key[:old], value[:old])
-            past = (self.context.keys, self.context.values)
-            parts.insert(0, shared_attention(past, states, seen, self.followed.logits))
+            parts.insert(0, shared_attention(past, states, seen, self.continuation.logits))
         return torch.cat(parts).transpose(1, 2).contiguous(), None
 
 
@@ -112,37 +108,37 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
 
 
 @dataclass(frozen=True, eq=False)
-class Trunk:
-    """The undisturbed tokens: what entered every layer and the final norm, [B, K, d_model] each, and its arguments."""
+class BaselinePass:
+    """What entered every layer and the final norm under the full cache, [B, K, d_model] each, and its arguments."""
 
     entering: list[Tensor]
     arguments: list[dict[str, Any]]
     leaving: Tensor
-    followed: Mapping[int, Followed]
+    layers: Mapping[int, LayerContinuation[Observation]]
 
 
-class Tree(Stream):
+class Tree(DensePass[Observation]):
     """A batch of contexts under the full cache, and sweeps over the tokens that follow.
 
     Args:
         model: a model whose attention implementation is "kvsearch".
         needs: by full-attention layer, what policies need of the contexts there.
-        context, mask: as for `Stream`.
+        prompts, mask: as for `DensePass`.
     """
 
     layer = TreeLayer
 
     def __init__(
-        self, model: Any, needs: Mapping[int, Sequence[Needs]], context: Tensor, mask: Tensor | None = None
+        self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
     ) -> None:
         modules: Any = decoder(model).layers
         every = {index: needs.get(index, ()) for index in range(len(modules))}
-        super().__init__(model, every, context, mask)
+        super().__init__(model, every, lambda prompt: prompt, prompts, mask)
         self.modules = modules
         self.top: Any = decoder(model).norm
 
     @contextmanager
-    def trunk(self, tokens: Tensor) -> Iterator[Trunk]:
+    def baseline_pass(self, tokens: Tensor) -> Iterator[BaselinePass]:
         """Teacher-force `tokens` [B, K] after the contexts; sweeps over them are possible until this ends.
 
         Raises:
@@ -161,39 +157,41 @@ class Tree(Stream):
 
         hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.modules]
         hooks.append(self.top.register_forward_pre_hook(note_last))
-        with self._forgetting():
+        with ExitStack() as stack:
             try:
-                output = self._after(tokens)
+                output = stack.enter_context(self.following(tokens, logits_to_keep=1))
             finally:
                 for hook in hooks:
                     hook.remove()
-            followed = {one.index: one for one in self._followed()}
-            trunk = Trunk(entering, arguments, leaving[0], followed)
-            self._check_head(trunk, output.logits[:, -1])
-            yield trunk
+            layers = {layer.index: layer for layer in self.continuations()}
+            baseline = BaselinePass(entering, arguments, leaving[0], layers)
+            self._check_head(baseline, output.logits[:, -1])
+            yield baseline
 
     @torch.no_grad()
     def sweep(
         self,
-        trunk: Trunk,
-        disturbed: Mapping[int, Sequence[Item]],
+        baseline: BaselinePass,
+        ablated: Mapping[int, Sequence[Item]],
         outputs: Callable[[int, Item], Tensor],
     ) -> Tensor:
-        """What enters the final norm of every disturbance, [groups, B, K, d_model], in the order of `disturbed`.
+        """What enters the final norm of every ablation, [groups, B, K, d_model], in the order of `ablated`.
 
-        `disturbed` has the disturbances of each layer, ascending; `outputs(layer, item)` is the attention
+        `ablated` has the ablations of each layer, ascending; `outputs(layer, item)` is the attention
         [B, Hq, K, Dv] of that layer under one of them, computed when the sweep gets there.
         """
-        batch = trunk.leaving.shape[0]
-        hidden = trunk.leaving[:0]
-        for index in range(min(disturbed), len(self.modules)):
-            made = [outputs(index, item) for item in disturbed.get(index, ())]
-            branches = trunk.entering[index]
+        batch = baseline.leaving.shape[0]
+        hidden = baseline.leaving[:0]
+        for index in range(min(ablated), len(self.modules)):
+            made = [outputs(index, item) for item in ablated.get(index, ())]
+            branches = baseline.entering[index]
             hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
             layer: TreeLayer = self.cache.layers[index]
-            layer.branching = Branching(made)
+            layer.branching = made
             try:
-                result = self.modules[index](hidden, **_repeated(trunk.arguments[index], batch, len(hidden) // batch))
+                result = self.modules[index](
+                    hidden, **_repeated(baseline.arguments[index], batch, len(hidden) // batch)
+                )
             finally:
                 layer.branching = None
             hidden = result[0] if isinstance(result, tuple) else result
@@ -206,8 +204,8 @@ class Tree(Stream):
         cap = getattr(text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)
 
-    def _check_head(self, trunk: Trunk, expected: Tensor) -> None:
-        made = self.logits(trunk.leaving[:, -1])
+    def _check_head(self, baseline: BaselinePass, expected: Tensor) -> None:
+        made = self.logits(baseline.leaving[:, -1])
         expected = expected.float().to(made.device)
         apart = (made - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not bool(apart <= TOLERANCE) and bool(expected.isfinite().all()):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.runtime.attention import Logits, Output, causal_mask, logit_scale, tag
+from kvsearch.runtime.attention import Output, causal_mask, tag
+from kvsearch.runtime.logits import Logits
 
 
 class VisibleKV(NamedTuple):
@@ -87,7 +88,7 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def attend(
         self,
-        module: nn.Module,  # noqa: ARG002
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -95,7 +96,7 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Output:
         """Attend with queries [P * S, Hq, q, D], to [P * S, q, Hq, Dv]; the model's mask knows of no prompts."""
-        logits = Logits(logit_scale(query, kwargs), kwargs.get("softcap"))
+        logits = Logits.of_call(module, query, key, kwargs)
         parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
         seen = self.seen()
         outputs = [

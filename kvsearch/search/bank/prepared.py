@@ -17,36 +17,15 @@ from transformers.cache_utils import Cache
 from kvsearch.budgets.allocator import Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.runner import Progress
-from kvsearch.models.architecture import describe, rotary, text_config
+from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
-from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary, stock_layers
-from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.observe import PromptLayer
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.signals.perplexity import Floats, answer_losses
-
-
-class RankingLayer(EvictingLayer):
-    """Sorts the prompt by rank inside each head once its dense attention is done."""
-
-    def __init__(self, index: int, policy: Policy, model: Any, cap: int | None) -> None:
-        self.policy, self.cap = policy, cap
-        self.sorted: tuple[Tensor, Tensor] | None = None
-        config = text_config(model)
-        super().__init__(index, None, None, lambda: str(config._attn_implementation), rotary(model))
-
-    def needs(self) -> list[Needs]:
-        """Return what the policy needs."""
-        return [self.policy.needs()]
-
-    def conclude(self, observation: Observation) -> None:
-        """Keep the best `cap` entries of every head, best first."""
-        ranks = rank_under(self.policy, observation)
-        order = ranks.long().argsort(-1)[..., : self.cap, None]
-        keys, values = observation.keys, observation.values
-        self.sorted = (keys.take_along_dim(order, 2), values.take_along_dim(order, 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +45,18 @@ def prefill(model: Any, policies: Mapping[int, Policy], ids: Tensor, cap: int | 
 
     The model must run the attention "kvsearch".
     """
-    layers = stock_layers(model)
+    require_attention("reading prompts for a search", model.config._attn_implementation)
+
+    def best(prompt: Observation) -> tuple[Tensor, Tensor]:
+        order = rank_under(policies[prompt.layer], prompt).long().argsort(-1)[..., :cap, None]
+        return prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)
+
+    layers, tables = stock_layers(model), rotary(model)
     for index, policy in policies.items():
-        layers[index] = RankingLayer(index, policy, model, cap)
+        layers[index] = PromptLayer(index, [policy.needs()], tables, best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
-    states = [(layer.keys, layer.values) if layer.is_sliding else layer.sorted for layer in layers]
+    states = [(layer.keys, layer.values) if layer.is_sliding else layer.noted for layer in layers]
     return Prefilled(len(ids), [(keys[0], values[0]) for keys, values in states], output.logits[0, -1].float())
 
 

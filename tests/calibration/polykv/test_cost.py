@@ -52,10 +52,10 @@ def test_memory_of_llama_at_8k_by_hand() -> None:
     assert found.cache == 8192 * 131_072 == 2**30
     assert found.observed == 32 * (400 * 4096 * 2 + 8192 * 8 * 4 + 17 * 9 * 8192 * 8)
     token = 2 * (4 * 4096 + 6144 + 3 * 14336)  # residual stream and norms, queries to values, the MLP
-    trunk = 128 * 2 * (33 * 4096 + 32 * 6144)
+    baseline = 128 * 2 * (33 * 4096 + 32 * 6144)
     replay = 8320 * (4 * 4 * 32 * 128 + 2 * 4096)
     head = 128 * 128256 * 6
-    fixed, held = trunk + replay + head, found.cache + found.observed
+    fixed, held = baseline + replay + head, found.cache + found.observed
     assert found.minimum == held + 8192 * token  # to read the prompt takes more than to sweep one group
     assert found.groups == 18 * 32
     assert found.peak == held + fixed + 576 * 128 * token
@@ -153,7 +153,7 @@ def test_the_work_of_a_calibration() -> None:
     prompts = prompts_of(model, data)
     found = Work.of(prompts, policies, PolykvOptions(budgets=(8, 16), batch=3, entropy_rows=5))
     assert [length for length, _ in found.prompts] == [prompt.length for prompt in prompts]
-    assert found.prompts[1][1] == tuple(after.tokens.shape[1] for after in prompts[1].following)
+    assert found.prompts[1][1] == tuple(after.tokens.shape[1] for after in prompts[1].continuations)
     assert (found.tried, found.losses, found.batch) == (2 * 2 * 2, True, 3)
     assert (found.query_rows, found.column_sums) == (8, True)
     one = Work.of(prompts, policies[1:], PolykvOptions(phases=("decode",), signals=("cosine",)))

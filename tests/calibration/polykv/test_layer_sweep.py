@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.polykv.ablations import Disturbances, Measured
-from kvsearch.calibration.polykv.continuations import Continuations, PromptBatch, batches_of
-from kvsearch.calibration.polykv.layer_sweep import Sweeping
+from kvsearch.calibration.polykv.ablations import AblationResults, Ablations
+from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch, batches_of
+from kvsearch.calibration.polykv.layer_sweep import LayerSweep
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.tree import Tree, shared_attention
-from kvsearch.calibration.prompts import Following, Prompt
+from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
-from kvsearch.runtime.attention import Logits, running
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.logits import Logits
 from tests.families import FAMILIES, build
 
 EVERYTHING = ("cosine", "ppl", "entropy")
@@ -48,29 +49,29 @@ def batch(*shapes: tuple[int, tuple[int, ...]], vocabulary: int = 97, seed: int 
         return torch.randint(3, vocabulary, (1, count), generator=generator)
 
     made = [
-        Prompt(random(length), number, tuple(Following(random(count), 2) for count in after))
+        CalibrationPrompt(random(length), number, tuple(Continuation(random(count), 2) for count in after))
         for number, (length, after) in enumerate(shapes)
     ]
     return PromptBatch(range(len(made)), made)
 
 
-def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Disturbances:
+def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Ablations:
     shape = describe(model)
-    return Disturbances(policies, budgets, ("prefill", "decode"), shape.full_layers, shape.kv_heads)
+    return Ablations(policies, budgets, ("prefill", "decode"), shape.full_layers, shape.kv_heads)
 
 
 def both(
-    model: Any, what: Disturbances, prompts: PromptBatch, number: int = 0, groups: int = 10**6
-) -> tuple[Measured, Measured, Continuations]:
+    model: Any, what: Ablations, prompts: PromptBatch, number: int = 0, groups: int = 10**6
+) -> tuple[AblationResults, AblationResults, ContinuationBatch]:
     """What the sweep and the naive procedure measure of one continuation."""
     after = prompts.continuations(number, CPU)
     with running(model):
-        swept = Sweeping(model, what, prompts, EVERYTHING, 8, groups).measure(after)
+        swept = LayerSweep(model, what, prompts, EVERYTHING, 8, groups).measure(after)
         naive = Naive(model, what, *prompts.padded(CPU)).measure(after)
     return swept, naive, after
 
 
-def assert_same(swept: Measured, naive: Measured, tolerance: float = 1e-4) -> None:
+def assert_same(swept: AblationResults, naive: AblationResults, tolerance: float = 1e-4) -> None:
     for name, array in naive.arrays(outputs=True, losses=True).items():
         found = swept.arrays(outputs=True, losses=True)[name]
         assert np.isfinite(array).all()
@@ -115,7 +116,7 @@ def test_every_continuation_is_measured_by_itself() -> None:
     model = build("llama")
     what, prompts = tried(model, small(("tova", "d2o")), 9), batch((40, (9, 5)), (36, (7,)))
     with running(model):
-        sweeping = Sweeping(model, what, prompts, EVERYTHING, 8, 100)
+        sweeping = LayerSweep(model, what, prompts, EVERYTHING, 8, 100)
         sweeping.measure(prompts.continuations(0, CPU))
         after = prompts.continuations(1, CPU)
         found = sweeping.measure(after)
@@ -131,8 +132,8 @@ def test_without_losses_outputs_are_the_same() -> None:
     what, prompts = tried(model, small(("snapkv",)), 9), batch((40, (9,)))
     after = prompts.continuations(0, CPU)
     with running(model):
-        whole = Sweeping(model, what, prompts, EVERYTHING, 8, 100).measure(after)
-        outputs = Sweeping(model, what, prompts, ("cosine",), 8, 100).measure(after)
+        whole = LayerSweep(model, what, prompts, EVERYTHING, 8, 100).measure(after)
+        outputs = LayerSweep(model, what, prompts, ("cosine",), 8, 100).measure(after)
     np.testing.assert_array_equal(outputs.cosine, whole.cosine)
     assert np.isnan(outputs.loss).all()
 
@@ -171,7 +172,7 @@ def test_logits_that_are_made_in_another_way_are_refused() -> None:
     model.forward = scaled
     assert model.lm_head.forward == head
     with running(model), pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"):
-        Sweeping(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, 8, 100).measure(
+        LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, 8, 100).measure(
             prompts.continuations(0, CPU)
         )
 
@@ -181,14 +182,14 @@ def test_entropy_is_that_of_the_attention_matrix() -> None:
     prompts = batch((40, (9,)), (33, (9,)))
     after = prompts.continuations(0, CPU)
     with running(model):
-        measured = Sweeping(
+        measured = LayerSweep(
             model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1, literal=True
         ).measure(after)
     found, rows = measured.entropy, measured.attention
     assert found is not None
     assert rows is not None
     for row, prompt in enumerate(prompts.prompts):
-        whole = torch.cat([prompt.ids, prompt.following[0].tokens], 1)
+        whole = torch.cat([prompt.ids, prompt.continuations[0].tokens], 1)
         with torch.no_grad(), running(model):
             model.set_attn_implementation("eager")
             maps = model(whole, output_attentions=True).attentions

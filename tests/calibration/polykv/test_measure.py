@@ -216,13 +216,13 @@ def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.M
     work = Work.of(prompts_of(model, DATA), policies(), OPTIONS)
     least = memory_of(ModelSize.of(model.model), work).minimum
     swept: list[int] = []
-    original = polykv.Sweeping
+    original = polykv.LayerSweep
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         swept.append(args[-1])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(polykv, "Sweeping", noted)
+    monkeypatch.setattr(polykv, "LayerSweep", noted)
     found = profile(max_memory=least)
     assert swept
     assert max(swept) < 3 * 2 * 2 * 4

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.runtime.attention import Logits
+from kvsearch.runtime.logits import Logits
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
 from tests.examples import at_most
 

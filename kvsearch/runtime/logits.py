@@ -1,0 +1,62 @@
+"""How an attention layer makes its logits, and what its output projection does to values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsearch.models.architecture import output_weight
+from kvsearch.policies.base import Norm
+from kvsearch.policies.projection import projected_norms
+
+
+class OutputProjection:
+    """The output projection of one attention layer, for norms of projected values."""
+
+    def __init__(self, module: nn.Module, query_heads: int, kv_heads: int) -> None:
+        self.module, self.query_heads, self.group = module, query_heads, query_heads // kv_heads
+
+    def __call__(self, values: Tensor, order: Norm) -> Tensor:
+        """Norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        return projected_norms(values, output_weight(self.module, self.query_heads), order)
+
+    def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
+        """The same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
+
+        def projected(values: Tensor, order: Norm) -> Tensor:
+            weight, group = output_weight(self.module, self.query_heads), self.group
+            norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
+            for head in sorted(set(heads.tolist())):
+                mine = heads == head
+                norms[mine] = projected_norms(values[mine], weight[head * group : (head + 1) * group], order)
+            return norms
+
+        return projected
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a layer makes attention logits, and its output projection where a policy wants it."""
+
+    scaling: float
+    softcap: float | None = None
+    projection: OutputProjection | None = None
+
+    @classmethod
+    def of_call(cls, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
+        """Read them off the arguments that a model hands to its attention function; its default scale is D^-1/2."""
+        scaling = kwargs.get("scaling")
+        return cls(
+            float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            kwargs.get("softcap"),
+            OutputProjection(module, query.shape[1], key.shape[1]),
+        )
+
+    def of(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
+        scores = (query @ keys.transpose(-1, -2)).float() * self.scaling
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

@@ -1,0 +1,246 @@
+"""Looking at layers while a dense prompt passes, and at tokens that follow it under the full cache.
+
+Nothing here is T x T: a layer is shown as the policies of the runtime see it, with what they declare (a window of query
+rows, key statistics) and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvsearch.errors import IncompatibleError, InternalError
+from kvsearch.models.architecture import output_weight, rotary
+from kvsearch.policies import Observation
+from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
+from kvsearch.runtime.cache import stock_layers
+from kvsearch.runtime.collector import DensePrompt, Rotary
+from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.replay import Replay, Shared, replay
+
+Noted = TypeVar("Noted")
+
+
+class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
+    """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored."""
+
+    def __init__(
+        self, index: int, needs: Sequence[Needs], rotary: Rotary, look: Callable[[Observation], Noted]
+    ) -> None:
+        super().__init__()
+        self.index, self.look = index, look
+        self._prompt: DensePrompt | None = DensePrompt(needs, rotary, index)
+        self._noted: Noted | None = None
+
+    @property
+    def noted(self) -> Noted:
+        """What `look` made of the prompt."""
+        if self._noted is None:
+            raise InternalError(f"layer {self.index} has noted no prompt")
+        return self._noted
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        tag(key_states, self)
+        return key_states, value_states
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        """Attend to the prompt, and look at it."""
+        if self._prompt is None:
+            raise InternalError(f"layer {self.index} is given a second prompt")
+        output = self._prompt.attend(module, query, key, value, mask, **kwargs)
+        self._noted, self._prompt = self.look(self._prompt.observation()), None
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class LayerContinuation(Generic[Noted]):
+    """One layer with prompts of T tokens and K tokens that follow them, all under the full cache."""
+
+    index: int  # of the model layer
+    noted: Noted  # what the pass made of the prompts
+    prompt: tuple[Tensor, Tensor]  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
+    tokens: tuple[Tensor, Tensor, Tensor]  # queries [B, Hq, K, D], keys [B, Hkv, K, D], values [B, Hkv, K, Dv]
+    output: Tensor  # of the tokens' attention, [B, K, Hq, Dv]
+    module: nn.Module
+    logits: Logits
+
+    @property
+    def query(self) -> Tensor:
+        """Queries of the tokens, [B, Hq, K, D]."""
+        return self.tokens[0]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Keys of prompts and tokens, [B, Hkv, T + K, D]."""
+        return torch.cat([self.prompt[0], self.tokens[1]], 2)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Values of prompts and tokens, [B, Hkv, T + K, Dv]."""
+        return torch.cat([self.prompt[1], self.tokens[2]], 2)
+
+    @cached_property
+    def output_weight(self) -> Tensor:
+        """W_O per query head, [Hq, Dv, d_model] fp32."""
+        return output_weight(self.module, self.query.shape[1])
+
+    def replay(self: LayerContinuation[Observation], prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
+        """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
+        if self.noted.rotary is None:
+            raise InternalError("a prompt was observed without rotary tables")
+        return replay(self.noted, prefill, decode, self.tokens, self.logits, self.noted.rotary, self._shared)
+
+    @cached_property
+    def full_outputs(self: LayerContinuation[Observation]) -> Tensor:
+        """Attention outputs under the full cache as a replay computes them, [B, Hq, K, Dv]."""
+        return self.replay(None, None).outputs
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared.of(self.keys, self.values, self.query, self.logits)
+
+
+class ObservedLayer(PromptLayer[Noted]):
+    """Keeps the dense prompts of one layer; later tokens see them in full, or what `keep` leaves, but are not stored.
+
+    With a `refusal` prompts with NaN or infinity are an IncompatibleError of these words, before `look` sees them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        needs: Sequence[Needs],
+        rotary: Rotary,
+        look: Callable[[Observation], Noted],
+        refusal: str | None = None,
+    ) -> None:
+        super().__init__(index, needs, rotary, look)
+        self.refusal = refusal
+        self.keep: Tensor | None = None  # [Hkv, T] bool: entries of a single prompt that tokens may see; None: all
+        self.continuation: LayerContinuation[Noted] | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        """Attend to the prompts, or to what `keep` leaves of them and to the tokens that follow."""
+        if not self.is_initialized:
+            if self.refusal is not None and not all(bool(one.isfinite().all()) for one in (query, key, value)):
+                raise IncompatibleError(self.refusal)
+            output = super().attend(module, query, key, value, mask, **kwargs)
+            self.lazy_initialization(key, value)
+            self.keys, self.values = key, value
+            return output
+        if self.keep is not None:
+            mask = _showing(self.keep.to(query.device), query)
+        keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
+        output = dense_attention(module, query, keys, values, mask, **kwargs)
+        self.continuation = LayerContinuation(
+            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module,
+            Logits.of_call(module, query, key, kwargs),
+        )  # fmt: skip
+        return output
+
+
+class DensePass(Generic[Noted]):
+    """The full-cache pass over one batch of prompts, and tokens that follow them, any number of times.
+
+    Holds the full cache of the prompts, and what `look` makes of them, for as long as it lives.
+
+    Args:
+        model: a model whose attention implementation is "kvsearch".
+        needs: the layers to look at, and what must be gathered of the prompts there.
+        look: what to make of the prompts in a layer, called once for each.
+        prompts: token ids [B, T], padded on the left.
+        mask: [B, T], 0 where padding; None: there is none.
+        refusal: what to say where the model computes NaN on the prompts; None: that is not looked for.
+
+    Raises:
+        UsageError: the model runs another attention implementation.
+        IncompatibleError: see `refusal`.
+    """
+
+    layer: type[ObservedLayer[Any]] = ObservedLayer
+
+    def __init__(
+        self,
+        model: Any,
+        needs: Mapping[int, Sequence[Needs]],
+        look: Callable[[Observation], Noted],
+        prompts: Tensor,
+        mask: Tensor | None = None,
+        refusal: str | None = None,
+    ) -> None:
+        require_attention("looking at layers", model.config._attn_implementation)
+        layers, tables = stock_layers(model), rotary(model)
+        for index, wanted in needs.items():
+            layers[index] = self.layer(index, wanted, tables, look, refusal)
+        self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
+        self.model, self.cache = model, Cache(layers=layers)
+        self.mask = torch.ones_like(prompts) if mask is None else mask
+        self.lengths: Tensor = self.mask.sum(-1)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        output = self._forward(prompts, self.mask, positions, logits_to_keep=1)
+        if refusal is not None and bool(output.logits[:, -1].isnan().any()):
+            raise IncompatibleError(refusal)
+
+    @property
+    def noted(self) -> list[Noted]:
+        """What `look` made of the prompts, by layer."""
+        return [layer.noted for layer in self.observed]
+
+    @contextmanager
+    def following(self, tokens: Tensor, keep: Mapping[int, Tensor] | None = None, **kwargs: Any) -> Iterator[Any]:
+        """Teacher-force `tokens` [B, K] after the prompts and forget them again; the model's output for them.
+
+        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T].
+        """
+        before = [layer.__dict__.copy() for layer in self.cache.layers]
+        try:
+            for row, entries in (keep or {}).items():
+                self.observed[row].keep = entries
+            mask = torch.cat([self.mask, torch.ones_like(tokens)], 1)
+            positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            yield self._forward(tokens, mask, positions, **kwargs)
+        finally:
+            for layer, state in zip(self.cache.layers, before, strict=True):
+                layer.__dict__.update(state)
+
+    def logits_seeing(self, tokens: Tensor, keep: Mapping[int, Tensor]) -> Tensor:
+        """Return the logits [K, vocabulary] of tokens [1, K] that see only what `keep` leaves; see `following`."""
+        with self.following(tokens, keep) as output:
+            logits: Tensor = output.logits[0]
+        return logits
+
+    def continuations(self) -> Iterator[LayerContinuation[Noted]]:
+        """What the observed layers do while tokens follow, in ascending order.
+
+        A copy at a time: each keeps the keys and values that were asked of it.
+        """
+        for layer in self.observed:
+            if layer.continuation is not None:
+                yield replace(layer.continuation)
+
+    @torch.no_grad()
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Any:
+        return self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, **kwargs
+        )
+
+
+def _showing(keep: Tensor, query: Tensor) -> Tensor:
+    """Make the attention mask [1, Hq, K, T + K] that shows kept prompt entries, and the later tokens' own causally."""
+    rows = query.shape[2]
+    prompt = keep.repeat_interleave(query.shape[1] // keep.shape[0], 0)[:, None].expand(-1, rows, -1)
+    own = causal_mask(rows, rows, keep.device).expand(query.shape[1], -1, -1)
+    return torch.cat([prompt, own], -1)[None]
