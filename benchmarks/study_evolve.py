@@ -28,8 +28,8 @@ from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch, Splits, prepare_search
-from kvsearch.search.front import EXPANDED, prepare_front
-from kvsearch.search.ledger import Ledger, Spent
+from kvsearch.search.front import EXPANDED, prepare_front, search_front
+from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import UNIFORM, Base
 from kvsearch.search.workers import make_executor
@@ -79,9 +79,10 @@ class Studies:
 
     def expansion(self) -> None:
         budgets = [self.args.budget, 2 * self.args.budget, 4 * self.args.budget]
-        front = prepare_front(self.base, self.settings(), budgets, self.splits(self.args.tasks), self.asked, {})
-        with scratch() as ledger, make_executor(front.first, LoadOptions(), cap=front.cap) as executor:
-            points = front.run(executor, ledger, SearchLimits(), Unwatched())
+        searches = prepare_front(self.base, budgets, self.settings(), self.splits(self.args.tasks), self.asked, {})
+        cap = max(search.cap for search in searches)
+        with scratch() as ledger, make_executor(searches[0], LoadOptions(), cap=cap) as executor:
+            points = search_front(searches, executor, ledger, SearchLimits(), Unwatched())
         rows = []
         for point in points:
             report = point.evolved.report
@@ -111,7 +112,7 @@ class Studies:
     def settings(self, **changes: Any) -> EvolveSettings:
         args = self.args
         given = {
-            "budget": args.budget, "group_size": 2, "generations": args.generations, "objective": args.objective,
+            "group_size": 2, "generations": args.generations, "objective": args.objective,
             "parity": args.parity, **changes,
         }  # fmt: skip
         return EvolveSettings.model_validate(given)
@@ -141,9 +142,9 @@ class Studies:
 
 
 @contextmanager
-def scratch() -> Iterator[Ledger]:
+def scratch() -> Iterator[SearchLedger]:
     """A ledger that is thrown away."""
-    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder) / "ledger.jsonl") as ledger:
+    with tempfile.TemporaryDirectory() as folder, SearchLedger(Path(folder) / "ledger.jsonl") as ledger:
         yield ledger
 
 

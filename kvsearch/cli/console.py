@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +109,25 @@ class Console:
         with Bars(*columns, console=self.talk, disable=self.quiet or not sys.stderr.isatty()) as bars:
             task = bars.add_task(what, total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
+
+    @contextmanager
+    def live(self, title: str) -> Iterator[Callable[[Sequence[str]], None]]:
+        """Show facts that change in place, on a terminal; a line of them each time elsewhere."""
+        if self.quiet or not self.talk.is_terminal:
+            yield lambda facts: self.say(f"{facts[0]}: {', '.join(facts[1:])}")
+            return
+        from rich.box import SIMPLE
+        from rich.live import Live
+        from rich.table import Table
+
+        def table(facts: Sequence[str]) -> Table:
+            made = Table(box=SIMPLE, show_header=False, title=title, title_justify="left")
+            for fact in facts:
+                made.add_row(fact)
+            return made
+
+        with Live(console=self.talk, transient=True, refresh_per_second=4) as screen:
+            yield lambda facts: screen.update(table(facts))
 
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -27,6 +27,10 @@ class Talk(Protocol):
         """Show how far something is, in units of `what`."""
         ...
 
+    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
+        """Show facts that change, the first of which says where they are from."""
+        ...
+
     def before_loading(self) -> None:
         """Be told that a model will be loaded, by libraries that print."""
         ...
@@ -46,6 +50,11 @@ class Silent:
     def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - as `Talk` has it
         """See `Talk.progress`."""
         yield lambda *_: None
+
+    @contextmanager
+    def live(self, title: str) -> Iterator[Callable[[Sequence[str]], None]]:  # noqa: ARG002 - as `Talk` has it
+        """See `Talk.live`."""
+        yield lambda _: None
 
     def before_loading(self) -> None:
         """See `Talk.before_loading`."""

@@ -23,7 +23,7 @@ def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[st
     return {
         "schema": SCHEMA,
         **_origin(prepared, spent),
-        "settings": prepared.settings.as_json(),
+        "settings": prepared.as_json(),
         **_found(prepared, evolved),
     }
 
@@ -32,8 +32,7 @@ def front_as_json(points: Sequence[Point], spent: Spent) -> dict[str, Any]:
     """Everything that a search at several budgets found, by budget."""
     first = points[0].prepared
     found = {str(point.budget): _found(point.prepared, point.evolved) for point in points}
-    settings = {key: value for key, value in first.settings.as_json().items() if key != "budget"}
-    return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": settings, "budgets": found}
+    return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": first.settings.as_json(), "budgets": found}
 
 
 def _origin(prepared: PreparedSearch, spent: Spent) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _report(prepared: PreparedSearch, evolved: Evolved) -> TextTable:
     for name in report.labels:
         gain = "" if name in (EVOLVED, FULL) else _gain(report, name)
         rows.append([name, _score(report, name), gain, _share(found.get(name))])
-    title = f"report split, {prepared.settings.budget} entries per kv head, {prepared.settings.protocol}"
+    title = f"report split, {prepared.budget} entries per kv head, {prepared.settings.protocol}"
     return _table(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
 
 

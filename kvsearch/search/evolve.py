@@ -41,8 +41,8 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 
 EVOLVED = "evolved"
-Kept = AbstractContextManager[tuple[Replies | None, Progress | None]]
-Keep = Callable[[str, Evaluation], Kept]  # what "choice" and "report" keep replies in, and how they tell how far it is
+Stored = AbstractContextManager[tuple[Replies | None, Progress | None]]
+Store = Callable[[str, Evaluation], Stored]  # what "choice" and "report" keep replies in, and tell how far it is
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class PreparedSearch:
     """A search whose model, questions and start plans fit together; see `prepare_search`."""
 
     base: Base
+    budget: int
     settings: EvolveSettings
     asked: Settings
     starts: Mapping[str, Ints]
@@ -91,6 +92,10 @@ class PreparedSearch:
     @property
     def loaded(self) -> LoadedModel:
         return self.base.loaded
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the size and the settings, for the configuration of the run and the provenance of its plans."""
+        return {"budget": self.budget, **self.settings.as_json()}
 
     @cached_property
     def samples(self) -> list[BankSample]:
@@ -105,7 +110,7 @@ class PreparedSearch:
     @cached_property
     def frame(self) -> Frame:
         """Floors, caps and the size that is shared."""
-        return Frame(self.settings.budget, self.base.floors, self._caps)
+        return Frame(self.budget, self.base.floors, self._caps)
 
     @property
     def cap(self) -> int:
@@ -115,7 +120,7 @@ class PreparedSearch:
     @property
     def _caps(self) -> Ints:
         """Budgets above the longest prompt are of no use, but a start plan may have them."""
-        share = self.settings.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
+        share = self.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
         least = max(int(self.base.floors.max()), *(int(table.max()) for table in self.starts.values()))
         return np.full_like(self.base.floors, max(min(longest(self.samples), share), least))
 
@@ -138,26 +143,28 @@ class PreparedSearch:
         def tokens(chosen: Minibatch) -> int:
             return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
 
-        scoring = Scoring(executor, ledger, self.settings.objective, self.settings.job, limits, tokens)
+        scoring = Scoring(executor, ledger, self.settings.objective, self.settings.together, limits, tokens)
         return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
         """The plan of budgets [L, Hkv]; `settings` go to its provenance."""
         return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
 
-    def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
+    def compare(
+        self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: Store | None
+    ) -> PlanComparison:
         """Scores of plans on a split; `name` is what their replies are kept under."""
         prepared = prepare_plans(self.loaded, plans, tasks, self.asked)
-        keeping = keep or (lambda _, __: nullcontext((None, None)))
-        with keeping(name, prepared.evaluation) as (ledger, progress):
+        storing = store or (lambda _, __: nullcontext((None, None)))
+        with storing(name, prepared.evaluation) as (ledger, progress):
             return prepared.run(progress, ledger)
 
-    def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
+    def choose(self, outcome: SearchOutcome, store: Store | None = None, name: str = "choice") -> Choice:
         """The second part: the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
         settings = self._origin(outcome)
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
-        result = self.compare(plans, self.splits.choice, name, keep)
+        result = self.compare(plans, self.splits.choice, name, store)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
         best = max(finalists, key=lambda name: (round(result.score(name).mean, 9), values[name]))
         table = finalists[best].table
@@ -167,19 +174,19 @@ class PreparedSearch:
     def contenders(self, choice: Choice) -> dict[str, Plan]:
         """What the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
-        streaming, size = create_policy(STREAMING), Size(budget=self.settings.budget)
-        if self.settings.budget > streaming.sink_count:
+        streaming, size = create_policy(STREAMING), Size(budget=self.budget)
+        if self.budget > streaming.sink_count:
             plans[STREAMING] = direct_plan(self.loaded, streaming, size, ("prefill",), Uniform())
         return plans
 
-    def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:
+    def report(self, choice: Choice, store: Store | None = None) -> PlanComparison:
         """The third part: the `contenders` on the third split."""
-        return self.compare(self.contenders(choice), self.splits.report, "report", keep)
+        return self.compare(self.contenders(choice), self.splits.report, "report", store)
 
-    def decide(self, outcome: SearchOutcome, keep: Keep | None = None) -> Evolved:
+    def decide(self, outcome: SearchOutcome, store: Store | None = None) -> Evolved:
         """The second and the third part."""
-        choice = self.choose(outcome, keep)
-        return Evolved(outcome, choice, self.report(choice, keep))
+        choice = self.choose(outcome, store)
+        return Evolved(outcome, choice, self.report(choice, store))
 
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {tuple(one.table.ravel()): one for one in outcome.pool}
@@ -196,14 +203,15 @@ class PreparedSearch:
         return found
 
     def _origin(self, outcome: SearchOutcome) -> dict[str, Any]:
-        return {**self.settings.as_json(), "samples": len(self.samples), "ended": outcome.ended}
+        return {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
 
 
 def prepare_search(
-    base: Base, settings: EvolveSettings, splits: Splits, asked: Settings, plans: Mapping[str, Plan]
+    base: Base, budget: int, settings: EvolveSettings, splits: Splits, asked: Settings, plans: Mapping[str, Plan]
 ) -> PreparedSearch:
     """Draw the questions of all splits, and check that everything fits together.
 
+    `budget` is c, the entries that a kv head keeps on average.
     `asked.samples` is how many contexts of every task each split has; `plans` are start plans by name.
 
     Raises:
@@ -216,12 +224,12 @@ def prepare_search(
         settings = settings.model_copy(update={"group_size": min(settings.group_size, layers)})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
-    starts = start_tables(base, settings.budget, plans)
+    starts = start_tables(base, budget, plans)
     encoded = {
         name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length)
         for name, tasks in (("search", splits.search), ("choice", splits.choice), ("report", splits.report))
     }
-    prepared = PreparedSearch(base, settings, asked, starts, splits, encoded)
+    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded)
     _check_splits(prepared)
     check_budget(prepared)
     return prepared
@@ -239,7 +247,7 @@ def longest(samples: Sequence[BankSample]) -> int:
 
 def check_budget(prepared: PreparedSearch) -> None:
     """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
-    budget, prompt = prepared.settings.budget, longest(prepared.samples)
+    budget, prompt = prepared.budget, longest(prepared.samples)
     if budget >= prompt:
         raise UsageError(
             f"{budget} entries per kv head keep all of the longest prompt ({prompt} tokens): this budget does not "

@@ -17,9 +17,9 @@ from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import (
     Choice,
     Evolved,
-    Keep,
     PreparedSearch,
     Splits,
+    Store,
     check_budget,
     prepare_search,
 )
@@ -43,61 +43,18 @@ class Point:
     @property
     def budget(self) -> int:
         """Entries per kv head, on average."""
-        return self.prepared.settings.budget
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedFront:
-    """Searches of the same questions at several budgets, ascending; see `prepare_front`."""
-
-    searches: tuple[PreparedSearch, ...]
-
-    @property
-    def first(self) -> PreparedSearch:
-        """That of the smallest budget."""
-        return self.searches[0]
-
-    @property
-    def cap(self) -> int:
-        """The largest budget that any candidate may have."""
-        return max(search.cap for search in self.searches)
-
-    def run(
-        self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, keep: Keep | None = None
-    ) -> list[Point]:
-        """Search and choose at every budget, then report on all; limits are for all budgets together.
-
-        Errors are those of `Search.run`.
-        """
-        found: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
-        for search in self.searches:
-            budget = search.settings.budget
-            ready = _beginning_with(search, found[-1][2].table if found else None)
-            outcome = ready.search(executor, ledger, limits, watcher, f"budget {budget}: ")
-            found.append((ready, outcome, ready.choose(outcome, keep, f"choice-{budget}")))
-        result = self._report([(ready, choice) for ready, _, choice in found], keep)
-        return [Point(ready, Evolved(outcome, choice, _view(result, ready))) for ready, outcome, choice in found]
-
-    def _report(self, found: Sequence[tuple[PreparedSearch, Choice]], keep: Keep | None) -> PlanComparison:
-        plans: dict[str, Plan] = {}
-        smallest = found[0][1].table
-        for number, (ready, choice) in enumerate(found):
-            contenders = ready.contenders(choice)
-            if number:
-                contenders[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
-            plans |= {_label(name, ready): plan for name, plan in contenders.items()}
-        return self.first.compare(plans, self.first.splits.report, "report", keep)
+        return self.prepared.budget
 
 
 def prepare_front(
     base: Base,
-    settings: EvolveSettings,
     budgets: Sequence[int],
+    settings: EvolveSettings,
     splits: Splits,
     asked: Settings,
     plans: Mapping[str, Plan],
-) -> PreparedFront:
-    """Prepare searches that differ in their budget only; arguments and errors are those of `prepare_search`.
+) -> tuple[PreparedSearch, ...]:
+    """Prepare searches of the same questions, ascending by their budgets; the rest is as for `prepare_search`.
 
     Raises:
         UsageError: fewer than two different budgets.
@@ -105,17 +62,39 @@ def prepare_front(
     sizes = sorted(set(budgets))
     if len(sizes) < 2:
         raise UsageError("a front needs two different budgets or more: give a single one with --budget")
-    first = prepare_search(base, _at(settings, sizes[0]), splits, asked, plans)
-    others = [
-        replace(first, settings=_at(first.settings, size), starts=start_tables(base, size, plans)) for size in sizes[1:]
-    ]
+    first = prepare_search(base, sizes[0], settings, splits, asked, plans)
+    others = [replace(first, budget=size, starts=start_tables(base, size, plans)) for size in sizes[1:]]
     for search in others:
         check_budget(search)
-    return PreparedFront((first, *others))
+    return (first, *others)
 
 
-def _at(settings: EvolveSettings, budget: int) -> EvolveSettings:
-    return settings.model_copy(update={"budget": budget})
+def search_front(
+    searches: Sequence[PreparedSearch],
+    executor: Executor,
+    ledger: SearchLedger,
+    limits: SearchLimits,
+    watcher: Watcher,
+    store: Store | None = None,
+) -> list[Point]:
+    """Search and choose at every budget, then report on all; limits are for all budgets together.
+
+    Errors are those of `Search.run`.
+    """
+    found: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
+    for search in searches:
+        ready = _beginning_with(search, found[-1][2].table if found else None)
+        outcome = ready.search(executor, ledger, limits, watcher, f"budget {ready.budget}: ")
+        found.append((ready, outcome, ready.choose(outcome, store, f"choice-{ready.budget}")))
+    plans: dict[str, Plan] = {}
+    smallest = found[0][2].table
+    for ready, _, choice in found:
+        contenders = ready.contenders(choice)
+        if plans:
+            contenders[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
+        plans |= {f"{name}-{ready.budget}": plan for name, plan in contenders.items()}
+    report = searches[0].compare(plans, searches[0].splits.report, "report", store)
+    return [Point(ready, Evolved(outcome, choice, _view(report, ready.budget))) for ready, outcome, choice in found]
 
 
 def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSearch:
@@ -129,12 +108,8 @@ def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSea
     return replace(search, starts={**search.starts, name: table})
 
 
-def _label(name: str, search: PreparedSearch) -> str:
-    return f"{name}-{search.settings.budget}"
-
-
-def _view(result: PlanComparison, search: PreparedSearch) -> PlanComparison:
+def _view(result: PlanComparison, budget: int) -> PlanComparison:
     """The part of a comparison that one budget is about, with names as if it were alone."""
-    ending = f"-{search.settings.budget}"
+    ending = f"-{budget}"
     mine = {name.removesuffix(ending): label for name, label in result.labels.items() if name.endswith(ending)}
     return PlanComparison(result.comparison, {FULL: result.labels[FULL], **mine})

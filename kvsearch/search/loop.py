@@ -154,7 +154,7 @@ class Search:
             _seed(settings.seed, self.name + stage.name),
             settings.population if name in WITH_POPULATION else None,
             settings.sigma,
-            tolerance=0.5 / settings.budget,  # half an entry: smaller steps change no budget
+            tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
         )
         optimiser.inject([space.point_of(table) for table in stage.inject])
         return optimiser
@@ -196,7 +196,7 @@ class Search:
         found = []
         for table, value in zip(tables, values, strict=True):
             score = -value if settings.objective == "metric" else loss_score(value)
-            cache = cache_score(float(table[rows].mean()), settings.budget, settings.gamma)
+            cache = cache_score(float(table[rows].mean()), self.frame.budget, settings.gamma)
             found.append(-fitness(score, cache, settings.lam))
         return found
 

@@ -1,11 +1,13 @@
-"""What a search is to do: everything that decides its result, checked as a whole."""
+"""How to search: everything that decides the result but sizes, questions and start plans, checked as a whole."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from kvsearch.config.options import Option
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
@@ -15,48 +17,70 @@ from kvsearch.search.optimisers.cma import FEWEST
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "random")  # optimisers whose generations may have any size
+WHAT, WORK = "What is searched", "Who does the work"  # headings of the help
 
 
-class SearchLimits(Record):
+@dataclass(frozen=True)
+class SearchLimits:
     """Where a search stops, whichever comes first; None: it does not. `evaluations` are of different candidates."""
 
-    evaluations: Entries | None = None
-    seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tokens: Entries | None = None
+    evaluations: int | None = None
+    seconds: float | None = None
+    tokens: int | None = None
 
 
 class EvolveSettings(Record):
-    """EvolKV (arXiv 2509.08315, Algorithm 1), with what the paper leaves open.
+    """EvolKV (arXiv 2509.08315, Algorithm 1), with what the paper leaves open; c is the average budget of a kv head.
 
-    `budget` is c, the average entries per kv head. `space` is what is varied: the layers of one group of `group_size`
-    consecutive layers after the other ("groups", Algorithm 1), all layers at once, multipliers of each group of layers
-    around the first start plan with its heads ("heads"), or the main directions in which the start plans differ
-    ("basis"). `generations` are per group; `population` None is 4 + floor(3 ln dimension). `sigma` is in units of c.
-
-    Candidates hold budget entries exactly. With `parity` they may hold what they like, as in the paper: fitness has the
-    term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to group, and
-    the result is completed to the total at the end.
-
-    `minibatch` is how many samples a generation sees (None: all); every candidate of it sees the same, and its best one
-    is then measured on all. `finalists` is how many of the best are judged by the metric on the selection split. `job`
-    is how many candidates are evaluated together at most, whoever evaluates them.
+    Candidates hold c entries per kv head exactly. With `parity` they may hold what they like, as in the paper: fitness
+    has the term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to
+    group, and the result is completed to the total at the end. With `minibatch` every candidate of a generation sees
+    the same samples. `together` changes no result but by rounding.
     """
 
-    budget: Entries
-    space: SpaceName = "groups"
-    group_size: int = Field(default=8, ge=1)
-    optimiser: Text = "cma"
-    objective: ObjectiveName = "nll"
-    generations: int = Field(default=10, ge=1)
-    population: int | None = Field(default=None, ge=2)
-    sigma: float = Field(default=0.3, gt=0, allow_inf_nan=False)
-    parity: bool = False
+    space: Annotated[
+        SpaceName,
+        Option(
+            "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
+            "--start; basis: the directions in which the --start plans differ.",
+            panel=WHAT,
+        ),
+    ] = "groups"
+    group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", panel=WHAT, shown="8, or all")] = 8
+    optimiser: Annotated[Text, Option("cma, random, coordinate, or golden for groups of one layer.", panel=WHAT)] = (
+        "cma"
+    )
+    objective: Annotated[
+        ObjectiveName,
+        Option(
+            "What the search lowers or raises: nll or kl of the right answers (cheap), or metric, the task's own of "
+            "free replies. The best are judged by the metric in any case.",
+            panel=WHAT,
+        ),
+    ] = "nll"
+    generations: Annotated[int, Field(ge=1), Option("Of each group.", panel=WHAT)] = 10
+    population: Annotated[
+        int | None, Field(ge=2), Option("Of each generation.", panel=WHAT, shown="4 + 3 ln dimension")
+    ] = None
+    sigma: Annotated[
+        float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.", panel=WHAT)
+    ] = 0.3
+    parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).", panel=WHAT)] = False
     lam: float = Field(default=0.3, ge=0)
     gamma: float = Field(default=0.2, gt=0, le=1)
     protocol: Protocol = QUESTION_AGNOSTIC
-    minibatch: Entries | None = None
-    finalists: int = Field(default=8, ge=1)
-    job: int = Field(default=4, ge=1)
+    minibatch: Annotated[
+        Entries | None,
+        Option("Questions that a generation sees; its best is measured on all.", panel=WHAT, shown="all"),
+    ] = None
+    finalists: Annotated[
+        int, Field(ge=1), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
+    ] = 8
+    together: Annotated[
+        int,
+        Field(ge=1, serialization_alias="job"),
+        Option("Candidates of one job, at most: what a worker takes at a time.", panel=WORK),
+    ] = 4
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
@@ -78,5 +102,5 @@ class EvolveSettings(Record):
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """For the configuration of a run."""
-        return self.model_dump(mode="json")
+        """Return the settings for the configuration of a run and the provenance of a plan."""
+        return self.model_dump(mode="json", include=set(EvolveSettings.model_fields), by_alias=True)

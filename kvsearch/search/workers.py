@@ -16,31 +16,12 @@ from kvsearch.policies import Policy
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.evolve import PreparedSearch, questions_hash
-from kvsearch.search.executors import Executor, Job, SerialExecutor
-from kvsearch.search.executors.base import Floats
+from kvsearch.search.executors import Executor, SerialExecutor
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.executors.ray import RayExecutor
 from kvsearch.search.start_plans import Base
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode_tasks
-
-
-class BankEvaluator:
-    """A bank as what an executor asks."""
-
-    def __init__(self, bank: CandidateBank) -> None:
-        self.bank = bank
-
-    @property
-    def tokens_spent(self) -> int:
-        return self.bank.tokens_spent
-
-    def evaluate(self, job: Job) -> Floats:
-        """See `CandidateBank.values`."""
-        return self.bank.values(job.objective, job.candidates, job.samples)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.bank.close()
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ class WorkerBank:
             threads=torch.get_num_threads(),
         )
 
-    def __call__(self) -> BankEvaluator:
+    def __call__(self) -> CandidateBank:
         """Load, draw, read all prompts.
 
         Raises:
@@ -100,9 +81,7 @@ class WorkerBank:
                 "a worker draws other questions than the search: give all machines the same data and kvsearch"
             )
         base = Base(loaded, self.policies)
-        return BankEvaluator(
-            CandidateBank(loaded, base.by_layer, samples, self.cap, full=self.full, max_memory=self.max_memory)
-        )
+        return CandidateBank(loaded, base.by_layer, samples, self.cap, full=self.full, max_memory=self.max_memory)
 
 
 def make_executor(
@@ -123,7 +102,7 @@ def make_executor(
     """
     most = prepared.cap if cap is None else cap
     if workers is None:
-        return SerialExecutor(BankEvaluator(prepared.bank(most, max_memory, progress)))
+        return SerialExecutor(prepared.bank(most, max_memory, progress))
     device = prepared.loaded.device.type
     alone = replace(options, device=device, device_map=None)
     wanted = replace(workers, gpus=1.0) if device == "cuda" else workers

@@ -18,8 +18,8 @@ import pytest
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.runtime.plan_checks import check_plan
+from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.executors import cluster
-from kvsearch.search.workers import BankEvaluator
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
@@ -115,14 +115,14 @@ def count_lines(path: Path) -> int:
 def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the job of that number."""
     calls = iter(range(10**6))
-    whole = BankEvaluator.evaluate
+    whole = CandidateBank.evaluate
 
-    def evaluate(self: BankEvaluator, job: Any) -> Any:
+    def evaluate(self: CandidateBank, job: Any) -> Any:
         if next(calls) == call:
             raise KeyboardInterrupt
         return whole(self, job)
 
-    monkeypatch.setattr(BankEvaluator, "evaluate", evaluate)
+    monkeypatch.setattr(CandidateBank, "evaluate", evaluate)
 
 
 def test_ctrl_c_prints_the_best_so_far(

@@ -20,7 +20,7 @@ from kvsearch.search.workers import make_executor
 from tests import tiny
 from tests.search.searching import Silent
 
-CONTEXTS, LENGTH, QUESTIONS = 4, 100, 2
+CONTEXTS, LENGTH, QUESTIONS, BUDGET = 4, 100, 2, 12
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
 
 
@@ -36,16 +36,20 @@ def splits(contexts: int = CONTEXTS, overlap: int = 0, questions: int = QUESTION
 
 def settings_of(**changes: Any) -> EvolveSettings:
     """Two generations in groups of two layers."""
-    return EvolveSettings.model_validate({"budget": 12, "group_size": 2, "generations": 2, "finalists": 4, **changes})
+    return EvolveSettings.model_validate({"group_size": 2, "generations": 2, "finalists": 4, **changes})
 
 
 def prepare(
-    loaded: LoadedModel, plans: Mapping[str, Plan] | None = None, contexts: int = CONTEXTS, **changes: Any
+    loaded: LoadedModel,
+    plans: Mapping[str, Plan] | None = None,
+    contexts: int = CONTEXTS,
+    budget: int = BUDGET,
+    **changes: Any,
 ) -> PreparedSearch:
     """A search that is ready to run."""
     how = settings_of(**changes)
     asked = Settings(contexts, how.protocol, how.seed)
-    return prepare_search(Base.of(loaded, POLICY), how, splits(contexts), asked, plans or {})
+    return prepare_search(Base.of(loaded, POLICY), budget, how, splits(contexts), asked, plans or {})
 
 
 def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:

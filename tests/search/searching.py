@@ -91,7 +91,7 @@ def starts_of(frame: Frame) -> dict[str, Ints]:
 
 def settings_of(**changes: Any) -> EvolveSettings:
     """Three generations in groups of two layers."""
-    return EvolveSettings.model_validate({"budget": BUDGET, "group_size": 2, "generations": 3, **changes})
+    return EvolveSettings.model_validate({"group_size": 2, "generations": 3, **changes})
 
 
 def search_of(
@@ -111,7 +111,7 @@ def search_of(
         return TOKENS * (SAMPLES if chosen is None else len(chosen))
 
     executor = SerialExecutor(measure)
-    scoring = Scoring(executor, ledger, settings.objective, settings.job, limits or SearchLimits(), tokens)
+    scoring = Scoring(executor, ledger, settings.objective, settings.together, limits or SearchLimits(), tokens)
     given = starts_of(frame) if starts is None else starts
     return Search(settings, frame, given, scoring, SAMPLES, watcher or Silent(), name)
 

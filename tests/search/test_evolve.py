@@ -22,7 +22,7 @@ from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
 from tests import tiny
-from tests.search.evolving import CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
+from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
 from tests.search.searching import Silent, told
 
 MODES: list[dict[str, Any]] = [
@@ -58,7 +58,7 @@ def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[P
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
     prepared, evolved = found
     plan = evolved.choice.plan
-    assert plan.total == prepared.settings.budget * prepared.base.floors.size == evolved.choice.table.sum()
+    assert plan.total == prepared.budget * prepared.base.floors.size == evolved.choice.table.sum()
     np.testing.assert_equal(budgets_at(plan, "prefill", 1000), evolved.choice.table)
     Program.from_plan(loaded.model, plan)
     assert plan.provenance is not None
@@ -114,7 +114,7 @@ def test_one_seed_one_result(loaded: LoadedModel, tmp_path: Path) -> None:
 
 def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
     how = settings_of(objective="metric", generations=3)
-    prepared = prepare_search(Base.of(loaded, POLICY), how, splits(answer="nowhere"), Settings(CONTEXTS), {})
+    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), Settings(CONTEXTS), {})
     evolved = evolve(prepared, tmp_path / "l")
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
@@ -143,11 +143,11 @@ def test_tokens_of_a_candidate_are_what_it_takes_at_most(objective: str, loaded:
 class TestRefused:
     def test_one_sample(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match=r"one question to search on: .*give more --samples"):
-            prepare_search(Base.of(loaded, POLICY), settings_of(), splits(1, questions=1), Settings(1), {})
+            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(1, questions=1), Settings(1), {})
 
     def test_splits_that_overlap(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match=r"task listed, example 3, question 0 is in the search and in the choice"):
-            prepare_search(Base.of(loaded, POLICY), settings_of(), splits(overlap=1), Settings(CONTEXTS), {})
+            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(overlap=1), Settings(CONTEXTS), {})
 
     def test_a_group_above_the_layers(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match="a group of 7 layers: the model has 6, give at most that many"):
@@ -196,7 +196,9 @@ def test_a_start_plan_with_budgets_per_head(space: str, loaded: LoadedModel, tmp
 
 
 def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:
-    how = EvolveSettings.model_validate({"budget": 12, "generations": 1})
+    how = EvolveSettings.model_validate({"generations": 1})
     assert how.group_size == 8
-    made = prepare_search(Base.of(loaded, POLICY), how, splits(), Settings(CONTEXTS, how.protocol, how.seed), {})
+    made = prepare_search(
+        Base.of(loaded, POLICY), BUDGET, how, splits(), Settings(CONTEXTS, how.protocol, how.seed), {}
+    )
     assert made.settings.group_size == 6

@@ -13,7 +13,8 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.report.search import front_as_json, front_tables
-from kvsearch.search.front import Point, PreparedFront, prepare_front
+from kvsearch.search.evolve import PreparedSearch
+from kvsearch.search.front import Point, prepare_front, search_front
 from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
@@ -29,16 +30,19 @@ def loaded() -> LoadedModel:
     return load("bundled")
 
 
-def prepare(loaded: LoadedModel, *budgets: int) -> PreparedFront:
+def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
     base = Base.of(loaded, POLICY)
-    return prepare_front(base, settings_of(generations=1), budgets, splits(), Settings(CONTEXTS), {})
+    return prepare_front(base, budgets, settings_of(generations=1), splits(), Settings(CONTEXTS), {})
 
 
 def run(
-    front: PreparedFront, path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
+    searches: tuple[PreparedSearch, ...], path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
 ) -> list[Point]:
-    with make_executor(front.first, LoadOptions(), cap=front.cap) as executor, SearchLedger(path) as ledger:
-        return front.run(executor, ledger, limits or SearchLimits(), watcher or Silent())
+    with (
+        make_executor(searches[0], LoadOptions(), cap=max(one.cap for one in searches)) as executor,
+        SearchLedger(path) as ledger,
+    ):
+        return search_front(searches, executor, ledger, limits or SearchLimits(), watcher or Silent())
 
 
 @pytest.fixture(scope="module")

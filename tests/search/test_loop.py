@@ -150,7 +150,7 @@ def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
 def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
     """Where budgets are few, points round to the same ones."""
     measure = Measure()
-    run(tmp_path / "l", measure, frame=frame_of(budget=5), budget=5, generations=8, starts=few())
+    run(tmp_path / "l", measure, frame=frame_of(budget=5), generations=8, starts=few())
     keys = [table.tobytes() for table in measure.candidates]
     assert len(keys) == len(set(keys))
     with SearchLedger(tmp_path / "l") as ledger:
@@ -301,7 +301,7 @@ class TestLimits:
 class TestMinibatch:
     def test_a_generation_sees_the_same_samples_and_its_best_all(self, tmp_path: Path) -> None:
         measure = Measure()
-        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, job=100)
+        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, together=100)
         drawn = [job.samples for job in measure.jobs if job.samples is not None]
         assert {len(samples) for samples in drawn} == {2}
         assert len(set(drawn)) > 2  # another draw for each generation
@@ -358,9 +358,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     floors = np.ones((4, 1), dtype=np.int64)
     frame = Frame(8, floors, np.full_like(floors, 64))
     starts = {"uniform": np.full((4, 1), 8, dtype=np.int64)}
-    outcome = run(
-        tmp_path / "l", Measure(loss), frame=frame, starts=starts, budget=8, parity=True, generations=1, finalists=1
-    )
+    outcome = run(tmp_path / "l", Measure(loss), frame=frame, starts=starts, parity=True, generations=1, finalists=1)
     assert asked[:5] == list(scores)
     told_values = [value for _, values in log for value in values]
     assert told_values == pytest.approx([-0.92, -0.8995, -0.9144, -0.93805])

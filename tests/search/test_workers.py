@@ -64,7 +64,7 @@ def test_another_model_is_refused(loaded: LoadedModel) -> None:
 
 def test_two_workers_find_what_this_process_finds(loaded: LoadedModel, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    prepared = prepare(loaded, generations=1, job=2)
+    prepared = prepare(loaded, generations=1, together=2)
     alone = evolve(prepared, tmp_path / "alone")
     wanted = RayWorkers(2, cpus=0.5, start_timeout=120.0)
     both = evolve(prepared, tmp_path / "both", wanted)

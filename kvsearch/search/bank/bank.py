@@ -30,8 +30,8 @@ from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
+from kvsearch.search.executors.base import Job
 from kvsearch.search.objectives import Objective, find_objective
-from kvsearch.search.settings import ObjectiveName
 from kvsearch.signals.effect import answer_divergences
 from kvsearch.signals.perplexity import Floats, answer_losses
 
@@ -98,16 +98,14 @@ class CandidateBank:
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def values(
-        self, objective: ObjectiveName, candidates: Sequence[Ints], samples: Sequence[int] | None = None
-    ) -> Floats:
-        """Judge every candidate on every sample by an objective, float64 [P, S]; see `losses` and `scores`."""
-        if find_objective(objective).free_running:
-            return self.scores(candidates, samples)
-        return self.losses(candidates, samples, objective)
+    def evaluate(self, job: Job) -> Floats:
+        """Judge every candidate of a job on its samples by its objective, float64 [P, S]; see `losses` and `scores`."""
+        if find_objective(job.objective).free_running:
+            return self.scores(job.candidates, job.samples)
+        return self.losses(job.candidates, job.samples, job.objective)
 
     def losses(
-        self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, objective: ObjectiveName = "nll"
+        self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, objective: str = "nll"
     ) -> Floats:
         """Return the losses of teacher-forced answers, means over the tokens of each in nats, float64 [P, S].
 
@@ -285,7 +283,7 @@ class CandidateBank:
             for block in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(block, len(table), load, act)
 
-    def _loss(self, objective: ObjectiveName, indices: Sequence[int]) -> Callable[[Tensor], Floats]:
+    def _loss(self, objective: str, indices: Sequence[int]) -> Callable[[Tensor], Floats]:
         """Return what makes sums of losses [S] of logits [S, R, V] of these samples."""
         chosen = [self.samples[index] for index in indices]
         answers, _ = left_padded(

@@ -16,6 +16,7 @@ from kvsearch.search.bank import store as bank_store
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.samples import BankSample
+from kvsearch.search.executors import Job
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, without_answers
 
@@ -229,7 +230,7 @@ def test_bad_questions_to_a_bank(model: LoadedModel, samples: list[BankSample], 
     with pytest.raises(UsageError, match=r"metric is judged by replies, not by teacher-forced answers: use scores\(\)"):
         bank.losses(candidates, objective="metric")
     with pytest.raises(UsageError, match="did you mean 'nll'"):
-        bank.values("nl", candidates)  # type: ignore[arg-type]
+        bank.evaluate(Job(0, tuple(candidates), None, "nl"))
     with pytest.raises(UsageError, match="a reply has at least 1 token, not 0"):
         bank.generate(candidates, max_new_tokens=0)
     with pytest.raises(UsageError, match="there is no folder"):
@@ -257,6 +258,7 @@ def test_nothing_to_evaluate(model: LoadedModel, samples: list[BankSample]) -> N
 def test_values_are_by_objective(model: LoadedModel, samples: list[BankSample]) -> None:
     bank, candidates = CandidateBank(model, SNAPKV, samples, 50, full=True), random_candidates(model, 2, 50)
     for objective in ("nll", "kl"):
-        expected = bank.losses(candidates, objective=objective)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(bank.values(objective, candidates), expected)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(bank.values("metric", candidates, [1, 3]), bank.scores(candidates, [1, 3]))
+        expected = bank.losses(candidates, objective=objective)
+        np.testing.assert_array_equal(bank.evaluate(Job(0, tuple(candidates), None, objective)), expected)
+    some = bank.evaluate(Job(0, tuple(candidates), (1, 3), "metric"))
+    np.testing.assert_array_equal(some, bank.scores(candidates, [1, 3]))

@@ -20,6 +20,7 @@ from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
+from kvsearch.search.executors import Job
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
@@ -234,7 +235,7 @@ def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
     }
     with CandidateBank(model, SNAPKV, samples, cap=80) as bank:
         found = bank.scores(candidates)
-        np.testing.assert_array_equal(bank.values("metric", candidates), found)
+        np.testing.assert_array_equal(bank.evaluate(Job(0, tuple(candidates), None, "metric")), found)
     for number in range(len(candidates)):
         assert found[number].tolist() == [
             expected[str(number), sample.reading.prompt.key, sample.question.number] for sample in samples

@@ -1,4 +1,4 @@
-"""Recipes of searches: shipped ones, files, and what was typed on top."""
+"""Options of searches: shipped recipes, files, and what was typed on top."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from kvsearch.errors import UsageError
+from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.policies import create_policy
-from kvsearch.search.recipe import EvolveRecipe, recipe_path, resolve_recipe
-from kvsearch.tasks.catalog import TaskOptions, find_tasks
+from kvsearch.runs.identity import RunConfig
+from kvsearch.tasks.catalog import find_tasks
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "evolve").glob("*.yaml"))
+
+
+def options(recipe: str | Path | None = None, **given: Any) -> EvolveOptions:
+    return EvolveOptions.of(recipe, model="bundled", output="run", **given)
 
 
 def write(folder: Path, text: str) -> str:
@@ -23,16 +28,16 @@ def write(folder: Path, text: str) -> str:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_recipes(path: Path) -> None:
-    assert recipe_path(path.stem) == path
-    recipe = resolve_recipe(path.stem, {}, {})
-    assert recipe.settings(0).budget >= create_policy(str(recipe.policy), recipe.params).window_count
+    recipe = options(path.stem)
+    assert recipe == options(path)
+    least = min(recipe.budgets or (recipe.budget or 0,))
+    assert least >= create_policy(str(recipe.policy), recipe.params).window_count
     if not recipe.tasks.startswith("longbench"):  # which is not on this machine
-        assert find_tasks(recipe.tasks, TaskOptions(split="train"))
+        assert find_tasks(recipe.tasks, recipe.task_options("train"))
 
 
 def test_the_settings_of_the_paper() -> None:
-    recipe = resolve_recipe("paper-8b", {}, {})
-    how = recipe.settings(0)
+    recipe = how = options("paper-8b")
     assert (how.budget, how.group_size, how.parity) == (128, 8, True)
     assert (how.sigma, how.lam, how.gamma, how.population) == (0.3, 0.3, 0.2, None)
     assert create_policy(str(recipe.policy), recipe.params).window_count == 32
@@ -40,19 +45,20 @@ def test_the_settings_of_the_paper() -> None:
 
 def test_defaults_then_the_file_then_what_is_typed(tmp_path: Path) -> None:
     path = write(tmp_path, "budget: 32\ngroup_size: 4\nparams: {window: 8, kernel: 5}\npolicy: snapkv")
-    recipe = resolve_recipe(path, {"group_size": 2, "budget": None}, {"window": 16})
+    recipe = options(path, group_size=2, budget=None, params=["window=16"])
     assert (recipe.budget, recipe.group_size, recipe.generations) == (32, 2, 10)
     assert recipe.params == {"window": 16, "kernel": 5}
-    other = resolve_recipe(path, {"policy": "tova"}, {})
-    assert other.params == {}
+    assert options(path, params={"window": 4}).params == {"window": 4, "kernel": 5}
+    assert options(path, policy="tova").params == {}
 
 
 def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
     one, many = write(tmp_path, "budget: 32"), "bundled-front"
-    assert resolve_recipe(one, {"budgets": (64, 16)}, {}).settings(3).budget == 16
-    assert resolve_recipe(many, {"budget": 48}, {}).budgets is None
-    with pytest.raises(UsageError, match="budgets: is in place of budget: give one of them"):
-        resolve_recipe(None, {"budget": 48, "budgets": (16, 32)}, {})
+    assert options(one, budgets="64,16").budgets == (64, 16)
+    assert options(one, budgets=(64, 16)).budget is None
+    assert options(many, budget=48).budgets is None
+    with pytest.raises(UsageError, match="--budgets: is in place of budget: give one of them"):
+        options(budget=48, budgets=(16, 32))
 
 
 @pytest.mark.parametrize(
@@ -67,21 +73,20 @@ def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
 )
 def test_files_of_no_use(text: str, messages: list[str], tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
-        resolve_recipe(write(tmp_path, text), {}, {})
+        options(write(tmp_path, text))
     assert all(message in str(error.value) for message in messages)
 
 
 def test_names_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"unknown recipe 'bundle'; did you mean 'bundled'\?"):
-        recipe_path("bundle")
+        options("bundle")
     with pytest.raises(UsageError, match=r"missing\.yaml"):
-        resolve_recipe(str(tmp_path / "missing.yaml"), {}, {})
+        options(str(tmp_path / "missing.yaml"))
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ({}, "Give --budget, or several with --budgets"),
         ({"budget": 16, "optimiser": "cmaes"}, "'cmaes' is unknown"),
         ({"budget": 16, "optimiser": "golden"}, "needs space groups and group_size 1"),
         ({"budget": 16, "parity": True, "space": "layers"}, "the paper's procedure"),
@@ -90,12 +95,27 @@ def test_names_that_are_none(tmp_path: Path) -> None:
 )
 def test_settings_that_do_not_fit(typed: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve_recipe(None, typed, {}).settings(0)
+        options(**typed)
 
 
-def test_every_setting_of_a_search_can_be_in_a_recipe() -> None:
-    from kvsearch.search.settings import EvolveSettings
+@pytest.mark.parametrize("limits", [{"max_evals": 0}, {"max_time": 0}, {"max_tokens": -1}])
+def test_bad_limits(limits: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="greater than"):
+        options(budget=16, **limits)
 
-    assert set(EvolveSettings.model_fields) - {"seed"} <= set(EvolveRecipe.model_fields)
-    made, own = EvolveRecipe(budget=16).settings(0), EvolveSettings(budget=16)
-    assert made == own  # with the same defaults
+
+def test_what_a_run_records_is_a_recipe(tmp_path: Path) -> None:
+    made = options("bundled", budget=16, start=[tmp_path / "a.json"], params=["sinks=2"], max_evals=7, resume=True)
+    config = RunConfig(job="evolve", options=made.recorded(), content={})
+    (tmp_path / "config.json").write_bytes(config.to_bytes())
+    assert options(tmp_path / "config.json") == made.model_copy(update={"resume": False})
+    assert options(tmp_path / "config.json", budgets="8,16").budget is None
+
+
+def test_a_group_size_that_nobody_stated_is_not_recorded() -> None:
+    assert "group_size" not in options(budget=16).recorded()
+    assert options(budget=16, group_size=8).recorded()["group_size"] == 8
+
+
+def test_candidates_of_a_job_go_by_their_old_name_in_recipes(tmp_path: Path) -> None:
+    assert options(write(tmp_path, "budget: 16\njob: 2")).together == 2

@@ -1,0 +1,360 @@
+"""kvsearch evolve: search the budgets on a task, choose on fresh questions, report on others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from kvsearch.config.options import Listed, Option, Params, Repeated, parse_setting
+from kvsearch.errors import UsageError
+from kvsearch.jobs.evolve_progress import watching
+from kvsearch.jobs.groups import ASKED, TASKS, Asking, Seeded, TaskDetails, WithModel
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.fields import Entries, refuse
+from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.reply_store import Ledger
+    from kvsearch.evaluation.runner import Progress
+    from kvsearch.plan import Plan
+    from kvsearch.report.tables import TextTable
+    from kvsearch.search.evolve import PreparedSearch, Store
+    from kvsearch.search.executors.base import Executor
+    from kvsearch.search.executors.cluster import RayWorkers
+    from kvsearch.search.front import Point
+    from kvsearch.search.ledger import Spent
+
+LIMITS = "When to stop"
+SPLITS = "train", "select", "report"
+
+
+class EvolveOptions(WithModel, TaskDetails, Asking, Seeded, EvolveSettings):
+    """What is searched and at which size, on which questions, when to stop, and who does the work."""
+
+    job: ClassVar[str] = "evolve"
+    recipes: ClassVar[str | None] = "recipes/evolve"
+    example: ClassVar[str] = "budget: 128"
+
+    output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
+    budget: Annotated[Entries | None, Option("Entries to keep per kv head, on average.", panel=WHAT)] = None
+    budgets: Annotated[
+        tuple[Entries, ...] | None,
+        Listed,
+        Option(
+            "Several budgets in one run, each beginning with the result of the one before: writes plan-N.json and "
+            "front.json.",
+            metavar="N,N...",
+            panel=WHAT,
+        ),
+    ] = None
+    start: Annotated[
+        tuple[Path, ...],
+        Repeated,
+        Option(
+            "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
+            panel=WHAT,
+            repeated=True,
+        ),
+    ] = ()
+    policy: Annotated[
+        str | None,
+        Option("Eviction policy of all layers.", panel=WHAT, shown="snapkv, or those of the first --start"),
+    ] = None
+    params: Annotated[
+        Params,
+        Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", panel=WHAT, repeated=True),
+    ] = Field(default_factory=dict)
+    tasks: Annotated[
+        str,
+        Option(
+            "KIND or KIND:NAME,NAME, several joined by +: synthetic, ruler, longbench, gsm8k, niah, jsonl:FILE; see "
+            "`kvsearch tasks`.",
+            metavar="SPEC",
+            panel=TASKS,
+        ),
+    ] = "synthetic"
+    samples: Annotated[int, Field(ge=1), Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
+    max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
+    max_time: Annotated[
+        float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
+    ] = None
+    max_tokens: Annotated[int | None, Field(ge=1), Option("Tokens read under candidates.", panel=LIMITS)] = None
+    workers: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "Evaluate on so many Ray workers, with a GPU each if the model is on one.",
+            panel=WORK,
+            shown="this process",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Option("A running Ray cluster: auto, or host:port.", panel=WORK, shown="one is started here"),
+    ] = None
+    job_timeout: Annotated[
+        float | None, Option("Seconds after which the job of a Ray worker has failed.", panel=WORK)
+    ] = None
+    resume: Annotated[bool, Option("Go on with the run in the directory.", recorded=False)] = False
+    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
+    method: Literal["evolkv"] = "evolkv"
+
+    @model_validator(mode="after")
+    def _one_size_or_several(self) -> EvolveOptions:
+        if self.budget is not None and self.budgets is not None:
+            refuse([(("budgets",), "is in place of budget: give one of them")])
+        return self
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `JobOptions.merged`; a size takes the place of sizes, parameters are added to those of the policy."""
+        if "job" in stated:
+            stated["together"] = stated.pop("job")
+        for size, other in (("budget", "budgets"), ("budgets", "budget")):
+            if size in given and other not in given:
+                stated.pop(other, None)
+        if given.get("policy", stated.get("policy")) != stated.get("policy"):
+            stated.pop("params", None)  # they belong to the recipe's own policy
+        both = {**stated, **given}
+        if "params" in given and isinstance(own := stated.get("params", {}), dict):
+            typed = given["params"]
+            both["params"] = {**own, **(typed if isinstance(typed, dict) else dict(map(parse_setting, typed)))}
+        return both
+
+    def recorded(self) -> dict[str, Any]:
+        """See `JobOptions.recorded`; a group size that nobody stated suits other models, too."""
+        stated = "group_size" in self.model_fields_set
+        return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
+
+    def ray_workers(self) -> RayWorkers | None:
+        """Return the Ray workers that are asked for; UsageError for options of theirs without any, or out of range."""
+        from kvsearch.search.executors.cluster import RayWorkers, import_ray
+
+        if self.workers is None:
+            for flag, value in (("--ray-address", self.ray_address), ("--job-timeout", self.job_timeout)):
+                if value is not None:
+                    raise UsageError(f"{flag} is for Ray workers: say how many with --workers")
+            return None
+        import_ray()  # before a model is loaded
+        return RayWorkers(self.workers, address=self.ray_address, job_timeout=self.job_timeout)
+
+    @property
+    def limits(self) -> SearchLimits:
+        """Where the search stops."""
+        return SearchLimits(self.max_evals, self.max_time, self.max_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Evolution:
+    """A finished search: a point for each budget, with what was chosen there, what it took, and what was written."""
+
+    options: EvolveOptions
+    points: list[Point]
+    spent: Spent
+
+    @property
+    def is_front(self) -> bool:
+        """Whether several budgets were asked for."""
+        return self.options.budgets is not None
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """The plan that was chosen, by budget."""
+        return {point.budget: point.evolved.choice.plan for point in self.points}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found."""
+        from kvsearch.report.search import as_json, front_as_json
+
+        if self.is_front:
+            return front_as_json(self.points, self.spent)
+        return as_json(self.points[0].prepared, self.points[0].evolved, self.spent)
+
+    def tables(self) -> list[TextTable]:
+        """Return what was found as tables."""
+        from kvsearch.report.search import front_tables, tables
+
+        return front_tables(self.points) if self.is_front else tables(self.points[0].prepared, self.points[0].evolved)
+
+    def remarks(self) -> Iterator[str]:
+        """Say what was chosen and why, what it took, and where it was written."""
+        from kvsearch.report.search import decision
+        from kvsearch.search.ledger import FRONT, PLAN, REPORT
+
+        directory, spent = self.options.output, self.spent
+        for point in self.points:
+            place = f"{point.budget} entries per kv head: " if self.is_front else ""
+            yield f"{place}{decision(point.evolved)}"
+        used = f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
+        written = f"{directory / FRONT} and a plan for each budget"
+        yield f"{used}; wrote {written if self.is_front else f'{directory / PLAN} and {directory / REPORT}'}"
+
+
+@job(EvolveOptions)
+def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
+    """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
+    searches = _prepared(options, talk)
+    encoded = searches[0].encoded
+    questions = {name: sum(task.coverage.questions for task in split) for name, split in encoded.items()}
+    return {**_content(searches), "questions": questions}
+
+
+@job(EvolveOptions)
+def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
+    """Search the budgets that serve a task best, at an exact total; never worse than what the search starts from.
+
+    Searched on split train, chosen on split select, reported on split report. Writes plan.json, report.json and a
+    ledger to the directory `output`; an interrupted search goes on with `resume`.
+
+    Raises:
+        UsageError: options, tasks and start plans that do not go together, or a directory that is in use.
+        IncompatibleError: start plans of another model, or a model that gives no finite values.
+        EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
+    """
+    from kvsearch.plan import save_plan
+    from kvsearch.runs.directory import write_json
+    from kvsearch.runs.identity import RunConfig
+    from kvsearch.search.evolve import Evolved
+    from kvsearch.search.front import Point, search_front
+    from kvsearch.search.ledger import FRONT, PLAN, REPORT, open_search, require_same
+
+    searches, workers, limits = _prepared(options, talk), options.ray_workers(), options.limits
+    execution = {"limits": asdict(limits), "workers": None if workers is None else asdict(workers)}
+    config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
+    if options.resume:
+        require_same(options.output, config)
+    # who evaluates comes first: with --force the old run is gone only once the new one can begin
+    with (
+        _evaluating(searches, workers, options, talk) as executor,
+        open_search(options.output, config, options.resume, options.force) as run,
+        watching(talk, run, limits) as watcher,
+    ):
+        store = _store(run.directory, talk)
+        if options.budgets is not None:
+            points = search_front(searches, executor, run.ledger, limits, watcher, store)
+            for point in points:
+                save_plan(point.evolved.choice.plan, run.directory / f"plan-{point.budget}.json", overwrite=True)
+        else:
+            (search,) = searches
+            outcome = search.search(executor, run.ledger, limits, watcher)
+            executor.close()  # its memory is for the replies now
+            choice = search.choose(outcome, store)
+            save_plan(choice.plan, run.directory / PLAN, overwrite=True)
+            points = [Point(search, Evolved(outcome, choice, search.report(choice, store)))]
+        found = Evolution(options, points, run.ledger.spent)
+        write_json(run.directory / (FRONT if found.is_front else REPORT), found.as_json())
+        return found
+
+
+def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
+    """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
+    from kvsearch.evaluation.compare import Settings
+    from kvsearch.policies import create_policy
+    from kvsearch.search.evolve import Splits, prepare_search
+    from kvsearch.search.front import prepare_front
+    from kvsearch.search.ledger import check_search
+    from kvsearch.search.start_plans import Base
+    from kvsearch.tasks.catalog import find_tasks
+
+    if options.budget is None and not options.budgets:
+        raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
+    options.ray_workers()
+    splits = Splits(*(find_tasks(options.tasks, options.task_options(split)) for split in SPLITS))
+    asked = Settings(
+        options.samples, options.protocol, options.seed, options.batch, options.memory_bytes, options.max_length
+    )
+    check_search(options.output, options.resume, options.force)
+    plans = _start_plans(options.start)
+    if options.policy is None and plans:
+        if options.params:
+            raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
+        policy: Any = next(iter(plans.values()))
+    else:
+        policy = create_policy(options.policy or "snapkv", options.params)
+    base = Base.of(options.load(options.model, talk), policy)
+    if options.budget is not None:
+        return (prepare_search(base, options.budget, options, splits, asked, plans),)
+    return prepare_front(base, options.budgets or (), options, splits, asked, plans)
+
+
+def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
+    """Read start plans, by the names of their files."""
+    from kvsearch.runtime.plan_checks import load_checked_plan
+    from kvsearch.search.start_plans import check_names
+
+    check_names(path.stem for path in paths)
+    found: dict[str, Plan] = {}
+    for path in paths:
+        if path.stem in found:
+            raise UsageError(f"two start plans are called {path.stem}: rename one of the files")
+        found[path.stem] = load_checked_plan(path)
+    return found
+
+
+def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
+    """Return all that decides the result, as JSON."""
+    from kvsearch.evaluation.identity import environment, metric_of, rows_hash
+
+    first = searches[0]
+    return {
+        **environment(first.loaded),
+        "settings": first.as_json(),
+        "budgets": [one.budget for one in searches],
+        "policies": [{"name": one.name, "params": one.parameters()} for one in first.base.policies],
+        "starts": [{name: table.tolist() for name, table in one.starts.items()} for one in searches],
+        "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
+        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
+        "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
+    }
+
+
+@contextmanager
+def _evaluating(
+    searches: Sequence[PreparedSearch], workers: RayWorkers | None, options: EvolveOptions, talk: Talk
+) -> Iterator[Executor]:
+    """Build who evaluates candidates, with the prompts read."""
+    from kvsearch.models.loading import LoadOptions
+    from kvsearch.search.workers import make_executor
+
+    first = searches[0]
+    who = "" if workers is None else f" by each of {workers.workers} workers"
+    talk.say(f"reading {len(first.samples)} questions once for all candidates{who}")
+    loading = replace(options.loading(), device=LoadOptions.device, device_map=LoadOptions.device_map)
+    cap = max(search.cap for search in searches)
+    with talk.progress("prompts") as progress:
+        executor = make_executor(first, loading, workers, cap, options.memory_bytes, progress)
+    with executor:
+        yield executor
+
+
+def _store(directory: Path, talk: Talk) -> Store:
+    """Return what keeps the replies of choice and report in `directory`; those of other finalists are thrown away."""
+
+    @contextmanager
+    def store(stage: str, evaluation: Evaluation) -> Iterator[tuple[Ledger, Progress]]:
+        from kvsearch.evaluation.kept import begins_anew
+        from kvsearch.evaluation.run_directory import open_run
+
+        place, config = directory / stage, evaluation.config()
+        with (
+            open_run(place, config, begins_anew(place, config, True)) as ledger,
+            talk.progress(f"{stage}: batches") as progress,
+        ):
+            if ledger.samples:
+                there = f"{len(ledger.samples)} replies are there, {evaluation.replies} are needed"
+                talk.say(f"going on with {place}: {there}")
+            try:
+                yield ledger, progress
+            except KeyboardInterrupt:
+                again = "give the same command with --resume to go on"
+                talk.say(f"{len(ledger.samples)} replies are kept in {place}: {again}")
+                raise
+
+    return store

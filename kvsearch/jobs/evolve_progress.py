@@ -1,0 +1,84 @@
+"""How a search goes, while it goes: a line per generation, in place on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from kvsearch.jobs.talk import Talk
+
+if TYPE_CHECKING:
+    from kvsearch.search.candidates import Candidate
+    from kvsearch.search.ledger import SearchLedger, SearchRun
+    from kvsearch.search.settings import SearchLimits
+
+
+class SearchProgress:
+    """Tells of a search; a `Watcher`."""
+
+    def __init__(self, talk: Talk, ledger: SearchLedger, limits: SearchLimits) -> None:
+        self.talk, self.ledger, self.limits = talk, ledger, limits
+        self.where, self.failures, self.starts = "", 0, math.nan
+        self._open = ExitStack()
+        self._show: Callable[[Sequence[str]], None] | None = None
+
+    def stage(self, name: str) -> None:
+        """See `Watcher`."""
+        self.where = name
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
+        """See `Watcher`."""
+        from kvsearch.search.loop import STARTS
+
+        self.failures += sum(not math.isfinite(value) for value in values)
+        place = self.where
+        if stage == STARTS:
+            self.starts = best.value
+        else:
+            place += f", generation {generation}"
+        if self._show is None:
+            self._show = self._open.enter_context(self.talk.live("kvsearch evolve"))
+        found = f"best {best.value:.6g} ({best.where}; best start {self.starts:.6g})"
+        self._show([place, found, *self._used(), *([f"{self.failures} failed"] if self.failures else [])])
+
+    def ended(self, why: str) -> None:
+        """See `Watcher`; gives the screen back."""
+        self.close()
+        self.talk.say(f"search ended: {why}")
+
+    def close(self) -> None:
+        """Give the screen back."""
+        self._open.close()
+        self._show = None
+
+    def _used(self) -> Iterator[str]:
+        spent, limits = self.ledger.spent, self.limits
+        for name, used, most in (
+            ("candidates", spent.evaluations, limits.evaluations),
+            ("seconds", spent.seconds, limits.seconds),
+            ("tokens", spent.tokens, limits.tokens),
+        ):
+            yield f"{name} {used:,.0f}" + ("" if most is None else f" of {most:,.0f}")
+
+
+@contextmanager
+def watching(talk: Talk, run: SearchRun, limits: SearchLimits) -> Iterator[SearchProgress]:
+    """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
+    from kvsearch.runs.directory import write_json
+    from kvsearch.search.ledger import BEST
+
+    watcher = SearchProgress(talk, run.ledger, limits)
+    try:
+        yield watcher
+    except KeyboardInterrupt:
+        watcher.close()
+        best = run.ledger.best
+        if best is not None:
+            write_json(run.directory / BEST, {"value": best.value, "where": best.where, "budgets": best.candidate})
+            talk.say(f"best so far: {best.value:.6g} ({best.where}), in {run.directory / BEST}")
+        talk.say(f"go on with --resume: what was measured is in {run.directory}")
+        raise
+    finally:
+        watcher.close()
