@@ -123,7 +123,12 @@ class Studies:
 
     def search(self, tasks: str | None = None, **changes: Any) -> tuple[PreparedSearch, tuple[Evolved, Spent]]:
         prepared = prepare_search(
-            self.base, self.settings(**changes), self.splits(tasks or self.args.tasks), self.asked, {}
+            self.base,
+            self.args.budget,
+            self.settings(**changes),
+            self.splits(tasks or self.args.tasks),
+            self.asked,
+            {},
         )
         return prepared, run(prepared)
 

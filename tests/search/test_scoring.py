@@ -19,7 +19,7 @@ TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
 
 def scoring(ledger: SearchLedger, measure: Measure, objective: str = "nll", job: int = 3, **limits: float) -> Scoring:
     return Scoring(
-        SerialExecutor(measure), ledger, objective, job, SearchLimits.model_validate(limits),
+        SerialExecutor(measure), ledger, objective, job, SearchLimits(**limits),
         lambda chosen: TOKENS * (SAMPLES if chosen is None else len(chosen)),
     )  # fmt: skip
 
