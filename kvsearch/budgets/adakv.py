@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.budgets.dynamic import Allocation, Order
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import GUARD
+from kvsearch.plan.guard import round_down
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Policy
@@ -69,7 +68,7 @@ def split_heads(order: Order, free: int, room: Ints, floor_share: float, variant
     """
     even = free / len(room)
     if variant == "kvpress":
-        return _counts(order, np.minimum(math.floor(floor_share * even + GUARD), room), free, room)
+        return _counts(order, np.minimum(round_down(floor_share * even), room), free, room)
     shares: Floats = (1 - floor_share) * _counts(order, np.zeros_like(room), free, room) + floor_share * even
     return shares
 

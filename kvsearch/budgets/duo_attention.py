@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import largest_remainder, round_half_up
+from kvsearch.plan.guard import round_half_up
+from kvsearch.plan.rounding import largest_remainder
 
 
 def streaming_heads(gates: Floats, share: float, seed: int = 0) -> NDArray[np.bool_]:

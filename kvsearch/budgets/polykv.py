@@ -10,7 +10,8 @@ import numpy as np
 from kvsearch.budgets.allocator import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors, share_above
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import largest_remainder, round_half_up
+from kvsearch.plan.guard import round_half_up
+from kvsearch.plan.rounding import largest_remainder
 
 Direction = Literal["forward", "inverse"]
 

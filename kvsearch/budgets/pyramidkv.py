@@ -11,7 +11,7 @@ import numpy as np
 from kvsearch.budgets.allocator import Floats, Ints, Signals
 from kvsearch.budgets.bounds import check_bounds, lift_floors, share_above
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import GUARD
+from kvsearch.plan.guard import round_down
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Pyramid:
 
 def _line(mean: float, beta: float, room: float, layers: int) -> Floats:
     """Free budgets per head before rounding, float64 [L], with mean `mean`; the first is at most `room` if it can."""
-    smallest = math.floor(mean / beta + GUARD)
+    smallest = round_down(mean / beta)
     largest = max(min(2 * mean - smallest, room), mean)
     if layers == 1:
         return np.array([mean])

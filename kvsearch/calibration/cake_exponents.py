@@ -26,8 +26,8 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
+from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
-from kvsearch.plan.rounding import GUARD, round_half_up
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import running

@@ -29,7 +29,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.rounding import round_half_up
+from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy

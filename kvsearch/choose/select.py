@@ -25,9 +25,9 @@ from kvsearch.evaluation.reply_store import Ledger
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
-from kvsearch.plan.rounding import round_half_up
 from kvsearch.report.selection import Asked, Held, Kind, Outcome, Reported, Selection, Standing
 from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import FULL, Evaluation
 from kvsearch.plan import Size
@@ -58,8 +55,5 @@ def _evicts(program: Program, length: int, end: int) -> bool:
 
 
 def _evicts_later(decode: PhaseProgram, length: int, end: int) -> bool:
-    for row, (_, policy) in zip(np.array(decode.table(length)), sorted(decode.policies.items()), strict=True):
-        budgets = torch.from_numpy(row)
-        if bool(((budgets < end) & ~policy.exempt(budgets, torch.full_like(budgets, end))).any()):
-            return True
-    return False
+    rows = zip(decode.table(length).tolist(), sorted(decode.policies.items()), strict=True)
+    return any(budget < end and not policy.exempt(budget, end) for row, (_, policy) in rows for budget in row)

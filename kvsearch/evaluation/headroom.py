@@ -20,8 +20,8 @@ from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC
-from kvsearch.plan.rounding import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running

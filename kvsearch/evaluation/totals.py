@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
@@ -43,8 +42,7 @@ def decode_entries(phase: PhaseProgram, length: int) -> int:
     table = np.array(phase.table(length))
     grown = max(length, int(table.max())) + 1
     for row, (_, policy) in enumerate(sorted(phase.policies.items())):
-        budgets = torch.from_numpy(table[row])
-        table[row][policy.exempt(budgets, torch.full_like(budgets, grown)).numpy()] = grown
+        table[row] = [grown if policy.exempt(budget, grown) else budget for budget in table[row].tolist()]
     return int(table.sum())
 
 

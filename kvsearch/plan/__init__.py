@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.files import atomic_write, describe_validation_error, load_plan, save_plan
+from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.schema import (
     PHASES,
     AllocationSpec,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.arithmetic import budgets_at, convert, merge, scale
     from kvsearch.plan.differences import BudgetChange, PlanDiff, SettingChange, diff
     from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
-    from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
+    from kvsearch.plan.rounding import largest_remainder, water_fill
     from kvsearch.plan.size import Size
 
 __all__ = [
@@ -67,7 +68,7 @@ _LAZY = {
     **dict.fromkeys(("budgets_at", "convert", "merge", "scale"), "arithmetic"),
     **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "differences"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
-    **dict.fromkeys(("largest_remainder", "round_half_up", "water_fill"), "rounding"),
+    **dict.fromkeys(("largest_remainder", "water_fill"), "rounding"),
     "Size": "size",
 }
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.origin import changed, with_policies_of
-from kvsearch.plan.rounding import round_half_up, water_fill
+from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import LayerPlan, Phase, PhasePlan, Plan
 
 Ints = NDArray[np.int64]

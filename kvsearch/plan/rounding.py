@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import operator
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvsearch.errors import UsageError
+from kvsearch.plan.guard import GUARD
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Shares are read to nine decimals: 0.6 / 1.5 * 30 = 11.999... is twelve, and equal remainders tie despite float noise.
-GUARD = 1e-9
-_DECIMALS = 9
+_DECIMALS = 9  # those that `GUARD` leaves: equal remainders tie despite float noise
 _LARGEST = 2.0**53
 _FAINTEST = 1e-200
-
-
-def round_half_up(value: float) -> int:
-    """Round to the nearest integer, halves upward, e.g. the entries a ratio of a length stands for."""
-    return math.floor(value + 0.5 + GUARD)
 
 
 def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper: ArrayLike | None = None) -> Ints:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import round_half_up
+from kvsearch.plan.guard import round_half_up
 
 if TYPE_CHECKING:
     from kvsearch.plan.profile import ProfileMetadata

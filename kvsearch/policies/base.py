@@ -170,12 +170,12 @@ class Policy(ABC):
         """Priority by which the first `quota` entries are taken, [B, Hkv, T]; `score` picks the others. None: all."""
         return None
 
-    def quota(self, budget: Tensor) -> Tensor:
-        """How many entries of `budget` (int64, any shape) the first stage takes, protected ones included.
+    def quota(self, budget: int) -> int:  # noqa: ARG002
+        """Return how many entries of a head's budget the first stage takes, protected ones included.
 
         Must grow with the budget, by at most one per entry once it is below the budget.
         """
-        return budget.new_zeros(budget.shape)
+        return 0
 
     @property
     def floor(self) -> int:
@@ -186,9 +186,9 @@ class Policy(ABC):
         """How many entries of a sequence of `length` tokens are protected."""
         return min(length, self.sink_count + self.window_count)
 
-    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:  # noqa: ARG002
-        """Heads that are never evicted, whatever their budget, as a bool mask of the shape of `budget`."""
-        return budget.new_zeros(budget.shape).bool()
+    def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
+        """Return whether a head with `budget` is never evicted after a prompt of `length` tokens."""
+        return False
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -217,13 +217,22 @@ class Policy(ABC):
         """Decode steps between two scorings, for policies that are not online."""
         return max(1, int(getattr(self, "refresh", 0)) or self.window_count // 2)
 
-    def recent_at(self, budget: Tensor) -> Tensor:
-        """Most recent entries protected while decoding with `budget` (int64, any shape)."""
-        return budget.new_full(budget.shape, self.window_count)
+    def recent_at(self, budget: int) -> int:  # noqa: ARG002
+        """Return how many of the most recent entries are protected while decoding with `budget`."""
+        return self.window_count
 
-    def drop_at(self, budget: Tensor) -> Tensor:
-        """Entries that leave at once when a head with `budget` is over it (int64, any shape)."""
-        return budget.new_ones(budget.shape)
+    def drop_at(self, budget: int) -> int:  # noqa: ARG002
+        """Return how many entries leave at once when a head with `budget` is over it."""
+        return 1
+
+    def protected_at(self, budget: int) -> tuple[int, int]:
+        """Return the sinks and recent entries that fit a budget while decoding.
+
+        The window shrinks first, down to one entry, then the sinks. A policy without a window protects sinks only.
+        """
+        recent = self.recent_at(budget)
+        sinks = min(self.sink_count, budget - (recent > 0))
+        return sinks, min(recent, budget - sinks)
 
     def start(self, observation: Observation) -> State:  # noqa: ARG002
         """Running state at the end of the prompt: per entry [B, Hkv, T, ...] and per head [B, Hkv, ...]."""

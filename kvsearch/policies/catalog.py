@@ -7,8 +7,6 @@ import inspect
 import math
 import sys
 
-import torch
-
 from kvsearch.policies.base import Policy
 from kvsearch.policies.facts import DecodeRule, Parameter, PolicyFacts, PolicyFault
 from kvsearch.policies.registry import BUILT_IN, is_required, package_of, policy_class, policy_names, third_party
@@ -46,7 +44,7 @@ def describe_policy(name: str) -> PolicyFacts:
         formula=_docstring(found),
         parameters=tuple(_parameter(field) for field in fields),
         phases=() if policy is not None and _evicts_nothing(policy) else ("prefill", "decode"),
-        stages=None if policy is None else 1 + bool(policy.quota(torch.tensor([BUDGET])).any()),
+        stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
         window=None if policy is None else policy.window_count,
@@ -55,8 +53,7 @@ def describe_policy(name: str) -> PolicyFacts:
 
 
 def _decode_rule(policy: Policy) -> DecodeRule:
-    budget = torch.tensor([BUDGET])
-    recent, leave = int(policy.recent_at(budget)), int(policy.drop_at(budget))
+    recent, leave = policy.recent_at(BUDGET), policy.drop_at(BUDGET)
     if _evicts_nothing(policy):
         return DecodeRule("keeps everything", policy.online, None, None, recent, leave, merges=False)
     every = None if policy.online else policy.refresh_interval
@@ -73,8 +70,7 @@ def _decode_rule(policy: Policy) -> DecodeRule:
 
 def _evicts_nothing(policy: Policy) -> bool:
     """Whether even a head with the smallest budget is exempt in the longest prompt."""
-    budget = torch.ones(1, dtype=torch.int64)
-    return bool(policy.exempt(budget, budget * LONG).all())
+    return policy.exempt(1, LONG)
 
 
 def _parameter(field: dataclasses.Field[object]) -> Parameter:

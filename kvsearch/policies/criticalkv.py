@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor
 
-from kvsearch.plan.rounding import GUARD
+from kvsearch.plan.guard import round_down
 from kvsearch.policies.base import Needs, Norm, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV
@@ -69,9 +68,9 @@ class CriticalKV(Wrapper):
         base = self.inner
         return observation.shared(("score", base), lambda: base.score(observation))
 
-    def quota(self, budget: Tensor) -> Tensor:
+    def quota(self, budget: int) -> int:
         """floor(ratio * budget)."""
-        return torch.floor(budget.double() * self.ratio + GUARD).long()
+        return round_down(budget * self.ratio)
 
     def score(self, observation: Observation) -> Tensor:
         """Base score times the mean norm of the projected values, [B, Hkv, T] fp32."""

@@ -109,16 +109,6 @@ def entries_at(states: Tensor, slots: Tensor) -> Tensor:
     return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def protection_at(sinks: int, recent: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sinks and recent entries that fit a budget, both [S]: the window shrinks first, down to one entry, then sinks.
-
-    `recent` and `budgets` are [S] int64. A policy without a window protects sinks only.
-    """
-    has_window = (recent > 0).long()
-    sinks_left = torch.minimum(torch.full_like(budgets, sinks), budgets - has_window)
-    return sinks_left, torch.minimum(recent, budgets - sinks_left)
-
-
 def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:
     """Slots that must not be evicted, [S, C] bool: the first `sinks` tokens and the last `recent` ones of a segment."""
     held = positions >= 0

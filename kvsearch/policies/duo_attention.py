@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.policies.streaming import StreamingLLM
 
 
@@ -32,6 +30,6 @@ class DuoAttention(StreamingLLM):
     def window_count(self) -> int:
         return self.window
 
-    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
-        """Heads with more than a streaming head's budget, if that covers the prompt."""
-        return (budget >= length) & (budget > self.sinks + self.window)
+    def exempt(self, budget: int, length: int) -> bool:
+        """A head with more than a streaming head's budget, if that covers the prompt."""
+        return budget >= length and budget > self.sinks + self.window

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvsearch.policies.base import Observation, Policy
@@ -20,6 +19,6 @@ class FullKV(Policy):
         """Constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""
         return observation.keys.new_zeros(observation.keys.shape[:3]).float()
 
-    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:  # noqa: ARG002
+    def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
         """Every head, always."""
-        return torch.ones_like(budget, dtype=torch.bool)
+        return True

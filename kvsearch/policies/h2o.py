@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kvsearch.plan.rounding import GUARD
+from kvsearch.plan.guard import round_down
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import State, Step
 
@@ -52,12 +51,12 @@ class H2O(Policy):
             return None
         return observation.index.float()[:, None].expand(observation.keys.shape[:3])
 
-    def quota(self, budget: Tensor) -> Tensor:
+    def quota(self, budget: int) -> int:
         """Sinks and recent entries where a share of the budget is for recent ones."""
-        return budget.new_zeros(budget.shape) if self.recent else self.sinks + self._share_of(budget)
+        return 0 if self.recent else self.sinks + self._share_of(budget)
 
-    def _share_of(self, budget: Tensor) -> Tensor:
-        return budget - torch.floor(budget.double() * (1 - self.recent_share) + GUARD).long()
+    def _share_of(self, budget: int) -> int:
+        return budget - round_down(budget * (1 - self.recent_share))
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -69,9 +68,9 @@ class H2O(Policy):
     def row(self) -> Row:
         return "group"
 
-    def recent_at(self, budget: Tensor) -> Tensor:
+    def recent_at(self, budget: int) -> int:
         """The recent part of a budget, the newest entry at least."""
-        return budget.new_full(budget.shape, self.recent) if self.recent else self._share_of(budget).clamp(min=1)
+        return self.recent or max(1, self._share_of(budget))
 
     def start(self, observation: Observation) -> State:
         """The attention that every entry received in the prompt."""

@@ -7,7 +7,7 @@ first stage): `keep_under` applies that at given budgets, `rank_under` finds the
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,17 @@ def _inverse(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
 
 
+def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tensor:
+    """Return what a rule of whole numbers, such as `Policy.quota`, gives for every element of int64 `counts`.
+
+    All are of one shape, as is the result, int64 on the CPU; a rule of several results adds a dimension for them.
+    """
+    numbers = list(zip(*(count.flatten().tolist() for count in counts), strict=True))
+    known = {different: rule(*different) for different in set(numbers)}
+    found = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
+    return found.view(*counts[0].shape, *found.shape[1:])
+
+
 def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
     """Scores [B, Hkv, T] whose best entries are those kept at `budgets` [B, Hkv]: the first stage's score +inf."""
     scores = scored(policy, observation)
@@ -59,7 +70,7 @@ def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tens
     if first is None:
         return scores
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.window_count)
-    taken = torch.minimum(policy.quota(budgets), budgets)
+    taken = torch.minimum(at_each(policy.quota, budgets).to(budgets.device), budgets)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
 
@@ -91,9 +102,11 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
 
     Exempt heads keep everything.
     """
-    budgets = budgets.to(observation.keys.device)
-    lengths = observation.lengths[:, None]
-    budgets = torch.where(policy.exempt(budgets, lengths.expand_as(budgets)), lengths, budgets)
+
+    def limit(budget: int, length: int) -> int:
+        return length if policy.exempt(budget, length) else budget
+
+    budgets = at_each(limit, budgets, observation.lengths[:, None].expand_as(budgets)).to(observation.keys.device)
     if policy.first_stage(observation) is None:
         ranks = rank_scored(policy, observation)
     else:
@@ -112,7 +125,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     first = policy.first_stage(observation)
     if first is None:
         return ranks
-    quota = policy.quota(torch.arange(valid.shape[-1] + 1)).tolist()
+    quota = [policy.quota(budget) for budget in range(valid.shape[-1] + 1)]
     both = torch.stack([rank_entries(first, valid, sinks, window), ranks], 2).flatten(0, 1)
     merged = [_two_stage_order(one, two, quota) for one, two in both.argsort(-1).tolist()]
     return _inverse(torch.tensor(merged, device=ranks.device)).view_as(ranks).int()

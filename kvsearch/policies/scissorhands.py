@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row
-from kvsearch.policies.decoding import State, Step, protection_at
+from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import window_rows
 
 LOW, MASS, RING = "low", "mass", "ring"
@@ -106,11 +106,9 @@ class Scissorhands(Policy):
     def row(self) -> Row:
         return "group"
 
-    def drop_at(self, budget: Tensor) -> Tensor:
+    def drop_at(self, budget: int) -> int:
         """`drop` entries or half the budget, as far as the protected ones leave so many."""
-        sinks, recent = protection_at(self.sinks, self.recent_at(budget), budget)
-        wanted = torch.full_like(budget, self.drop) if self.drop else budget // 2
-        return torch.minimum(wanted, budget + 1 - sinks - recent).clamp(min=1)
+        return max(1, min(self.drop or budget // 2, budget + 1 - sum(self.protected_at(budget))))
 
     def start(self, observation: Observation) -> State:
         """Low counts, attention received, and which rows were low: one bit per row, token t at bit t mod history."""

@@ -46,15 +46,15 @@ class Wrapper(Policy):
         """The inner policy's."""
         return self.inner.first_stage(observation)
 
-    def quota(self, budget: Tensor) -> Tensor:
+    def quota(self, budget: int) -> int:
         """The inner policy's."""
         return self.inner.quota(budget)
 
-    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
+    def exempt(self, budget: int, length: int) -> bool:
         """The inner policy's."""
         return self.inner.exempt(budget, length)
 
-    def drop_at(self, budget: Tensor) -> Tensor:
+    def drop_at(self, budget: int) -> int:
         """The inner policy's."""
         return self.inner.drop_at(budget)
 
@@ -70,7 +70,7 @@ class Wrapper(Policy):
     def refresh_interval(self) -> int:
         return self.inner.refresh_interval
 
-    def recent_at(self, budget: Tensor) -> Tensor:
+    def recent_at(self, budget: int) -> int:
         """The inner policy's."""
         return self.inner.recent_at(budget)
 

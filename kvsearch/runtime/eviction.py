@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, Policy, keep_under
 from kvsearch.policies.decoding import State, slots_of
+from kvsearch.policies.ranking import at_each
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.rule import UNBOUNDED, DecodeRule
@@ -65,9 +66,11 @@ def evict(
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
     """Decode budgets [B, Hkv] for prompts of these lengths, UNBOUNDED for heads that the policy never evicts."""
     budgets = decode.budgets(lengths)
-    return budgets.masked_fill(
-        decode.policy.exempt(budgets, torch.tensor(lengths)[:, None].expand_as(budgets)), UNBOUNDED
-    )
+
+    def limit(budget: int, length: int) -> int:
+        return UNBOUNDED if decode.policy.exempt(budget, length) else budget
+
+    return at_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
 
 
 def merged(policy: Policy, observation: Observation, keep: Tensor) -> tuple[Observation, State]:

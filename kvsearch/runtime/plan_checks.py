@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
@@ -105,11 +104,9 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
 
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:
     """Which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
-    entries = torch.tensor(budget)
-    exempt = policy.exempt(entries, torch.full_like(entries, length or int(entries.max()) + 1))
-    if length is not None:
-        exempt |= entries >= length  # of the prompt the budgets are for
-    low = [head for head, few in enumerate(((entries < policy.floor) & ~exempt).tolist()) if few]
+    longest = length or max(budget) + 1
+    enough = policy.floor if length is None else min(policy.floor, length)  # of the prompt the budgets are for
+    low = [head for head, few in enumerate(budget) if few < enough and not policy.exempt(few, longest)]
     if not low:
         return None
     shown = ", ".join(f"{budget[head]} at head {head}" for head in low)

@@ -48,8 +48,7 @@ class PhaseProgram:
             return int(np.minimum(table.sum(-1), room.sum(-1)).sum())
         table = np.minimum(table, length)
         for row, (_, policy) in enumerate(sorted(self.policies.items())):
-            budgets = torch.from_numpy(table[row])
-            table[row][policy.exempt(budgets, torch.full_like(budgets, length)).numpy()] = length
+            table[row] = [length if policy.exempt(budget, length) else budget for budget in table[row].tolist()]
         return int(table.sum())
 
     def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:

@@ -25,10 +25,9 @@ from kvsearch.policies.decoding import (
     entries_at,
     lowest,
     protected_slots,
-    protection_at,
     slots_of,
 )
-from kvsearch.policies.ranking import scores_at
+from kvsearch.policies.ranking import at_each, scores_at
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
 from kvsearch.runtime.logits import Logits
 
@@ -127,8 +126,8 @@ class DecodeRule:
         """Budgets and protection of the segments `names`."""
         host = self.budgets[names]
         budgets = torch.from_numpy(host)
-        sinks, recent = protection_at(self.policy.sink_count, self.policy.recent_at(budgets), budgets)
-        stay = np.maximum(host + 1 - self.policy.drop_at(budgets).numpy(), 1)
+        sinks, recent = at_each(self.policy.protected_at, budgets).unbind(-1)
+        stay = np.maximum(host + 1 - at_each(self.policy.drop_at, budgets).numpy(), 1)
         return Limits(host, stay, budgets.to(device), sinks.to(device), recent.to(device))
 
     def decide(
@@ -230,11 +229,13 @@ class DecodeRule:
 
     def _intervals(self) -> Ints:
         """Steps between two scorings per sequence, [B]: half of what one leaves open in the tightest head, at most."""
-        budgets = torch.from_numpy(self.budgets)
-        sinks, recent = protection_at(self.policy.sink_count, self.policy.recent_at(budgets), budgets)
-        fixed = torch.maximum(sinks + recent, torch.minimum(self.policy.quota(budgets), budgets))
-        supply = ((budgets + 1 - fixed) // 2).clamp(min=1).numpy().reshape(-1, self.heads).min(-1)
-        interval: Ints = np.minimum(supply, self.policy.refresh_interval)
+
+        def supply(budget: int) -> int:
+            fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.quota(budget), budget))
+            return max(1, (budget + 1 - fixed) // 2)
+
+        tightest = at_each(supply, torch.from_numpy(self.budgets)).numpy().reshape(-1, self.heads).min(-1)
+        interval: Ints = np.minimum(tightest, self.policy.refresh_interval)
         return interval
 
     # --- rows of the batch ----------------------------------------------------------------------------------------

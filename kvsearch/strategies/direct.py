@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
@@ -58,7 +57,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
             f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
             f"({policy.sink_count} sinks, {policy.window_count} recent): keep more, or lower them with --set"
         )
-    if bool(policy.exempt(torch.tensor([int(given)]), torch.tensor([1]))):
+    if policy.exempt(int(given), 1):
         raise UsageError(
             f"{policy.name} never evicts heads with budgets of {given:g} entries on average: see its description"
         )

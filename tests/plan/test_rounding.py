@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import largest_remainder, round_half_up, water_fill
+from kvsearch.plan.guard import round_half_up
+from kvsearch.plan.rounding import largest_remainder, water_fill
 
 
 def greedy_oracle(ideal: list[float], total: int, lower: list[int], upper: list[int]) -> list[int]:

@@ -33,7 +33,7 @@ from kvsearch.policies import (
 )
 from kvsearch.policies.base import Norm
 from kvsearch.policies.decoding import State
-from kvsearch.policies.ranking import keep_under
+from kvsearch.policies.ranking import at_each, keep_under
 from kvsearch.policies.scoring import column_sums
 from tests.examples import fixed
 
@@ -322,7 +322,7 @@ class PolicyContract:
         """Nested, no padding, as many as there is room for, protected ones first, by rank; all of exempt heads."""
         masks, budgets, real = drawn.masks, drawn.uniform, drawn.valid[:, None]
         lengths = drawn.lengths[:, None].expand_as(budgets)
-        exempt = self.policy.exempt(budgets, lengths)
+        exempt = at_each(self.policy.exempt, budgets, lengths).bool()
         assert not (masks & ~real).any()
         assert not (masks[:-1] & ~masks[1:]).any()
         assert torch.equal(masks[exempt], real.expand_as(masks)[exempt])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots, protection_at
-from kvsearch.policies.ranking import keep_under
+from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots
+from kvsearch.policies.ranking import at_each, keep_under
 from tests.policies.examples import NAN
 
 Row = dict[int, float]  # attention by position
@@ -95,8 +95,8 @@ def leaving_slots(policy: Policy, step: Step, priorities: Tensor, budget: int) -
     """Slots that leave, ascending by position, [S, E] with -1 behind the last."""
     positions, used = step.cached.positions, step.cached.held.sum(-1)
     budgets = torch.full_like(used, budget)
-    sinks, recent = protection_at(policy.sink_count, policy.recent_at(budgets), budgets)
-    stay = torch.where(used > budgets, budgets + 1 - policy.drop_at(budgets), used)
+    sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
+    stay = torch.where(used > budgets, budgets + 1 - policy.drop_at(budget), used)
     keep = best(priorities, protected_slots(positions, step.seen, sinks, recent), positions, stay)
     lists = []
     for held, kept, position in zip(step.cached.held, keep, positions, strict=True):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.decoding import Cached, State, Step, lowest, protected_slots, protection_at
-from kvsearch.policies.ranking import keep_under
+from kvsearch.policies.decoding import Cached, State, Step, lowest, protected_slots
+from kvsearch.policies.ranking import at_each, keep_under
 
 NAN = float("nan")
 # mean attention of the window over the six candidates, as two rows that see the window causally
@@ -109,7 +109,7 @@ def leaves(policy: Policy, step: Step, budget: int) -> list[int]:
     positions = step.cached.positions
     budgets = torch.full_like(step.newest, budget)
     assert (step.cached.held.sum(-1) == budgets + 1).all()
-    sinks, recent = protection_at(policy.sink_count, policy.recent_at(budgets), budgets)
+    sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
     protected = protected_slots(positions, step.seen, sinks, recent)
     slot = lowest(policy.step(step), step.cached.held & ~protected, positions)
     left: list[int] = positions.gather(-1, slot[:, None]).flatten().tolist()

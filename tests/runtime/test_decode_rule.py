@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.decoding import protection_at
+from kvsearch.policies.ranking import at_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
@@ -48,17 +48,19 @@ def test_counts_protection_and_the_most_ever_held(name: str) -> None:
         for prefill in (None, policy):
             holder = begin(layer, prefill, policy)
             budgets, before = torch.tensor(scene.budgets), holder.entries()
+            drops = at_each(policy.drop_at, budgets)
             most = before
             for token in range(scene.tokens):
                 feed(layer, holder, token, 1)
                 seen = layer.valid.sum(-1)[:, None] + token + 1
-                free = policy.exempt(budgets.expand_as(before), (seen - token - 1).expand_as(before))
+                prompt = (seen - token - 1).expand_as(before)
+                free = at_each(policy.exempt, budgets.expand_as(before), prompt).bool()
                 most = torch.maximum(most, before + 1)
-                after = torch.where((before + 1 > budgets) & ~free, budgets + 1 - policy.drop_at(budgets), before + 1)
+                after = torch.where((before + 1 > budgets) & ~free, budgets + 1 - drops, before + 1)
                 assert torch.equal(holder.entries(), after)
                 assert torch.equal(holder.most_entries(), most)
                 before = after
-                sinks, recent = protection_at(policy.sink_count, policy.recent_at(budgets), budgets)
+                sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
                 for row, heads in enumerate(held(holder)):
                     for head, kept in enumerate(heads):
                         assert kept == sorted(set(kept))

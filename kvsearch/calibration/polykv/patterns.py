@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from kvsearch.errors import KvsearchError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, PolicySpec
@@ -16,7 +14,7 @@ from kvsearch.policies import Policy, create_policy, policy_class, policy_names
 PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
 SETS = ("paper", "all")
 FULL = "full"
-LONG = torch.tensor(2**20)  # a budget that is the whole prompt
+LONG = 2**20  # a budget that is the whole prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +124,7 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
     name = policy.name
     if name == FULL:
         raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
-    if bool(policy.exempt(LONG, LONG)):
+    if policy.exempt(LONG, LONG):
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
     if policy.floor > smallest:
         raise UsageError(

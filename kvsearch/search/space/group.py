@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.rounding import GUARD, largest_remainder, water_fill, water_level
+from kvsearch.plan.guard import GUARD
+from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.search.space.base import EXACT, BoxSpace, Ints, Rows, Vector, rows_of, table_within
 
 

@@ -81,7 +81,7 @@ class SomeHeads(Policy):
     def score(self, observation: Observation) -> Tensor:
         return observation.keys[..., 0].float()
 
-    def exempt(self, budget: Tensor, length: Tensor) -> Tensor:
+    def exempt(self, budget: int, length: int) -> bool:
         return budget >= 1000
 
 
