@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test lint bench train clean
+.PHONY: setup demo test quick ci lint bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -15,13 +15,24 @@ demo: setup
 	$(BIN)/kvsearch evaluate bundled --plan $(DEMO)/plan.json --samples 16
 	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
 
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
+
+# After every change: 25 examples of each property, without Ray and what is marked slow.
+quick: setup
+	$(PYTEST) --hypothesis-profile quick -m "not slow"
+
+# The same tests as `make test`, with 200 examples of each property.
+ci: setup
+	$(PYTEST) --hypothesis-profile ci
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: setup
 	$(BIN)/python benchmarks/bench_decode.py --batch 1
@@ -32,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_allocation.py
 	$(BIN)/python benchmarks/bench_evaluation.py
 	$(BIN)/python benchmarks/bench_calibration.py
+	$(BIN)/python benchmarks/bench_search.py
 
 # About an hour on two cores.
 train: setup

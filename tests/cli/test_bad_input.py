@@ -292,6 +292,7 @@ def test_a_bug_is_called_a_bug(run: Run, calibrated: Path, monkeypatch: pytest.M
     refused(run, BUG, "a bug in kvsearch", "export", calibrated, "--ratio", 0.5, "-o", "x.json")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_a_calibration(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvsearch", "calibrate", "bundled", "-o", str(tmp_path / "run")]
     # a test run in the background ignores the signal, and its children would, too

@@ -86,6 +86,7 @@ def test_resuming_a_finished_run_gives_the_same_bytes(
     assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_to_the_same_bytes(
     seed: int, evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
@@ -157,6 +158,7 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
     assert results(tmp_path / "run") == results(evolved[0])
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))

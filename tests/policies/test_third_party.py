@@ -55,6 +55,7 @@ def python(site: Path, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_is_listed_and_shown(site: Path) -> None:
     shown = python(site, "kvsearch", "policies", NAME)
     for words in (f"{PACKAGE} 0.1", "score[i] = |v_i|_p", "scored anew every 8 steps", "order    int, default 2"):
@@ -66,11 +67,13 @@ def test_it_is_listed_and_shown(site: Path) -> None:
     assert NAME not in {problem["name"] for problem in listed["problems"]}
 
 
+@pytest.mark.slow
 def test_its_own_test_passes(site: Path) -> None:
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider")
     assert "passed" in python(site, "pytest", *options, site / TEST)
 
 
+@pytest.mark.slow
 def test_a_plan_that_names_it_runs(site: Path, tmp_path: Path) -> None:
     model = load(BUNDLED).model
     heads = model.config.num_key_value_heads

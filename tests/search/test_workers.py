@@ -62,6 +62,7 @@ def test_another_model_is_refused(loaded: LoadedModel) -> None:
         replace(made, fingerprint=other)()
 
 
+@pytest.mark.slow
 def test_two_workers_find_what_this_process_finds(loaded: LoadedModel, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     prepared = prepare(loaded, generations=1, together=2)

@@ -26,6 +26,7 @@ pytest.importorskip("ray")
 
 from kvsearch.search.executors.ray import RayExecutor
 
+pytestmark = pytest.mark.slow
 SMALL = {"cpus": 0.5, "start_timeout": 60.0}  # several executors share two cores
 
 
