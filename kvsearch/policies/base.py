@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from torch import Tensor
-
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import candidate_mask, pool_positions, window_rows
+from kvsearch.policies.tensors import Tensor, torch
 
 
 @dataclass(frozen=True)

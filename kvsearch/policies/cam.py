@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step, by_position
 from kvsearch.policies.h2o import H2O, MASS
@@ -16,6 +12,7 @@ from kvsearch.policies.merging import fold, in_parts, taken
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.scoring import SCRATCH_BYTES
 from kvsearch.policies.streaming import StreamingLLM
+from kvsearch.policies.tensors import F, Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
 
 BASES = ("streaming", "h2o")

@@ -7,12 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from torch import Tensor
-
 from kvsearch.plan.guard import round_down
 from kvsearch.policies.base import Needs, Norm, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.tensors import Tensor
 from kvsearch.policies.wrapper import Wrapper
 
 BASES = ("snapkv", "expected_attention")

@@ -6,15 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import Cached, State, by_position
 from kvsearch.policies.h2o import H2O
 from kvsearch.policies.merging import fold, in_parts, taken
 from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.tensors import F, Tensor, torch
 
 TAU = "tau"
 EPSILON = 1e-12  # the least norm that a key is divided by

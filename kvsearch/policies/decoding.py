@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from kvsearch.errors import InternalError
+from kvsearch.policies.tensors import Tensor, torch
 
 Change = Callable[[Tensor], Tensor]
 

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsearch.errors import InternalError
 from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.tensors import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.plan.guard import round_down
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.tensors import Tensor
 
 MASS = "mass"
 

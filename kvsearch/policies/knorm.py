@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Observation, Policy
 from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.tensors import Tensor, torch
 
 NORM = "norm"
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.policies.base import Observation
 from kvsearch.policies.scoring import candidate_mask, mean_window_attention, pool_positions
 from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.decoding import Cached, entries_at
 from kvsearch.policies.scoring import SCRATCH_BYTES
+from kvsearch.policies.tensors import Tensor, torch
 
 
 def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:

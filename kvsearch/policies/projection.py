@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Norm
 from kvsearch.policies.scoring import SCRATCH_BYTES
+from kvsearch.policies.tensors import Tensor, torch
 
 
 def projected_norms(values: Tensor, output_weight: Tensor, order: Norm) -> Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.tensors import Tensor, torch
 
 
 @dataclass(frozen=True)

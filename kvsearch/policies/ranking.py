@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.tensors import Tensor, torch
 
 
 def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:

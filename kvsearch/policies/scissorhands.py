@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import window_rows
+from kvsearch.policies.tensors import F, Tensor, torch
 
 LOW, MASS, RING = "low", "mass", "ring"
 LONGEST = 2**15 - 1  # rows of history: counts are int16

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsearch.policies.base import Observation
+from kvsearch.policies.tensors import F, Tensor, torch
 
 SCRATCH_BYTES = 48 * 2**20
 CACHE_BYTES = 8 * 2**20  # scratch of a chunk that a CPU's cache can hold

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.scoring import candidate_mask, mean_window_attention, pool_positions
+from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)

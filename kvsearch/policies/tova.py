@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import mean_window_attention
+from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O
 from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.tensors import Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
 
 BASES = ("h2o", "scissorhands", "snapkv")

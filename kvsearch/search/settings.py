@@ -11,8 +11,6 @@ from kvsearch.config.options import Option
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.search.optimisers import optimiser_names
-from kvsearch.search.optimisers.cma import FEWEST
 
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]
@@ -85,6 +83,9 @@ class EvolveSettings(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvolveSettings:
+        from kvsearch.search.optimisers import optimiser_names  # numpy: not for a look at the options
+        from kvsearch.search.optimisers.cma import FEWEST
+
         problems: list[tuple[tuple[str | int, ...], str]] = []
         if self.parity and self.space != "groups":
             problems.append((("parity",), f"is the paper's procedure, which searches groups, not {self.space}"))

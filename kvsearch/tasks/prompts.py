@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from kvsearch.errors import IncompatibleError
 from kvsearch.tasks.texts import is_blank
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvsearch.tasks.base import Task
 
 _MARK = "\u241e"  # a symbol no template contains: the place where the context ends and the question begins
@@ -120,4 +119,6 @@ def stop_at(text: str, stops: Sequence[str]) -> int | None:
 
 
 def _row(ids: list[int]) -> Tensor:
+    import torch  # not above: whoever lists tasks has no use for it
+
     return torch.tensor([ids], dtype=torch.long)

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.rounding import largest_remainder
 
 Item = TypeVar("Item")
 Shares = tuple[float, float, float]
@@ -42,6 +41,8 @@ def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Ite
     check_split(split, shares)
     if split == ALL:
         return list(items)
+    from kvsearch.plan.rounding import largest_remainder  # imports numpy, which a list of tasks does without
+
     groups = list(dict.fromkeys(map(group, items)))
     random.Random(_SHUFFLE).shuffle(groups)
     sizes = largest_remainder([share * len(groups) for share in shares], len(groups)).tolist()

@@ -1,0 +1,56 @@
+"""What only tells something answers at once: nothing that computes is imported for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = (
+    "torch", "transformers", "tokenizers", "safetensors", "accelerate", "numpy", "scipy", "sklearn", "pandas",
+    "pyarrow", "datasets", "cma", "ray", "matplotlib",
+)  # fmt: skip
+WATCH = f"""
+import atexit, json, sys
+atexit.register(lambda: sys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules])))
+"""
+
+
+def loaded(code: str) -> tuple[str, list[str]]:
+    """Standard output of `code`, and which of HEAVY it imports."""
+    done = subprocess.run([sys.executable, "-c", WATCH + code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return done.stdout, found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--help", "calibrate"),
+        ("policies", "StreamingLLM"),
+        ("policies snapkv", "last 32 query rows"),
+        ("policies h2o --json", '"recent_of_1000": 500'),
+        ("policies --json", '"problems"'),
+        ("tasks", "ruler:vt"),
+        ("tasks gsm8k", "openai/gsm8k"),
+        ("tasks --json", '"sets"'),
+    ],
+)
+def test_listings_import_nothing_that_computes(arguments: str, told: str) -> None:
+    out, found = loaded(f"from kvsearch.cli import app; app({arguments.split()})")
+    assert told in out
+    assert found == []
+
+
+def test_the_package_imports_nothing_that_computes() -> None:
+    assert loaded("import kvsearch, kvsearch.policies, kvsearch.plan") == ("", [])
+
+
+def test_a_policy_that_computes_imports_torch() -> None:
+    code = "from kvsearch.policies.noise import uniform; print(uniform(7, 3).shape)"
+    out, found = loaded(code)
+    assert out == "torch.Size([])\n"
+    assert "torch" in found
