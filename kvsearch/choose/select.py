@@ -12,16 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
 from kvsearch.choose.candidates import Entrant, Explored, Field, find_field
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings
-from kvsearch.evaluation.kept import without_rounding
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
-from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
@@ -30,11 +29,12 @@ from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
 from kvsearch.report.selection import Asked, Held, Kind, Outcome, Reported, Selection, Standing
 from kvsearch.runs.estimates import Difference
+from kvsearch.runs.identity import RunConfig
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks, token_hash
 
-Kept = AbstractContextManager[tuple[Ledger | None, Progress | None]]
+Kept = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 Keep = Callable[[str, Evaluation], Kept]  # what a stage, by its name, keeps replies in and tells how far it is
 
 
@@ -149,16 +149,13 @@ class PreparedSelection:
             counts["second"] += min(finalists, len(contest.prepared.evaluation.contenders)) * asked
         return counts | {"report": 4 * sum(task.coverage.questions for task in self._report_prompts)}
 
-    def config(self, evaluation: Evaluation) -> dict[str, Any]:
-        """All that the replies of a stage depend on, as JSON.
+    def config(self, evaluation: Evaluation) -> RunConfig:
+        """Return the configuration of a stage; with profile and size, a name says what it stands for.
 
-        A name says, with the profile, what it stands for, so the list of them is left out: other candidates or
-        finalists go on with the same replies, and so does another batch, which changes them by rounding alone.
+        So other candidates or finalists go on with the same replies.
         """
-        whole = without_rounding(evaluation.config())
-        del whole["methods"]
         digest = sha256(self.profile.to_bytes()).hexdigest()
-        return {**whole, "profile_sha256": digest, **self.size.as_json()}
+        return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
 
     def run(self, keep: Keep | None = None) -> Selection:
         """Run both stages of every phase setting, decide, and report; `keep` is asked for a ledger before each stage.
@@ -243,8 +240,8 @@ def _asking(prepared: PlanEvaluation, encoded: list[TaskPrompts]) -> PlanEvaluat
 
 
 def _run(prepared: PlanEvaluation, name: str, keep: Keep) -> PlanComparison:
-    with keep(name, prepared.evaluation) as (ledger, progress):
-        return prepared.run(progress, ledger)
+    with keep(name, prepared.evaluation) as (store, progress):
+        return prepared.run(progress, store)
 
 
 def _standing(

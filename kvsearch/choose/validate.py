@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import numpy as np
 
@@ -20,14 +20,14 @@ from kvsearch.choose.verdicts import Asked, AtBudget, Conditions, Kind, Phases, 
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
-from kvsearch.evaluation.kept import without_rounding
 from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
-from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.policies.registry import policy_of
+from kvsearch.runs.identity import RunConfig
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import Strategy, choose, has_window, plan_of
@@ -131,10 +131,10 @@ def validate(
     subjects: Sequence[Subject] | None = None,
     permutations: int = PERMUTATIONS,
     progress: Progress | None = None,
-    ledger: Ledger | None = None,
+    store: ReplyStore | None = None,
 ) -> Validation:
     """Judge signals of a profile at one size; arguments and errors are those of `prepare_validation` and its `run`."""
-    return prepare_validation(loaded, profile, size, tasks, settings, subjects, permutations).run(progress, ledger)
+    return prepare_validation(loaded, profile, size, tasks, settings, subjects, permutations).run(progress, store)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,31 +169,33 @@ class PreparedValidation:
     def conditions(self) -> Conditions:
         """What has to be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
-        tasks = self.evaluation.config()["tasks"].items()
+        metrics = self.evaluation.metrics
+        tasks = {
+            name: {**facts, "metric": metrics[name]}
+            for name, facts in self.evaluation.config().content["tasks"].items()
+        }
         return Conditions(
             model=self.profile.metadata.model,
             profile_sha256=_hash(self.profile.to_bytes()),
-            tasks={name: Asked(**{key: facts[key] for key in Asked.model_fields}) for name, facts in tasks},
+            tasks={name: Asked(**{key: facts[key] for key in Asked.model_fields}) for name, facts in tasks.items()},
             split=", ".join(sorted(splits)) or None,
             protocol=self.evaluation.settings.protocol,
             seed=self.evaluation.settings.seed,
         )
 
-    def config(self) -> dict[str, Any]:
-        """All that the replies depend on, as JSON.
+    def config(self) -> RunConfig:
+        """Return the configuration of the replies; with profile and size, the name of each strategy says what it is.
 
-        The strategies are not listed: with profile and size, the name of each says what it is. So a run with other
-        signals, phases or more permutations goes on with the same replies, and so does one with another batch, which
-        changes them by rounding alone.
+        So a run with other signals, phases or more permutations goes on with the same replies.
         """
-        size = {"budget": self.budget, "ratio": self.size.ratio}
-        whole = without_rounding(self.evaluation.config())
-        del whole["methods"]
-        return {**whole, "profile_sha256": _hash(self.profile.to_bytes()), **size}
+        digest = _hash(self.profile.to_bytes())
+        return self.evaluation.stage_config(
+            "validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio
+        )
 
-    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Validation:
-        """Ask everything that is not in the ledger, and judge; see `Evaluation.run` for the errors."""
-        result = self.prepared.run(progress, ledger)
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Validation:
+        """Ask everything that is not in the store, and judge; see `Evaluation.run` for the errors."""
+        result = self.prepared.run(progress, store)
         signals = tuple(judged(result, subject, names) for subject, names in self.compared.items())
         at = AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
         conditions = self.conditions

@@ -41,10 +41,10 @@ def goes_on_in(path: Path, config: Mapping[str, Any]) -> bool:
         UsageError: it has another configuration.
     """
     from kvsearch.calibration.polykv.samples import has_samples
-    from kvsearch.evaluation.run_directory import difference
     from kvsearch.plan import canonical_json
     from kvsearch.plan.files import read_bytes
     from kvsearch.plan.parsing import parse_json
+    from kvsearch.runs.identity import difference
 
     if not has_samples(path) or not (path / CONFIG).exists():
         return False

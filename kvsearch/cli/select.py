@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,15 +10,15 @@ import typer
 
 from kvsearch.cli import evaluate_options as own
 from kvsearch.cli import task_options as asked
-from kvsearch.cli.common import Common, Progress, command
+from kvsearch.cli.common import Common, command
 from kvsearch.cli.plan_output import Output, check_output
-from kvsearch.cli.strategies import Directory, ModelName, comma_separated, kept_replies, load_calibrated, load_signals
+from kvsearch.cli.strategies import Directory, ModelName, comma_separated, load_calibrated, load_signals
 from kvsearch.errors import UsageError
+from kvsearch.jobs.stages import kept_replies
 
 if TYPE_CHECKING:
-    from kvsearch.choose.select import PreparedSelection
+    from kvsearch.choose.select import Kept, PreparedSelection
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.plan import Profile, Size
     from kvsearch.report.selection import Selection
 
@@ -139,7 +137,7 @@ def select(
     from kvsearch.choose.candidates import explore as find_explored
     from kvsearch.choose.select import Questions, prepare_selection
     from kvsearch.evaluation.compare import Settings
-    from kvsearch.evaluation.kept import check_place
+    from kvsearch.evaluation.reply_store import check_place
     from kvsearch.plan.protocol import find_protocol
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
@@ -163,7 +161,13 @@ def select(
     if common.dry_run:
         _foretell(prepared, place, common)
         return
-    result = prepared.run(lambda stage, evaluation: _kept(place / stage, prepared, evaluation, force, common))
+
+    def keep(stage: str, evaluation: Evaluation) -> Kept:
+        kept, config = place / stage, prepared.config(evaluation)
+        told = f"{kept.parent.name}, {kept.name}: batches"
+        return kept_replies(kept, config, evaluation.replies, force, common, told)  # type: ignore[arg-type]
+
+    result = prepared.run(keep)
     _deliver(result, output, place, force, common)
 
 
@@ -188,23 +192,6 @@ def _phase_settings(phases: str) -> tuple[str, ...]:
     if phases not in (*PHASES, ALL):
         raise UsageError(f"unknown phases {phases!r}{suggest(phases, [*PHASES, ALL])}")
     return tuple(PHASES) if phases == ALL else (phases,)
-
-
-@contextmanager
-def _kept(
-    place: Path, prepared: PreparedSelection, evaluation: Evaluation, force: bool, common: Common
-) -> Iterator[tuple[Ledger, Progress]]:
-    """The ledger of one stage, and how far it is."""
-    from kvsearch.evaluation.kept import begins_anew
-
-    config = prepared.config(evaluation)
-    anew = begins_anew(place, config, force)
-    told = f"{place.parent.name}, {place.name}: batches"
-    with (
-        kept_replies(place, config, evaluation.replies, anew, common) as ledger,
-        common.progress(told) as progress,
-    ):
-        yield ledger, progress
 
 
 def _foretell(prepared: PreparedSelection, place: Path, common: Common) -> None:

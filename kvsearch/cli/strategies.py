@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,6 @@ from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common
-    from kvsearch.evaluation.reply_store import Ledger
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile, Size
 
@@ -124,51 +122,3 @@ def comma_separated(flag: str, typed: str | None) -> list[str] | None:
     if not all(names):
         raise UsageError(f"{flag} takes names with commas between them, got {typed!r}")
     return names
-
-
-@contextmanager
-def kept_replies(
-    place: Path,
-    config: Mapping[str, Any],
-    replies: int,
-    force: bool,
-    common: Common,
-    again: str = "give the same command again to go on",
-) -> Iterator[Ledger]:
-    """The ledger of a comparison of so many `replies`, in the directory `place`; says how to go on after Ctrl-C.
-
-    `config` is all that the replies depend on, as JSON, in the form of `Evaluation.config`.
-
-    Raises:
-        UsageError: replies of another run are there and `force` is off; see `open_run` for more.
-    """
-    from kvsearch.evaluation.run_directory import open_run
-
-    if not force:
-        _require_same(place, config)
-    with open_run(place, config, force) as ledger:
-        if ledger.samples:
-            common.say(f"going on with {place}: {len(ledger.samples)} replies are there, {replies} are needed")
-        try:
-            yield ledger
-        except KeyboardInterrupt:
-            common.say(f"{len(ledger.samples)} replies are kept in {place}: {again}")
-            raise
-
-
-def _require_same(place: Path, config: Mapping[str, Any]) -> None:
-    from kvsearch.evaluation.run_directory import CONFIG as KEPT
-    from kvsearch.evaluation.run_directory import difference
-    from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.plan.parsing import parse_json
-
-    if not (place / KEPT).exists():
-        return
-    there = parse_json(read_bytes(place / KEPT), str(place / KEPT))
-    found = difference(there, parse_json(canonical_json(config), "the configuration"))
-    if found is not None:
-        raise UsageError(
-            f"{place} has replies to other questions: {found}; repeat its command to go on with it, or give --force to "
-            "start anew"
-        )

@@ -13,6 +13,7 @@ from kvsearch.cli import strategies as own
 from kvsearch.cli import task_options as asked
 from kvsearch.cli.common import Common, command
 from kvsearch.errors import UsageError
+from kvsearch.jobs.stages import kept_replies
 
 if TYPE_CHECKING:
     from kvsearch.choose.validate import PreparedValidation
@@ -143,18 +144,14 @@ def _found(
 ) -> Validation:
     """Run one size; what was found so far is in the file when this returns."""
     from kvsearch.choose.verdicts import FILE, save_validation
-    from kvsearch.evaluation.kept import begins_anew
 
     place = directory / REPLIES / f"{_slug(one)}-{one.evaluation.settings.protocol}"
-    config, needed = one.config(), one.evaluation.replies
+    needed = one.evaluation.replies
     common.say(
         f"{one.strategies} strategies and the full cache at {one.budget:g} entries per kv head: {needed} replies"
     )
-    with (
-        own.kept_replies(place, config, needed, begins_anew(place, config, force), common) as ledger,
-        common.progress("batches") as progress,
-    ):
-        result = one.run(progress, ledger)
+    with kept_replies(place, one.config(), needed, force, common) as (store, progress):  # type: ignore[arg-type]
+        result = one.run(progress, store)
     found = result if before is None else result.merged(before)
     save_validation(found, directory / FILE)
     return found

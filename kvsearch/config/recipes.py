@@ -10,8 +10,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json
 from kvsearch.resources import resource
-
-CONFIG_SCHEMA = "kvsearch.run/1"
+from kvsearch.runs.identity import SCHEMA
 
 
 def find_recipe(name: str, folder: str | None) -> Path:
@@ -59,7 +58,7 @@ def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:
 
 
 def _of_run(config: dict[str, Any], path: Path, job: str) -> dict[str, Any]:
-    if config["schema"] != CONFIG_SCHEMA or not isinstance(config.get("options"), dict):
+    if config["schema"] != SCHEMA or not isinstance(config.get("options"), dict):
         raise UsageError(f"{path} does not say the options of its run: it was written by another version of kvsearch")
     if config.get("job") != job:
         raise UsageError(f"{path} is of kvsearch {config.get('job')}, not of {job}: give the file of another run")

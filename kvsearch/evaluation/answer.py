@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.evaluation.shared_prefill import held_entries, read
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel

@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
-from kvsearch.evaluation.identity import ReplyKeys, environment, metric_of, run_config
-from kvsearch.evaluation.reply_store import Ledger
-from kvsearch.evaluation.resume import LedgerJournal
+from kvsearch.evaluation.identity import METRICS, ReplyKeys, content_of, environment, metric_of
+from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import Progress, run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
 from kvsearch.evaluation.totals import check_totals, decode_entries
@@ -20,11 +19,14 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import LEAST_USEFUL
+from kvsearch.runs.identity import Job, RunConfig
 from kvsearch.strategies.contenders import Contender
 from kvsearch.strategies.methods import FULL as FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
 from kvsearch.tasks.readings import readings
+
+ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 
 
 @dataclass(frozen=True)
@@ -180,27 +182,43 @@ class Evaluation:
         """How many replies there are to be."""
         return len(self.contenders) * sum(task.coverage.questions for task in self.encoded)
 
-    def config(self) -> dict[str, Any]:
-        """All that the samples depend on, as JSON."""
-        settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
-        return run_config(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
+    @property
+    def metrics(self) -> dict[str, str]:
+        """What scores each task."""
+        return {task.task.name: metric_of(task.task) for task in self.encoded}
 
-    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> Comparison:
-        """Ask everything that is not in the ledger, and summarise it; see `run_encoded` for the errors."""
-        asked, journal = self.settings, None
-        if ledger is not None:
-            journal = LedgerJournal(ledger, ReplyKeys(self.loaded, self.contenders, asked.protocol))
+    def config(self) -> RunConfig:
+        """Return the configuration of a run: its content is all that the samples depend on."""
+        settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
+        content = content_of(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
+        return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
+
+    def stage_config(self, job: Job, **content: object) -> RunConfig:
+        """Return the configuration of a stage of another job, whose `content` says what the names of methods stand for.
+
+        So a stage with other methods goes on with the same replies, and so does one with another batch, which changes
+        replies by rounding alone.
+        """
+        whole = self.config()
+        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING)}
+        rounding = {name: whole.content[name] for name in ROUNDING}
+        return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
+
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Comparison:
+        """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
+        asked, kept = self.settings, None
+        if store is not None:
+            kept = KeptReplies(store, ReplyKeys(self.loaded, self.contenders, asked.protocol))
         programs = {contender.label: contender.program for contender in self.contenders}
         results = run_encoded(
-            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, journal
+            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
         )
         averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
         blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
-        metrics = {task.task.name: metric_of(task.task) for task in self.encoded}
         return Comparison(
             self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
-            environment(self.loaded), metrics, self._decode_entries(), self.notes, contexts,
+            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts,
         )  # fmt: skip
 
     def _decode_entries(self) -> dict[str, float]:

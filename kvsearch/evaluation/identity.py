@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.protocol import Protocol
@@ -24,20 +24,19 @@ from kvsearch.tasks.longbench.task import LongBenchTask
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
-CONFIG_SCHEMA = "kvsearch.evaluation.config/1"
+METRICS = "metrics"  # of a configuration: what scores each task, which makes no other run
 PACKAGES = ("kvsearch", "torch", "transformers")
 
 
-def run_config(
+def content_of(
     loaded: LoadedModel,
     contenders: Sequence[Contender],
     tasks: Sequence[TaskPrompts],
     protocol: Protocol,
     **settings: int | str | None,
 ) -> dict[str, Any]:
-    """Everything that the samples of a run depend on, as JSON; `settings` are further numbers such as the seed."""
+    """Return everything that the samples of a run depend on, as JSON; `settings` are further numbers as the seed."""
     return {
-        "schema": CONFIG_SCHEMA,
         **environment(loaded),
         "protocol": protocol,
         "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in contenders},
@@ -116,5 +115,4 @@ def _task_config(task: TaskPrompts) -> dict[str, Any]:
     return {
         "category": covered.category, "contexts": covered.contexts, "questions": covered.questions,
         "wanted": covered.wanted, "rows_sha256": rows_hash(task),
-        "metric": metric_of(task.task),
     }  # fmt: skip

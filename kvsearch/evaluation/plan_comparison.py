@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import MACRO, SizeBlock
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
-from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
@@ -65,9 +65,9 @@ class PlanEvaluation:
     evaluation: Evaluation
     labels: Mapping[str, str]
 
-    def run(self, progress: Progress | None = None, ledger: Ledger | None = None) -> PlanComparison:
-        """Ask everything that is not in the ledger; see `Evaluation.run` for the errors."""
-        return PlanComparison(self.evaluation.run(progress, ledger), self.labels)
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> PlanComparison:
+        """Ask everything that is not in the store; see `Evaluation.run` for the errors."""
+        return PlanComparison(self.evaluation.run(progress, store), self.labels)
 
 
 def prepare_plans(

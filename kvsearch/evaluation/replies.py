@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.peak_entries import MostHeld
 from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.cache import CacheMark
 
@@ -165,3 +166,10 @@ def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, 
     for index, row in enumerate(rows):
         ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
     return ids.to(device), mask.to(device)
+
+
+def stop_tokens(loaded: LoadedModel) -> set[int]:
+    """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer."""
+    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}

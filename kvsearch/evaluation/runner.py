@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows
-from kvsearch.evaluation.reply_places import Journal, Known, Place
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows, stop_tokens
+from kvsearch.evaluation.reply_store import KeptReplies, Known
+from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.evaluation.shared_prefill import Joint, compressed
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
@@ -21,12 +21,12 @@ from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
-from kvsearch.tasks.readings import Reading, readings
+from kvsearch.tasks.readings import Reading, questions_of, readings
 from kvsearch.tasks.scoring import score
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-UNSCORED = 0.0  # finite, as all that a journal keeps; scores of recalled replies are computed anew
+UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
 
 def run(
@@ -58,9 +58,9 @@ def run_encoded(
     batch: int = 8,
     progress: Progress | None = None,
     memory: int | None = None,
-    journal: Journal | None = None,
+    kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is in the `journal` is not done again.
+    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is `kept` is not done again.
 
     What is left of a batch is done as if all of it were, so replies that share their arithmetic still do.
     """
@@ -69,27 +69,18 @@ def run_encoded(
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, part) in enumerate(batches):
-            known = Known() if journal is None else journal.recall(task, part, programs)
-            found = {Place.of(sample): sample for sample in known.samples}
+            known = Known() if kept is None else kept.recall(task, part, programs)
+            found = {sample.place: sample for sample in _scored(task, part, known.samples)}
             for replies in _missing(loaded, task, part, programs, memory, known):
-                samples = _kept(journal, task, part, replies)
-                found.update({Place.of(sample): sample for sample in samples})
-            results += [found[place] for place in places(task, part, programs)]
+                found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
+            results += [
+                found[Place(task.task.name, reading.prompt.key, question.number, method)]
+                for method in programs
+                for reading, question in questions_of(part)
+            ]
             if progress is not None:
                 progress(done + 1, len(batches))
     return results
-
-
-def places(task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Place]:
-    """Where the samples of a batch belong, in the order in which they are listed."""
-    return [Place(task.task.name, reading.prompt.key, question.number, method) for method in methods
-            for reading, question in questions_of(batch)]  # fmt: skip
-
-
-def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
-    """The questions of a batch with what they follow: the first of all readings, then the second, and so on."""
-    most = max(len(reading.questions) for reading in batch)
-    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]
 
 
 def _missing(
@@ -106,24 +97,30 @@ def _missing(
         yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
 
 
-def _kept(
-    journal: Journal | None, task: TaskPrompts, batch: Sequence[Reading], replies: Sequence[Sample]
+def _scored_and_kept(
+    kept: KeptReplies | None, task: TaskPrompts, batch: Sequence[Reading], replies: Sequence[Sample]
 ) -> list[Sample]:
-    """Replies with their scores, which the journal has; if a score fails, it has the replies."""
+    """Return replies with their scores, and keep them; if a score fails, the replies are kept."""
     samples = list(replies)
     try:
         samples = _scored(task, batch, replies)
     finally:
-        if journal is not None:
-            journal.note(task, batch, samples)
+        if kept is not None:
+            kept.keep(task, batch, samples)
     return samples
 
 
 def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
     asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
     found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
-    return [replace(reply, score=score_of(task.task, reading.prompt, question, reply.reply))
-            for reply, reading, question in found]  # fmt: skip
+    return [
+        replace(
+            reply,
+            score=score_of(task.task, reading.prompt, question, reply.reply),
+            truncated=reading.prompt.truncated,  # of a reply that another run lent
+        )
+        for reply, reading, question in found
+    ]
 
 
 def answer_all(
@@ -226,13 +223,6 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
     except NonFiniteError as error:
         sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
         raise IncompatibleError(f"{where}, {sample}: {error}") from error
-
-
-def stop_tokens(loaded: LoadedModel) -> set[int]:
-    """End-of-sequence tokens of the model's generation configuration and of the tokenizer."""
-    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
 
 
 def _pad_token(tokenizer: Any) -> int:

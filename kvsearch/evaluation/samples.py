@@ -47,6 +47,20 @@ class Sample:
     prefill_seconds: float = field(compare=False)
     reply_seconds: float = field(compare=False)
 
+    @property
+    def place(self) -> Place:
+        """Where the reply belongs in its run."""
+        return Place(self.task, self.key, self.question, self.method)
+
+
+class Place(NamedTuple):
+    """Where a reply belongs in its run."""
+
+    task: str
+    key: str
+    question: int
+    method: str
+
 
 class Cost(NamedTuple):
     """The last fields of a `Sample`."""

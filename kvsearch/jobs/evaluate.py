@@ -19,7 +19,7 @@ from kvsearch.jobs.talk import Talk
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison, Evaluation, Settings
     from kvsearch.evaluation.losses import LayerLoss
-    from kvsearch.evaluation.reply_store import Ledger
+    from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.jobs.perplexity import MeasuredPerplexity
     from kvsearch.report.tables import Columns
     from kvsearch.strategies.request import Contest
@@ -219,20 +219,19 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
 
     loaded = options.load(options.model, talk)
     evaluation = prepare(loaded, request.contenders(loaded), request.subject, tasks, options.asking())
-    with _replies(evaluation, options, talk) as ledger, talk.progress("batches") as progress:
-        comparison = evaluation.run(progress, ledger)
+    with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
+        comparison = evaluation.run(progress, store)
         losses = None
         if options.losses or _kept_losses(options) is not None:
             losses = _output_losses(evaluation, tasks, options, progress)
-    found = Evaluated(comparison, losses, options.columns_of_tables())
-    _write(found, options)
+        found = Evaluated(comparison, losses, options.columns_of_tables())
+        _write(found, options)
     return found
 
 
 def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
     """What is compared and what is asked, once all is checked that can be without a model."""
-    from kvsearch.evaluation.identity import CONFIG_SCHEMA
-    from kvsearch.evaluation.run_directory import check_directories
+    from kvsearch.evaluation.reply_store import check_run
     from kvsearch.evaluation.samples import check_samples_file
     from kvsearch.report.table_files import check_table_file
 
@@ -240,7 +239,7 @@ def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} is for --tasks ppl:FILE")
     request = options.request()
-    check_directories(options.output, options.reuse, CONFIG_SCHEMA)
+    check_run(options.output, options.reuse)
     if options.force and options.output is None:
         raise UsageError("--force is for --output: there is no run to start anew")
     if options.samples_file is not None:
@@ -252,9 +251,9 @@ def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
 
 
 @contextmanager
-def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> Iterator[Ledger | None]:
+def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> Iterator[ReplyStore | None]:
     """The replies of the run, if it is kept; says what is there already, and how to go on after Ctrl-C."""
-    from kvsearch.evaluation.run_directory import open_run
+    from kvsearch.evaluation.reply_store import open_run
 
     if options.output is None:
         try:
@@ -263,22 +262,23 @@ def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> It
             talk.say("nothing is kept without --output DIR, with which a run can go on where it stopped")
             raise
         return
-    with open_run(options.output, evaluation.config(), options.force, options.reuse) as ledger:
+    config = evaluation.config().with_options(options.recorded())
+    with open_run(options.output, config, options.force, options.reuse) as store:
         there = f"{evaluation.replies} replies"
-        if ledger.samples:
-            talk.say(f"going on with {options.output}: {len(ledger.samples)} of {there} are there")
+        if store.samples:
+            talk.say(f"going on with {options.output}: {len(store.samples)} of {there} are there")
         try:
-            yield ledger
+            yield store
         except KeyboardInterrupt:
             talk.say(
-                f"{len(ledger.samples)} of {there} are kept in {options.output}: give the same command again to go on"
+                f"{len(store.samples)} of {there} are kept in {options.output}: give the same command again to go on"
             )
             raise
 
 
 def _kept_losses(options: EvaluateOptions) -> Path | None:
     """The file of output losses that the run has measured already."""
-    from kvsearch.evaluation.run_directory import LOSSES
+    from kvsearch.evaluation.reply_store import LOSSES
 
     place = None if options.output is None else options.output / LOSSES
     return place if place is not None and place.exists() else None
@@ -287,9 +287,8 @@ def _kept_losses(options: EvaluateOptions) -> Path | None:
 def _output_losses(evaluation: Evaluation, tasks: list[Task], options: EvaluateOptions, progress: Any) -> Any:
     """Output losses of all methods but the full cache; a kept run measures them once."""
     from kvsearch.evaluation.losses import measure_losses
-    from kvsearch.evaluation.run_directory import LOSSES
-    from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import atomic_write
+    from kvsearch.evaluation.reply_store import LOSSES
+    from kvsearch.runs.directory import write_json
     from kvsearch.strategies.methods import FULL
 
     kept = _kept_losses(options)
@@ -302,7 +301,7 @@ def _output_losses(evaluation: Evaluation, tasks: list[Task], options: EvaluateO
         protocol=how.protocol, max_length=how.max_length,
     )  # fmt: skip
     if options.output is not None:
-        atomic_write(options.output / LOSSES, canonical_json([asdict(row) for row in losses]))
+        write_json(options.output / LOSSES, [asdict(row) for row in losses])
     return losses
 
 
@@ -325,17 +324,16 @@ def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
 
 def _write(found: Evaluated, options: EvaluateOptions) -> None:
     """Write what is to be kept: the results into the directory of the run, replies and tables into files."""
-    from kvsearch.evaluation.run_directory import REPORT, SAMPLES, TABLES
+    from kvsearch.evaluation.reply_store import REPORT, SAMPLES, TABLES
     from kvsearch.evaluation.samples import write_samples
-    from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import atomic_write
     from kvsearch.report.table_files import write_tables
+    from kvsearch.runs.directory import write_json
 
     result, columns = found.comparison, found.columns or "tasks"
     if options.output is not None:
         write_samples(result.samples, options.output / SAMPLES)
         write_tables(result, options.output / TABLES, columns)
-        atomic_write(options.output / REPORT, canonical_json(found.as_json()))
+        write_json(options.output / REPORT, found.as_json())
     if options.samples_file is not None:
         write_samples(result.samples, options.samples_file)
     if options.table is not None:

@@ -15,17 +15,16 @@ from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
 from kvsearch.jobs.groups import ASKED, TASKS, Asking, Seeded, TaskDetails, WithModel
 from kvsearch.jobs.public import job
+from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.reply_store import Ledger
-    from kvsearch.evaluation.runner import Progress
     from kvsearch.plan import Plan
     from kvsearch.report.tables import TextTable
-    from kvsearch.search.evolve import PreparedSearch, Store
+    from kvsearch.search.evolve import PreparedSearch, Store, Stored
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
     from kvsearch.search.front import Point
@@ -337,24 +336,9 @@ def _evaluating(
 def _store(directory: Path, talk: Talk) -> Store:
     """Return what keeps the replies of choice and report in `directory`; those of other finalists are thrown away."""
 
-    @contextmanager
-    def store(stage: str, evaluation: Evaluation) -> Iterator[tuple[Ledger, Progress]]:
-        from kvsearch.evaluation.kept import begins_anew
-        from kvsearch.evaluation.run_directory import open_run
-
+    def store(stage: str, evaluation: Evaluation) -> Stored:
+        again = "give the same command with --resume to go on"
         place, config = directory / stage, evaluation.config()
-        with (
-            open_run(place, config, begins_anew(place, config, True)) as ledger,
-            talk.progress(f"{stage}: batches") as progress,
-        ):
-            if ledger.samples:
-                there = f"{len(ledger.samples)} replies are there, {evaluation.replies} are needed"
-                talk.say(f"going on with {place}: {there}")
-            try:
-                yield ledger, progress
-            except KeyboardInterrupt:
-                again = "give the same command with --resume to go on"
-                talk.say(f"{len(ledger.samples)} replies are kept in {place}: {again}")
-                raise
+        return kept_replies(place, config, evaluation.replies, True, talk, f"{stage}: batches", again)
 
     return store

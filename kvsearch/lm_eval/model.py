@@ -19,8 +19,7 @@ from jinja2.exceptions import TemplateError
 
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation.likelihood import compressible, score
-from kvsearch.evaluation.replies import NonFiniteError
-from kvsearch.evaluation.runner import stop_tokens
+from kvsearch.evaluation.replies import NonFiniteError, stop_tokens
 from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.lm_eval.package import LM, Instance, postprocess_generated_text
 from kvsearch.lm_eval.requests import Context, Encoder, Prompt, place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,10 @@ class RunConfig(Record):
     options: Values = Field(default_factory=dict)
     content: Values
     execution: Values = Field(default_factory=dict)
+
+    def with_options(self, options: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with the `options` that it was made of."""
+        return RunConfig(**{**dict(self), "options": dict(options)})
 
     def to_bytes(self) -> bytes:
         """Return the content of the file: equal configurations have equal bytes."""

@@ -20,7 +20,7 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
-from kvsearch.evaluation.reply_store import Ledger as Replies
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
@@ -41,7 +41,7 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 
 EVOLVED = "evolved"
-Stored = AbstractContextManager[tuple[Replies | None, Progress | None]]
+Stored = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 Store = Callable[[str, Evaluation], Stored]  # what "choice" and "report" keep replies in, and tell how far it is
 
 
@@ -156,8 +156,8 @@ class PreparedSearch:
         """Scores of plans on a split; `name` is what their replies are kept under."""
         prepared = prepare_plans(self.loaded, plans, tasks, self.asked)
         storing = store or (lambda _, __: nullcontext((None, None)))
-        with storing(name, prepared.evaluation) as (ledger, progress):
-            return prepared.run(progress, ledger)
+        with storing(name, prepared.evaluation) as (replies, progress):
+            return prepared.run(progress, replies)
 
     def choose(self, outcome: SearchOutcome, store: Store | None = None, name: str = "choice") -> Choice:
         """The second part: the highest score on the second split; of equal ones the lower loss, then the first."""

@@ -36,3 +36,9 @@ def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
     if protocol == QUESTION_AGNOSTIC:
         return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
     return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
+
+
+def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
+    """Return the questions of a batch with what they follow: the first of all readings, then the second, and so on."""
+    most = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]

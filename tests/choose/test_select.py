@@ -21,7 +21,7 @@ from kvsearch.choose.select import PreparedSelection, Questions, halves, prepare
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import prepare_plans
-from kvsearch.evaluation.reply_store import Ledger
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
@@ -470,7 +470,7 @@ def on_screen_tables(found: Selection) -> list[Any]:
 def test_replies_are_as_many_as_foretold(model: LoadedModel, profile: Profile) -> None:
     seen: dict[str, int] = {}
 
-    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[Ledger | None, Progress | None]]:
+    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
         seen[name] = evaluation.replies
         return nullcontext((None, None))
 
@@ -561,8 +561,8 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
     first, again, elsewhere = (each.config(each.contests[0].prepared.evaluation) for each in (one, other, third))
-    assert first == again
-    assert first != elsewhere
+    assert first.difference(again) is None
+    assert first.difference(elsewhere) == "seed is 4 there, 3 here"
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:

@@ -33,7 +33,7 @@ from kvsearch.choose.verdicts import (
 )
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.run_directory import open_run
+from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, save_profile
 from kvsearch.report.validation import validation_tables, verdict_lines
@@ -363,9 +363,9 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     (less,), (more,) = few.compared.values(), many.compared.values()
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
-    assert few.config() == many.config()
+    assert few.config().difference(many.config()) is None
     hurried = prepared(model, ["entropy"], settings=Settings(3, seed=4, batch=1, max_memory=10**9))
-    assert hurried.config() == few.config()
+    assert hurried.config().difference(few.config()) is None
     again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
     assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
@@ -482,12 +482,12 @@ def test_a_constant_signal(model: LoadedModel, name: str) -> None:
 def test_going_on_with_other_signals(model: LoadedModel, tmp_path: Path) -> None:
     """What is finished is not asked again, and what is found does not depend on it."""
     few, many = prepared(model, ["cosine"]), prepared(model, ["cosine", "entropy"], permutations=6)
-    with open_run(tmp_path / "run", few.config()) as ledger:
-        few.run(ledger=ledger)
-        there = len(ledger.samples)
-    with open_run(tmp_path / "run", many.config()) as ledger:
-        result = many.run(ledger=ledger)
-        assert len(ledger.samples) == many.evaluation.replies
+    with open_stage(tmp_path / "run", few.config()) as store:
+        few.run(store=store)
+        there = len(store.samples)
+    with open_stage(tmp_path / "run", many.config()) as store:
+        result = many.run(store=store)
+        assert len(store.samples) == many.evaluation.replies
     assert there == few.evaluation.replies
     assert as_json(result) == as_json(prepared(model, ["cosine", "entropy"], permutations=6).run())
 

@@ -18,6 +18,7 @@ import pytest
 
 from kvsearch.models.offline import VARIABLES
 from kvsearch.plan import load_plan
+from kvsearch.runs.identity import read_config
 from tests.cli.conftest import Run
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
@@ -125,7 +126,8 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
         (label, layer) for label in labels for layer in range(6)
     }
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert set(config["methods"]) == {"full", *labels}
+    assert set(config["content"]["methods"]) == {"full", *labels}
+    assert (config["job"], config["options"]["budgets"]) == ("evaluate", "64")
     assert len(list(csv.DictReader((tmp_path / "run" / "samples.csv").open()))) == 11 * sum(
         task["questions"] for task in result["tasks"]
     )
@@ -312,7 +314,7 @@ def test_losses_that_were_changed_are_refused(
         ("ledger.jsonl", '"reply": "', '"reply": null, "x": "', "ledger.jsonl, line 1 is damaged"),
         ("ledger.jsonl", '"entries": ', '"entries": 0.', "ledger.jsonl, line 1 is damaged (entries is not a int)"),
         ("config.json", '"tasks"', '"taks"', "holds another run: taks is only there"),
-        ("config.json", '"seed"', '"', "holds something else than an evaluation"),
+        ("config.json", '"seed"', '"', "config.json is not valid JSON at line "),
     ],
 )
 def test_files_that_were_changed_are_refused(
@@ -422,5 +424,9 @@ def test_a_run_that_is_killed_goes_on_to_the_same_report(run: Run, tmp_path: Pat
     assert not (directory / "report.json").exists()
     code, _, talk = run(*command(directory)[3:])
     assert code == 0, talk
-    for name in ("report.json", "tables.md", "config.json"):
+    there, whole = (read_config(place) for place in (directory, tmp_path / "whole"))
+    assert there is not None
+    assert whole is not None
+    assert there.difference(whole) is None
+    for name in ("report.json", "tables.md"):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

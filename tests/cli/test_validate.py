@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvsearch.choose.verdicts import harmful
-from kvsearch.evaluation import run_directory
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
 from kvsearch.strategies.from_signals import Strategy
@@ -121,7 +121,7 @@ def test_an_interrupted_validation_goes_on(
     run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     command = ("validate", directory, *ASKED, *ROUTE, "--batch", 1, "--json", "--budget", 64)
-    added = run_directory.Ledger.add
+    added = ReplyStore.add
     calls = []
 
     def interrupted(ledger: Any, *arguments: Any, **named: Any) -> None:
@@ -131,7 +131,7 @@ def test_an_interrupted_validation_goes_on(
         added(ledger, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory.Ledger, "add", interrupted)
+        patch.setattr(ReplyStore, "add", interrupted)
         code, _, talk = run(*command, *more)
     assert code == INTERRUPTED
     kept = replies_in(directory, "64")

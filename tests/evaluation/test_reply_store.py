@@ -14,16 +14,16 @@ import pytest
 
 from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
-from kvsearch.evaluation.identity import CONFIG_SCHEMA, ReplyKeys, environment, rows_hash, tokenizer_hash
-from kvsearch.evaluation.reply_places import Place
-from kvsearch.evaluation.reply_store import Ledger, read_replies
-from kvsearch.evaluation.run_directory import CONFIG, LEDGER, check_directories, difference, open_run
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.identity import ReplyKeys, environment, rows_hash, tokenizer_hash
+from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run, read_replies
+from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.report.evaluation import as_json
+from kvsearch.runs.directory import CONFIG, LEDGER
+from kvsearch.runs.identity import SCHEMA
 from kvsearch.strategies.contenders import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
@@ -55,8 +55,13 @@ def report(comparison: Comparison) -> bytes:
 
 
 def kept(one: Evaluation, directory: Path, **how: Any) -> Comparison:
-    with open_run(directory, one.config(), **how) as ledger:
-        return one.run(ledger=ledger)
+    with open_run(directory, one.config(), **how) as store:
+        return one.run(store=store)
+
+
+def begin(directory: Path, one: Evaluation) -> None:
+    with open_run(directory, one.config()):
+        pass
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -64,12 +69,12 @@ def kept(one: Evaluation, directory: Path, **how: Any) -> Comparison:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     two = replace(ONE, key="0-2", reply="", score=1.0)
-    with Ledger(tmp_path / "l") as ledger:
+    with ReplyStore(tmp_path / "l") as ledger:
         ledger.add([("k1", ONE), ("k2", two)])
         ledger.add([("k1", replace(ONE, task="again"))], reused=True)
-    with Ledger(tmp_path / "l") as ledger:
+    with ReplyStore(tmp_path / "l") as ledger:
         assert list(ledger.samples.values()) == [ONE, two, replace(ONE, task="again")]
-        assert ledger.samples[Place.of(ONE)].reply_seconds == ONE.reply_seconds
+        assert ledger.samples[ONE.place].reply_seconds == ONE.reply_seconds
         assert ledger.reused == {Place("again", "0-1", 2, "lava@8")}
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
@@ -93,8 +98,9 @@ class Full:
 
 
 def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Ledger(tmp_path / "l") as ledger:
+    with ReplyStore(tmp_path / "l") as ledger:
         ledger.add([("k1", ONE)])
+        before = (tmp_path / "l").read_bytes()
         monkeypatch.setattr(ledger, "_file", Full(ledger._file, 30))
         with pytest.raises(EnvironmentFault) as caught:
             ledger.add([("k2", replace(ONE, key="2"))])
@@ -102,40 +108,9 @@ def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pyte
             f"cannot write {tmp_path / 'l'}: no space left on device, free some space, then give the same command "
             "again: 1 replies are kept"
         )
-    assert not (tmp_path / "l").read_bytes().endswith(b"\n")
-    with Ledger(tmp_path / "l") as ledger:
+    assert (tmp_path / "l").read_bytes() == before
+    with ReplyStore(tmp_path / "l") as ledger:
         assert list(ledger.samples.values()) == [ONE]
-
-
-def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "l"
-    with Ledger(path) as ledger:
-        ledger.add([("k1", ONE)])
-        ledger.add([("k2", replace(ONE, key="2"))])
-    data = path.read_bytes()
-    first = data.index(b"\n") + 1
-    for size in range(first, len(data)):
-        path.write_bytes(data[:size])
-        with Ledger(path) as ledger:
-            assert list(ledger.samples.values()) == [ONE]
-            ledger.add([("k3", replace(ONE, key="3"))])
-        with Ledger(path) as ledger:
-            assert [sample.key for sample in ledger.samples.values()] == ["0-1", "3"]
-
-
-@pytest.mark.parametrize("broken", [b"\0\0\0\n", b'{"reused": fal\n', b"\xff\n"])
-def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_path: Path, broken: bytes) -> None:
-    path = tmp_path / "l"
-    with Ledger(path) as ledger:
-        ledger.add([("k1", ONE)])
-    good = path.read_bytes()
-    path.write_bytes(good + broken)
-    with Ledger(path) as ledger:
-        assert list(ledger.samples.values()) == [ONE]
-    assert path.read_bytes() == good
-    path.write_bytes(good + broken + good)
-    with pytest.raises(UsageError, match=r"line 2 is damaged \(it is no JSON\): restore the file, or start anew"):
-        Ledger(path)
 
 
 def tampered(line: bytes, **changes: Any) -> bytes:
@@ -167,11 +142,11 @@ def test_a_whole_line_with_other_content_is_refused(
     tmp_path: Path, change: Callable[[bytes], bytes], words: str
 ) -> None:
     path = tmp_path / "l"
-    with Ledger(path) as ledger:
+    with ReplyStore(path) as ledger:
         ledger.add([("k1", ONE)])
     good = path.read_bytes()
     path.write_bytes(good + change(good))
-    for read in (Ledger, read_replies):
+    for read in (ReplyStore, read_replies):
         with pytest.raises(UsageError, match="line 2 is damaged") as found:
             read(path)
         assert words in str(found.value)
@@ -189,10 +164,18 @@ def test_a_reply_under_another_key_is_refused(model: LoadedModel, tmp_path: Path
         kept(one, tmp_path)
 
 
-def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "l"), pytest.raises(UsageError, match="another kvsearch is writing to"):
-        Ledger(tmp_path / "l", anew=True)
-    Ledger(tmp_path / "l").__exit__(None, None, None)
+def test_two_processes_do_not_write_to_one_run(model: LoadedModel, tmp_path: Path) -> None:
+    one = evaluation(model)
+    with open_run(tmp_path, one.config()):
+        for how in ({}, {"force": True}):
+            with (
+                pytest.raises(UsageError, match="another kvsearch is writing to"),
+                open_run(tmp_path, one.config(), **how),
+            ):
+                pass
+        with pytest.raises(UsageError, match="another kvsearch is writing to"):
+            check_run(tmp_path, None)
+    begin(tmp_path, one)
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
@@ -266,7 +249,7 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
     assert {sample.score for sample in again.samples} == {0.75}
     assert as_json(again)["tasks"][0]["metric"] == "generous"
     config = json.loads((tmp_path / "run" / CONFIG).read_text())
-    assert config["tasks"]["one"]["metric"] == "generous"
+    assert config["execution"]["metrics"] == {"one": "generous"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept(generous, tmp_path / "run")
@@ -277,9 +260,10 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
 
 def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
     one = evaluation(model)
-    open_run(tmp_path / "run", one.config()).__exit__(None, None, None)
-    config = json.loads((tmp_path / "run" / CONFIG).read_text())
-    assert config["schema"] == CONFIG_SCHEMA
+    begin(tmp_path / "run", one)
+    written = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert (written["schema"], written["job"]) == (SCHEMA, "evaluate")
+    config = written["content"]
     assert config["model"] == model.fingerprint.model_dump()
     assert (config["dtype"], config["device"], config["protocol"]) == ("float32", "cpu", "question-agnostic")
     assert (config["seed"], config["batch"], config["samples"], config["max_memory"]) == (3, 2, 20, None)
@@ -306,9 +290,9 @@ def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel
     ],
 )
 def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    open_run(tmp_path, evaluation(model).config()).__exit__(None, None, None)
+    begin(tmp_path, evaluation(model))
     with pytest.raises(UsageError, match="holds another run") as found:
-        open_run(tmp_path, evaluation(model, **changes).config())
+        begin(tmp_path, evaluation(model, **changes))
     message = str(found.value)
     assert words in message
     assert "--reuse" in message
@@ -326,25 +310,6 @@ def test_force_starts_anew(model: LoadedModel, tmp_path: Path) -> None:
     assert report(kept(other, tmp_path)) == report(comparison)
 
 
-def test_differences_are_named_by_place() -> None:
-    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
-    assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
-    assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
-
-
-def test_the_first_item_that_differs_is_shown() -> None:
-    """Never two values that look the same because they are cut."""
-    many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
-    other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
-    assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
-    assert difference({"patterns": many}, {"patterns": many[:2]}) == "patterns has 3 items there, 2 here"
-    assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
-    assert difference({"a": [[*range(30)]]}, {"a": [[*range(29), 7]]}) == "a.0.29 is 29 there, 7 here"
-    assert difference({"a": [*range(30)]}, {"a": None}) == f"a is {str([*range(30)])[:40]}... there, None here"
-    long = "x" * 60
-    assert difference({"a": f"{long}1"}, {"a": f"{long}2"}) == f"a is ...{'x' * 20}1' there, ...{'x' * 20}2' here"
-
-
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
@@ -359,9 +324,9 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         (None, "full", "--reuse needs --output"),
     ):
         with pytest.raises(UsageError, match=words):
-            check_directories(output and tmp_path / output, reuse and tmp_path / reuse, CONFIG_SCHEMA)
-    check_directories(tmp_path / "torn", None, CONFIG_SCHEMA)
-    check_directories(tmp_path / "new", None, CONFIG_SCHEMA)
+            check_run(output and tmp_path / output, reuse and tmp_path / reuse)
+    check_run(tmp_path / "torn", None)
+    check_run(tmp_path / "new", None)
 
 
 # --- replies of another run ------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.reply_places import Known
-from kvsearch.evaluation.runner import run, run_encoded, stop_tokens
+from kvsearch.evaluation.identity import ReplyKeys
+from kvsearch.evaluation.replies import stop_tokens
+from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
+from kvsearch.evaluation.runner import run, run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.models.loading import LoadedModel
@@ -22,10 +25,10 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.contenders import full_contender
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
-from kvsearch.tasks.readings import Reading
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.families import prompts
@@ -268,27 +271,19 @@ class Failing(tiny.Listed):
         return 0.0
 
 
-@dataclasses.dataclass
-class Noted:
-    """A journal that remembers nothing of earlier runs."""
+def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Path) -> None:
+    full, keys = full_contender(model), ReplyKeys(model, [full_contender(model)], QUESTION_AGNOSTIC)
 
-    samples: list[Sample] = dataclasses.field(default_factory=list)
+    def run_kept(task: tiny.Listed, store: ReplyStore) -> list[Sample]:
+        encoded, kept = encode_tasks(model, [task], 2), KeptReplies(store, keys)
+        return run_encoded(model, {full.label: full.program}, encoded, QUESTION_AGNOSTIC, kept=kept)
 
-    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
-        return Known()
-
-    def note(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
-        self.samples += samples
-
-
-def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel) -> None:
-    full = {"full": full_cache(model.model)}
-    good, bad = Noted(), Noted()
-    samples = run_encoded(model, full, encode_tasks(model, [TASK], 2), QUESTION_AGNOSTIC, journal=good)
-    assert good.samples == samples
-    with pytest.raises(UsageError, match=r"^task listed, example 0, question 0: what is this\?$"):
-        run_encoded(model, full, encode_tasks(model, [Failing("listed", TASK.rows)], 2), QUESTION_AGNOSTIC, journal=bad)
-    assert bad.samples == [dataclasses.replace(sample, score=0.0) for sample in samples]
+    with ReplyStore(tmp_path / "good") as good, ReplyStore(tmp_path / "bad") as bad:
+        samples = run_kept(TASK, good)
+        assert list(good.samples.values()) == samples
+        with pytest.raises(UsageError, match=r"^task listed, example 0, question 0: what is this\?$"):
+            run_kept(Failing("listed", TASK.rows), bad)
+        assert list(bad.samples.values()) == [dataclasses.replace(sample, score=0.0) for sample in samples]
 
 
 def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvsearch.budgets.allocator import Ints
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.replies import check_length, left_padded
-from kvsearch.evaluation.runner import Progress, stop_tokens
+from kvsearch.evaluation.replies import check_length, left_padded, stop_tokens
+from kvsearch.evaluation.runner import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.evaluation.runner import run_encoded, stop_tokens
+from kvsearch.evaluation.replies import stop_tokens
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.protocol import Protocol

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.evaluation.runner import run, stop_tokens
+from kvsearch.evaluation.replies import stop_tokens
+from kvsearch.evaluation.runner import run
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.strategies.baselines import full_cache
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask, synthetic_suite

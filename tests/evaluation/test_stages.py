@@ -1,0 +1,96 @@
+"""Stages of a command: what is gone on with and what begins anew, and where replies cannot be kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.compare import Settings, prepare
+from kvsearch.evaluation.reply_store import check_place, open_stage
+from kvsearch.runs.directory import CONFIG, LEDGER
+from kvsearch.runs.identity import RunConfig
+from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import Size
+from tests import tiny
+
+ONE = RunConfig(job="select", content={"seed": 1})
+OTHER = RunConfig(job="select", content={"seed": 2})
+NONSENSE = "nonsense\n{}\n"
+
+
+def there(place: Path, config: RunConfig, ledger: str | None = "") -> Path:
+    place.mkdir()
+    (place / CONFIG).write_bytes(config.to_bytes())
+    (place / "mine.txt").write_text("mine")
+    if ledger is not None:
+        (place / LEDGER).write_text(ledger)
+    return place
+
+
+def test_force_throws_away_only_what_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    line = '{"reused": false, "samples": []}\n'
+    same = there(tmp_path / "same", ONE, line)
+    other = there(tmp_path / "other", OTHER, line)
+    damaged = there(tmp_path / "damaged", ONE, NONSENSE)
+    early = there(tmp_path / "early", ONE, None)  # interrupted before the first reply
+    for place, lines in ((same, 1), (other, 0), (damaged, 0), (early, 0), (tmp_path / "new", 0)):
+        with open_stage(place, ONE, force=True) as store:
+            assert len(store.lines) == lines
+        assert (place / CONFIG).read_bytes() == ONE.to_bytes()
+    assert (other / "mine.txt").exists()
+
+
+def test_without_force_nothing_is_thrown_away(tmp_path: Path) -> None:
+    other, damaged = there(tmp_path / "other", OTHER), there(tmp_path / "damaged", ONE, NONSENSE)
+    for place, words in (
+        (other, "other has replies to other questions: seed is 2 there, 1 here; repeat its command to go on with it, "),
+        (damaged, "line 1 is damaged"),
+    ):
+        before = {path.name: path.read_bytes() for path in place.iterdir()}
+        with pytest.raises(UsageError, match=words), open_stage(place, ONE):
+            pass
+        assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+
+
+def test_two_processes_do_not_write_to_one_stage(tmp_path: Path) -> None:
+    with open_stage(tmp_path, ONE):
+        for force in (False, True):
+            with pytest.raises(UsageError, match="another kvsearch is writing to"), open_stage(tmp_path, ONE, force):
+                pass
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "another"}'])
+def test_a_damaged_configuration_has_to_be_deleted(tmp_path: Path, content: str, force: bool) -> None:
+    place = there(tmp_path / "run", ONE)
+    (place / CONFIG).write_text(content)
+    told = r"run is where replies are kept, but has something else in it: delete it$"
+    with pytest.raises(UsageError, match=told), open_stage(place, ONE, force):
+        pass
+
+
+def test_places_that_are_no_directories(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    check_place(tmp_path)
+    check_place(tmp_path / "new" / "deeper")
+    for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(UsageError, match=r"cannot keep replies in .*: .*file is a file, name a directory$"):
+            check_place(place)
+
+
+def test_what_changes_replies_by_rounding_alone() -> None:
+    """Another batch, other methods and another metric make no other stage."""
+    model, tasks = tiny.loaded(), [tiny.listed((60, 3), (48, 1))]
+
+    def config(methods: str, batch: int, digest: str) -> RunConfig:
+        contenders = sweep(model, find_methods(methods, ["window=3"]), [Size(8)], "prefill")
+        one = prepare(model, contenders, contenders[1].name, tasks, Settings(batch=batch))
+        return one.stage_config("select", profile_sha256=digest)
+
+    first = config("pyramid,lava", 2, "a")
+    assert (first.job, first.execution["batch"], "methods" in first.content) == ("select", 2, False)
+    assert config("pyramid,tova", 3, "a").difference(first) is None
+    assert config("pyramid,tova", 3, "b").difference(first) == "profile_sha256 is 'a' there, 'b' here"
