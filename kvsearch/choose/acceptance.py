@@ -31,18 +31,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.samples import Contexts, Sample, context_of
-from kvsearch.evaluation.statistics import LEVEL, RESAMPLES
+from kvsearch.evaluation.samples import Contexts, Sample
+from kvsearch.evaluation.statistics import LEVEL, Floats, resampled_means, scores_by_task
 from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 
 FLIPS = 9999
 TIE = 1e-9  # leads that differ by less are equal, but for rounding
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -102,44 +99,40 @@ class Scores:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], contexts: Contexts | None = None) -> Scores:
-        """The scores in samples of methods that answered the same questions.
+        """Return the scores in samples of methods that answered the same questions; errors as for `scores_by_task`.
 
         `contexts` say, by task and key, what their contexts are (None: every key is one).
         """
-        found = [(one.task, context_of(one, contexts)) for one in samples]
-        places = {at: n for n, at in enumerate(dict.fromkeys(found))}
-        methods = dict.fromkeys(one.method for one in samples)
-        questions, sums = np.zeros(len(places)), {method: np.zeros(len(places)) for method in methods}
-        for one, at in zip(samples, found, strict=True):
-            sums[one.method][places[at]] += one.score
-            questions[places[at]] += 1 / len(methods)
-        return cls(tuple(task for task, _ in places), questions.round(), sums)
+        by_task = scores_by_task(samples, contexts)
+        counted = {task: scores.by_context() for task, scores in by_task.items()}
+        tasks = tuple(task for task, (_, sizes) in counted.items() for _ in sizes)
+        questions = np.concatenate([sizes for _, sizes in counted.values()]).astype(np.float64)
+        methods = next(iter(counted.values()))[0]
+        return cls(tasks, questions, {m: np.concatenate([sums[m] for sums, _ in counted.values()]) for m in methods})
 
     def beside(self, other: Scores) -> Scores:
-        """The contexts of both, of the methods that both have."""
+        """Return the contexts of both, of the methods that both have."""
         both = {name: np.append(sums, other.sums[name]) for name, sums in self.sums.items() if name in other.sums}
         return Scores(self.tasks + other.tasks, np.append(self.questions, other.questions), both)
 
     def added(self, method: str) -> Floats:
-        """What each context adds to the mean of a method."""
+        """Return what each context adds to the mean of a method."""
         return self.sums[method] * self._weights
 
     def mean(self, method: str) -> float:
-        """The mean over tasks of the mean over their questions."""
+        """Return the mean over tasks of the mean over their questions."""
         return float(self.added(method).sum())
 
     def ranked(self, methods: Sequence[str]) -> list[str]:
-        """Methods by their means, the highest first; equal ones in the order given."""
+        """Rank methods by their means, the highest first; equal ones in the order given."""
         return sorted(methods, key=lambda name: -round(self.mean(name), 9))
 
     def resampled(self, methods: Sequence[str], seed: int) -> Floats:
-        """Means of methods in every bootstrap resample of the contexts of each task, [methods, resamples]."""
+        """Return means of methods in every bootstrap resample of the contexts of each task, [methods, resamples]."""
         rng, means = np.random.default_rng(seed), []
         for task in dict.fromkeys(self.tasks):
             mine = np.array([name == task for name in self.tasks])
-            draws = rng.integers(0, mine.sum(), (RESAMPLES, mine.sum()))
-            asked = self.questions[mine][draws].sum(axis=1)
-            means.append([self.sums[name][mine][draws].sum(axis=1) / asked for name in methods])
+            means.append(resampled_means(rng, [self.sums[name][mine] for name in methods], self.questions[mine]))
         mean: Floats = np.mean(means, axis=0)
         return mean
 
@@ -152,7 +145,7 @@ class Scores:
 
 
 def chances(leads: Floats, seed: int = 0) -> Floats:
-    """The probability of each lead, or a larger one of any finalist, if no finalist is better: [finalists].
+    """Return the probability of each lead, or a larger one of any finalist, if no finalist is better: [finalists].
 
     `leads` [finalists, contexts] are what each context adds to the mean lead. See the head of this file.
     """
@@ -167,7 +160,7 @@ def chances(leads: Floats, seed: int = 0) -> Floats:
 def accepted(
     second: Scores, leads: Mapping[str, Difference], best: str, baselines: Sequence[str], rule: Rule, seed: int = 0
 ) -> dict[str, tuple[float, bool]]:
-    """The chance of every finalist's lead in the second stage, and whether the finalist is accepted.
+    """Return the chance of every finalist's lead in the second stage, and whether the finalist is accepted.
 
     `leads` are paired differences to the baseline `best` there; `baselines` are all that reached it. Without finalists
     there is nothing to accept.
@@ -184,7 +177,7 @@ def accepted(
 
 
 def recovered(report: Scores, winner: str, baseline: str, full: str = FULL, seed: int = 0) -> Share | None:
-    """The share of the gap between a baseline and the full cache that a winner closes; None where there is no gap.
+    """Return the share of the gap from a baseline to the full cache that a winner closes; None where there is no gap.
 
     The 95% interval is over bootstrap resamples of the contexts. In a resample without a gap the share is unbounded, on
     the side of the winner's lead there, so where the gap is in doubt an end of the interval may have no bound.

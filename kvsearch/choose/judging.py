@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import stdev
 from typing import Final, NamedTuple
 
-from kvsearch.choose.verdicts import Gains, Judged, Kind, Subject, Verdict, side
+from kvsearch.choose.verdicts import Gains, Judged, Kind, SignalUse, Verdict, side
 from kvsearch.evaluation.plan_comparison import PlanComparison
 
 LEAST_CONTEXTS: Final = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
@@ -16,7 +16,7 @@ _RANDOM: Final[dict[Kind, str]] = {"route": "random patterns", "budgets": "rando
 
 
 class Compared(NamedTuple):
-    """The names, in a comparison, of the strategies that a subject is judged by."""
+    """The names, in a comparison, of the strategies that a signal is judged by."""
 
     forward: str
     inverse: str
@@ -63,8 +63,8 @@ def prediction_reach(controls: Sequence[float]) -> float:
     return float(t.ppf(0.975, count - 1) * stdev(controls) * (1 + 1 / count) ** 0.5)
 
 
-def judged(result: PlanComparison, subject: Subject, names: Compared) -> Judged:
-    """A signal with its verdict, from the scores of a comparison."""
+def judged(result: PlanComparison, use: SignalUse, names: Compared) -> Judged:
+    """Judge a signal by the scores of a comparison."""
     gains = Gains(
         inverse=result.gain(names.forward, [names.inverse]),
         uniform=result.gain(names.forward, [names.uniform]),
@@ -72,9 +72,9 @@ def judged(result: PlanComparison, subject: Subject, names: Compared) -> Judged:
         reach=prediction_reach([result.score(name).mean for name in names.random]),
     )
     constant = result.labels[names.forward] == result.labels[names.inverse]
-    verdict, reason = judge(subject.kind, gains, sum(result.comparison.distinct.values()), constant)
+    verdict, reason = judge(use.kind, gains, sum(result.comparison.distinct.values()), constant)
     return Judged(
-        **subject._asdict(),
+        **use._asdict(),
         forward=result.score(names.forward),
         inverse=result.score(names.inverse),
         uniform=result.score(names.uniform),

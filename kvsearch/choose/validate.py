@@ -11,12 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Final, get_args
+from typing import Final
 
 import numpy as np
 
 from kvsearch.choose.judging import Compared, judged
-from kvsearch.choose.verdicts import Asked, AtBudget, Conditions, Kind, Phases, Subject, Validation
+from kvsearch.choose.splits import refuse_reported
+from kvsearch.choose.verdicts import (
+    KINDS,
+    SETTINGS,
+    AtBudget,
+    Conditions,
+    Kind,
+    Phases,
+    SignalUse,
+    TaskContent,
+    Validation,
+)
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
@@ -34,18 +45,15 @@ from kvsearch.strategies.from_signals import Strategy, choose, has_window, plan_
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-SETTINGS: Final[tuple[Phases, ...]] = get_args(Phases)
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
 DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
 PERMUTATIONS = 5  # the fewest random controls that say something
-REPORTED = ("report", "all")  # splits with examples that results are reported on
 
 
-def find_subjects(
+def find_uses(
     table: SignalTable, signals: Sequence[str] | None = None, phases: Sequence[str] | None = None
-) -> list[Subject]:
-    """Every signal in every phase setting; by default the paper's signals and all settings that were measured.
+) -> list[SignalUse]:
+    """List every signal in every phase setting; by default the paper's signals and all settings that were measured.
 
     A signal is named as `cosine`, `route:cosine` or `budgets:cosine`. Without its kind it is what the paper uses it
     for; one that the paper does not use is all that it can be.
@@ -65,24 +73,13 @@ def find_subjects(
             raise UsageError(f"this profile has no {name!r} signal for {kind} (it has {there}): calibrate with it")
     if not found:
         raise UsageError("this profile has none of cosine, ppl and entropy: name the signals to validate")
-    return [Subject(name, kind, setting) for kind, name in found for setting in settings]
+    return [SignalUse(name, kind, setting) for kind, name in found for setting in settings]
 
 
 def check_permutations(count: int) -> None:
-    """UsageError if so many random controls are too few."""
+    """Raise UsageError if so many random controls are too few."""
     if count < PERMUTATIONS:
         raise UsageError(f"{count} permutations cannot tell a signal from chance: at least {PERMUTATIONS} are needed")
-
-
-def refuse_reported(tasks: Sequence[Task]) -> None:
-    """UsageError if a task asks what results are reported on: what a validation picks would be picked by them."""
-    for task in tasks:
-        split = getattr(task, "split", None)
-        if split in REPORTED:
-            raise UsageError(
-                f"task {task.name}: split {split!r} has the examples that results are reported on, which a validation "
-                "must not touch: choose the split select"
-            )
 
 
 def prepare_validation(
@@ -91,28 +88,28 @@ def prepare_validation(
     size: Size,
     tasks: Sequence[Task],
     settings: Settings,
-    subjects: Sequence[Subject] | None = None,
+    uses: Sequence[SignalUse] | None = None,
     permutations: int = PERMUTATIONS,
 ) -> PreparedValidation:
     """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
 
     Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
-    layers in another order. There are `permutations` of them. Default subjects: see `find_subjects`.
+    layers in another order. There are `permutations` of them. Default uses: see `find_uses`.
 
     Raises:
-        UsageError: no subjects, too few random controls, a task that results are reported on or that has one context
+        UsageError: no uses, too few random controls, a task that results are reported on or that has one context
             only, a size that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     check_permutations(permutations)
     refuse_reported(tasks)
-    if subjects is not None and not subjects:
+    if uses is not None and not uses:
         raise UsageError("no signals to judge: name at least one, or give None for those of the paper")
     table = SignalTable(profile)
-    plans, compared = dict[str, Plan](), dict[Subject, Compared]()
-    for subject in find_subjects(table) if subjects is None else subjects:
-        compared[subject] = names = _names(subject, permutations)
-        made = _strategies(table, subject, names, size, settings.seed)
+    plans, compared = dict[str, Plan](), dict[SignalUse, Compared]()
+    for use in find_uses(table) if uses is None else uses:
+        compared[use] = names = _names(use, permutations)
+        made = _strategies(table, use, names, size, settings.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, tasks, settings)
     for task in prepared.evaluation.encoded:
@@ -122,24 +119,9 @@ def prepare_validation(
     return PreparedValidation(prepared, profile, size, compared, () if note is None else (note,))
 
 
-def validate(
-    loaded: LoadedModel,
-    profile: Profile,
-    size: Size,
-    tasks: Sequence[Task],
-    settings: Settings,
-    subjects: Sequence[Subject] | None = None,
-    permutations: int = PERMUTATIONS,
-    progress: Progress | None = None,
-    store: ReplyStore | None = None,
-) -> Validation:
-    """Judge signals of a profile at one size; arguments and errors are those of `prepare_validation` and its `run`."""
-    return prepare_validation(loaded, profile, size, tasks, settings, subjects, permutations).run(progress, store)
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedValidation:
-    """A validation at one size that is ready to run; `compared` says what each subject is judged by.
+    """A validation at one size that is ready to run; `compared` says what each use is judged by.
 
     `notes` are what to know before the verdicts are trusted.
     """
@@ -147,7 +129,7 @@ class PreparedValidation:
     prepared: PlanEvaluation
     profile: Profile
     size: Size
-    compared: Mapping[Subject, Compared]
+    compared: Mapping[SignalUse, Compared]
     notes: tuple[str, ...] = ()
 
     @property
@@ -166,6 +148,10 @@ class PreparedValidation:
         return len(self.evaluation.contenders) - 1
 
     @cached_property
+    def _profile_sha256(self) -> str:
+        return sha256(self.profile.to_bytes()).hexdigest()
+
+    @cached_property
     def conditions(self) -> Conditions:
         """What has to be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
@@ -176,8 +162,11 @@ class PreparedValidation:
         }
         return Conditions(
             model=self.profile.metadata.model,
-            profile_sha256=_hash(self.profile.to_bytes()),
-            tasks={name: Asked(**{key: facts[key] for key in Asked.model_fields}) for name, facts in tasks.items()},
+            profile_sha256=self._profile_sha256,
+            tasks={
+                name: TaskContent(**{key: facts[key] for key in TaskContent.model_fields})
+                for name, facts in tasks.items()
+            },
             split=", ".join(sorted(splits)) or None,
             protocol=self.evaluation.settings.protocol,
             seed=self.evaluation.settings.seed,
@@ -188,7 +177,7 @@ class PreparedValidation:
 
         So a run with other signals, phases or more permutations goes on with the same replies.
         """
-        digest = _hash(self.profile.to_bytes())
+        digest = self._profile_sha256
         return self.evaluation.stage_config(
             "validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio
         )
@@ -196,7 +185,7 @@ class PreparedValidation:
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Validation:
         """Ask everything that is not in the store, and judge; see `Evaluation.run` for the errors."""
         result = self.prepared.run(progress, store)
-        signals = tuple(judged(result, subject, names) for subject, names in self.compared.items())
+        signals = tuple(judged(result, use, names) for use, names in self.compared.items())
         at = AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
         conditions = self.conditions
         return Validation(**{name: getattr(conditions, name) for name in Conditions.model_fields}, budgets=(at,))
@@ -227,9 +216,9 @@ def _phase_settings(table: SignalTable, typed: Sequence[str] | None) -> list[Pha
     return [setting for setting in measured if typed is None or setting in typed]
 
 
-def _names(subject: Subject, permutations: int) -> Compared:
+def _names(use: SignalUse, permutations: int) -> Compared:
     """Controls that do not depend on the signal have the same names for all signals, so they run once."""
-    signal, kind, phases = subject
+    signal, kind, phases = use
     own = f"{signal} {kind}"
     chance = "random patterns" if kind == "route" else f"{own} permuted"
     return Compared(
@@ -241,12 +230,12 @@ def _names(subject: Subject, permutations: int) -> Compared:
 
 
 def _strategies(
-    table: SignalTable, subject: Subject, names: Compared, size: Size, seed: int
+    table: SignalTable, use: SignalUse, names: Compared, size: Size, seed: int
 ) -> dict[str, dict[Phase, Chosen]]:
-    """What a subject is judged by, by name."""
-    forward, inverse = _directions(subject)
-    uniform = Strategy(route=None, phases=subject.phases)
-    if subject.kind == "route":
+    """What a use is judged by, by name."""
+    forward, inverse = _directions(use)
+    uniform = Strategy(route=None, phases=use.phases)
+    if use.kind == "route":
         _check_floors(table, size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
@@ -255,14 +244,14 @@ def _strategies(
             for name, strategy in ((names.forward, forward), (names.inverse, inverse), (names.uniform, uniform))
         }
     for number, name in enumerate(names.random):
-        drawn = (seed, KINDS.index(subject.kind), SETTINGS.index(subject.phases), number)
-        made[name] = _random(table, subject.kind, made[names.forward], np.random.default_rng(drawn))
+        drawn = (seed, KINDS.index(use.kind), SETTINGS.index(use.phases), number)
+        made[name] = _random(table, use.kind, made[names.forward], np.random.default_rng(drawn))
     return made
 
 
-def _directions(subject: Subject) -> tuple[Strategy, Strategy]:
+def _directions(use: SignalUse) -> tuple[Strategy, Strategy]:
     """The strategy of a signal and its inverse; whatever the signal does not choose is as in the uniform control."""
-    signal, kind, phases = subject
+    signal, kind, phases = use
     if kind == "route":
         return Strategy(signal, phases=phases), Strategy(signal, phases=phases, inverse_route=True)
     return Strategy(None, signal, phases), Strategy(None, signal, phases, inverse_budgets=True)
@@ -303,7 +292,3 @@ def _check_floors(table: SignalTable, size: Size) -> None:
                 f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
                 f"at a larger budget, or calibrate {instead}"
             )
-
-
-def _hash(content: bytes) -> str:
-    return sha256(content).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
@@ -29,10 +29,12 @@ SCHEMA, FILE, PROFILE = "kvsearch.validation/2", "validation.json", "profile.saf
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
 Verdict = Literal["useful", "useless", "harmful"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+SETTINGS: Final[tuple[Phases, ...]] = get_args(Phases)
 
 
-class Subject(NamedTuple):
-    """What is judged: a signal, what for, and in which phases."""
+class SignalUse(NamedTuple):
+    """A signal, what for, and in which phases: what is judged."""
 
     signal: str
     kind: Kind
@@ -76,7 +78,7 @@ class Judged(Record):
     @property
     def place(self) -> tuple[int, str, int]:
         """What was judged, as a key to sort by: routes first, then budgets, by signal and phases."""
-        return get_args(Kind).index(self.kind), self.signal, get_args(Phases).index(self.phases)
+        return KINDS.index(self.kind), self.signal, SETTINGS.index(self.phases)
 
     @property
     def lower(self) -> int:
@@ -114,7 +116,7 @@ class AtBudget(Record):
         return f"the full cache itself scores {self.full.mean:.2f}: these questions cannot tell signals apart"
 
 
-class Asked(Record):
+class TaskContent(Record):
     """What was asked of one task, by content."""
 
     contexts: Count
@@ -128,7 +130,7 @@ class Conditions(Record):
 
     model: ModelFingerprint
     profile_sha256: Sha256
-    tasks: dict[Text, Asked] = Field(min_length=1)
+    tasks: dict[Text, TaskContent] = Field(min_length=1)
     split: Text | None
     protocol: Protocol
     seed: Index

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.calibrate_run import CONFIG, PROFILE
 from kvsearch.cli.common import Common, command
 from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrated import CONFIG, PROFILE
 
 if TYPE_CHECKING:
     from kvsearch.calibration.polykv.recipe import PolykvRecipe
@@ -221,8 +221,8 @@ def calibrate(
     loaded = common.load(model)
 
     from kvsearch.calibration.polykv.samples import forget_samples
-    from kvsearch.cli.show_dynamic import remarks
     from kvsearch.plan.profile import save_profile
+    from kvsearch.report.dynamic import remarks
     from kvsearch.runtime.plan_checks import warn_unfit
 
     policies = chosen.policies()

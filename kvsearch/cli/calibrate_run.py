@@ -9,29 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.cli.common import Common, new_directory
 from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrated import CONFIG
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.polykv.cost import Cost, Estimate
     from kvsearch.calibration.polykv.recipe import PolykvRecipe
-
-PROFILE, CONFIG = "profile.safetensors", "config.json"
-
-
-def profile_file(path: Path) -> Path:
-    """The profile in a directory, or the file itself; UsageError if the calibration of the directory is unfinished."""
-    if not path.is_dir():
-        return path
-    from kvsearch.calibration.polykv.samples import has_samples, kept_samples
-
-    unfinished = has_samples(path)
-    if (unfinished or not (path / PROFILE).exists()) and (model := _calibrated(path)) is not None:
-        kept = f"what is kept of it: {_questions(kept_samples(path))}" if unfinished else "nothing of it is kept"
-        raise UsageError(
-            f"the calibration in {path} is not finished, {kept}: repeat its command, kvsearch calibrate {model} ... "
-            f"-o {path}, to go on"
-        )
-    return path / PROFILE
 
 
 def goes_on_in(path: Path, config: Mapping[str, Any]) -> bool:
@@ -158,16 +141,3 @@ def _time(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def _calibrated(path: Path) -> str | None:
-    """The model in the configuration of a calibration; None if there is no such file, or it is of something else."""
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.plan.parsing import parse_json
-
-    if not (path / CONFIG).is_file():
-        return None
-    found = parse_json(read_bytes(path / CONFIG), str(path / CONFIG))
-    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict) or "method" not in found["recipe"]:
-        return None
-    return str(found.get("model", "MODEL"))

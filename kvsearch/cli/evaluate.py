@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
+from kvsearch.cli.render import print_parts
 from kvsearch.jobs.evaluate import EvaluateOptions
-
-if TYPE_CHECKING:
-    from kvsearch.jobs.evaluate import Evaluated
 
 
 @command(EvaluateOptions, dry_run=True)
@@ -32,24 +28,12 @@ def evaluate(options: EvaluateOptions, console: Console) -> None:
     if console.as_json:
         console.print_json(found.as_json())
     elif isinstance(found, jobs.Evaluated):
-        _show(found, console)
+        from kvsearch.report.evaluation import parts
+
+        print_parts(parts(found.comparison, found.losses, found.columns), console)
     else:
         from kvsearch.report.perplexity import perplexity_table
 
         console.out.print(perplexity_table(found.result, found.phases))
     if options.output is not None:
         console.say(f"kept in {options.output}")
-
-
-def _show(found: Evaluated, console: Console) -> None:
-    from kvsearch.evaluation.grid import grid_table, needle_grids
-    from kvsearch.report.losses import losses_table
-    from kvsearch.report.table_files import all_tables, on_screen
-
-    result = found.comparison
-    for table in all_tables(result, found.columns):
-        console.out.print(on_screen(table))
-    for method, grid in needle_grids(result.samples).items():
-        console.out.print(grid_table(f"{method} ({result.protocol}, phases: {result.phases})", grid))
-    if found.losses is not None:
-        console.out.print(losses_table(f"{result.model}, phases: {result.phases}", result.protocol, found.losses))

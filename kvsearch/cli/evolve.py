@@ -21,7 +21,7 @@ def evolve(options: EvolveOptions, console: Console) -> None:
     if console.dry_run:
         console.print_json(jobs.dry_run(options, talk=console))
         return
-    from kvsearch.report.table_files import on_screen
+    from kvsearch.report.table import on_screen
 
     found = jobs.evolve(options, talk=console)
     if console.as_json:

@@ -65,13 +65,12 @@ def policies(
 
 
 def _listing(known: list[PolicyFacts], wide: bool) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="eviction policies", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("name", "phases", "while decoding", *(("needs", "parameters") if wide else ()), "source", "package"):
-        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    from kvsearch.report.screen import listing
+
+    more = ("needs", "parameters") if wide else ()
+    table = listing("eviction policies", ["name", "phases", "while decoding", *more, "source", "package"])
     for facts in known:
         parameters = ", ".join(f"{one.name}={_value(one.default)}" for one in facts.parameters)
         cells = (
@@ -83,7 +82,8 @@ def _listing(known: list[PolicyFacts], wide: bool) -> Table:
 
 
 def _show(facts: PolicyFacts, common: Common) -> None:
-    from kvsearch.cli.show import show_facts
+    from kvsearch.cli.render import print_parts
+    from kvsearch.report.screen import facts as lines_of
 
     for text in (facts.title, facts.formula):
         if text:
@@ -101,7 +101,7 @@ def _show(facts: PolicyFacts, common: Common) -> None:
         "always kept": OPEN if facts.sinks is None else f"{facts.sinks} first entries, {facts.window} most recent ones",
     }
     lines |= {f"parameter {one.name}": f"{one.type}, default {_value(one.default)}" for one in facts.parameters}
-    show_facts(lines, common)
+    print_parts(lines_of(lines), common)
 
 
 def _needs(facts: PolicyFacts) -> str:

@@ -18,9 +18,9 @@ from kvsearch.jobs.stages import kept_replies
 
 if TYPE_CHECKING:
     from kvsearch.choose.select import Kept, PreparedSelection
+    from kvsearch.choose.selection import Selection
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.plan import Profile, Size
-    from kvsearch.report.selection import Selection
 
 ALL = "all"
 SPLITS = "select", "report"
@@ -135,7 +135,8 @@ def select(
     """
     from kvsearch.choose.acceptance import Rule
     from kvsearch.choose.candidates import explore as find_explored
-    from kvsearch.choose.select import Questions, prepare_selection
+    from kvsearch.choose.select import prepare_selection
+    from kvsearch.choose.splits import Questions
     from kvsearch.evaluation.compare import Settings
     from kvsearch.evaluation.reply_store import check_place
     from kvsearch.plan.protocol import find_protocol
@@ -200,7 +201,7 @@ def _foretell(prepared: PreparedSelection, place: Path, common: Common) -> None:
     def counted(field: Field) -> dict[str, Any]:
         return {"candidates": len(field.candidates), "baselines": list(field.baselines), "notes": list(field.notes)}
 
-    told = {contest.field.phases: counted(contest.field) for contest in prepared.contests}
+    told = {contest.field.phases: counted(contest.field) for contest in prepared.evaluations}
     common.print_json({"phases": told, "most_replies": prepared.replies, "run": str(place)})
 
 
@@ -208,11 +209,11 @@ def _deliver(result: Selection, output: Path, place: Path, force: bool, common: 
     """Write the plan and selection.json, and print tables or JSON."""
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
-    from kvsearch.report.selection import FILE, tables
-    from kvsearch.report.table_files import on_screen
+    from kvsearch.report.selection import FILE, as_json, tables
+    from kvsearch.report.table import on_screen
     from kvsearch.runtime.plan_checks import check_plan
 
-    told = result.as_json()
+    told = as_json(result)
     check_plan(result.plan, f"the plan for {output}")
     save_plan(result.plan, output, overwrite=force)
     atomic_write(place / FILE, canonical_json(told))

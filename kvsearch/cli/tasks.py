@@ -53,13 +53,11 @@ def tasks(
 
 
 def _listing(found: list[TaskFacts]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="tasks", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("task", "category", "metric", "packages", "texts from"):
-        table.add_column(column, no_wrap=column == "task", overflow="fold")
+    from kvsearch.report.screen import listing
+
+    table = listing("tasks", ["task", "category", "metric", "packages", "texts from"])
     for one, following in zip(found, [*found[1:], None], strict=True):
         cells = (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source)
         last = following is not None and _kind(following) != _kind(one)
@@ -72,11 +70,12 @@ def _kind(facts: TaskFacts) -> str:
 
 
 def _show(facts: TaskFacts, common: Common) -> None:
-    from kvsearch.cli.show import show_facts
+    from kvsearch.cli.render import print_parts
+    from kvsearch.report.screen import facts as lines_of
 
     lines = {
         "task": facts.spec, "category": facts.category, "metric": facts.metric, "texts from": facts.source,
         "needs": facts.needs or "no file of yours", "packages": ", ".join(facts.packages) or "none besides kvsearch",
         "options": " ".join(facts.options), "splits": f"{', '.join(facts.splits)}; default {facts.split}",
     }  # fmt: skip
-    show_facts(lines, common)
+    print_parts(lines_of(lines), common)

@@ -88,7 +88,8 @@ def validate(
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    from kvsearch.choose.validate import check_permutations, find_subjects, prepare_validation, refuse_reported
+    from kvsearch.choose.splits import refuse_reported
+    from kvsearch.choose.validate import check_permutations, find_uses, prepare_validation
     from kvsearch.choose.verdicts import FILE
     from kvsearch.evaluation.compare import Settings
     from kvsearch.plan.protocol import find_protocol
@@ -102,13 +103,13 @@ def validate(
     profile = own.load_signals(directory)
     table = SignalTable(profile)
     names = own.comma_separated("--signals", signals), own.comma_separated("--phases", phases)
-    subjects = find_subjects(table, *names)
+    uses = find_uses(table, *names)
     sizes = own.sizes_of(profile, budget, ratio)
     memory = how_asked.memory_bytes(max_memory)
     protocol_used = find_protocol(protocol or table.axes.protocol)
     settings = Settings(samples, protocol_used, common.seed, batch, memory, max_length)
     loaded = own.load_calibrated(common, directory, model, profile)
-    prepared = [prepare_validation(loaded, profile, size, chosen, settings, subjects, permutations) for size in sizes]
+    prepared = [prepare_validation(loaded, profile, size, chosen, settings, uses, permutations) for size in sizes]
     for note in (note for one in prepared for note in one.notes):
         common.warn(note)
     before = _before(directory / FILE, prepared[0], force)
@@ -134,7 +135,7 @@ def _to_do(prepared: Sequence[PreparedValidation]) -> dict[str, object]:
         "tasks": list(conditions.tasks),
         "split": conditions.split,
         "protocol": conditions.protocol,
-        "signals": [subject._asdict() for subject in prepared[0].compared],
+        "signals": [use._asdict() for use in prepared[0].compared],
         "budgets": sizes,
     }
 

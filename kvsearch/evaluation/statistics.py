@@ -37,27 +37,47 @@ class Row:
     differences: dict[str, Difference]
 
 
-class _Scores(NamedTuple):
-    """What one task's questions scored: of every method, an array [questions] in the same order."""
+class TaskScores(NamedTuple):
+    """What the questions of one task scored: of every method, an array [questions] in the same order."""
 
     category: str
     contexts: Ints  # [questions]: which context each belongs to
     by_method: dict[str, Floats]
 
     def means(self) -> dict[str, float]:
+        """Return the mean score of every method."""
         return {method: float(scores.mean()) for method, scores in self.by_method.items()}
 
+    def by_context(self) -> tuple[dict[str, Floats], Ints]:
+        """Return sums over the questions of each context, by method, and how many questions it has; all [contexts]."""
+        sums = {m: np.bincount(self.contexts, scores).astype(np.float64) for m, scores in self.by_method.items()}
+        return sums, np.bincount(self.contexts)
+
     def resampled(self, rng: np.random.Generator) -> dict[str, Floats]:
-        """Mean score of every method in every resample; all methods see the same contexts (paired)."""
-        count = int(self.contexts.max()) + 1
-        draws = rng.integers(0, count, (RESAMPLES, count))
-        sizes = np.bincount(self.contexts, minlength=count)
-        sums = {m: np.bincount(self.contexts, scores, count) for m, scores in self.by_method.items()}
-        return {method: total[draws].sum(1) / sizes[draws].sum(1) for method, total in sums.items()}
+        """Return the mean score of every method in every resample of the contexts."""
+        sums, sizes = self.by_context()
+        return dict(zip(sums, resampled_means(rng, list(sums.values()), sizes), strict=True))
+
+
+def resampled_means(rng: np.random.Generator, sums: Sequence[Floats], sizes: Floats | Ints) -> list[Floats]:
+    """Return the means in every bootstrap resample of some contexts, [resamples] for each of `sums`.
+
+    `sums` [contexts] are over the questions of a context, of which it has `sizes` [contexts]. All means are of the same
+    resamples, so that their differences are paired.
+    """
+    draws = rng.integers(0, len(sizes), (RESAMPLES, len(sizes)))
+    asked = sizes[draws].sum(axis=1)
+    return [total[draws].sum(axis=1) / asked for total in sums]
+
+
+def interval_of(resampled: Floats) -> tuple[float, float]:
+    """Return the ends of the 95% interval of resampled means (percentile bootstrap)."""
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: Contexts | None = None) -> list[Row]:
-    """Rows of all tasks, then of their categories and of all together, where there are several.
+    """Return rows of all tasks, then of their categories and of all together, where there are several.
 
     `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
     are resampled, within their task. `contexts` say which they are, by task and key (None: every key is one).
@@ -65,7 +85,7 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    tasks = {task: _scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
+    tasks = scores_by_task(samples, contexts)
     rng = np.random.default_rng(seed)
     resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
 
@@ -84,20 +104,19 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: 
 def contrast(
     samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0, contexts: Contexts | None = None
 ) -> Difference:
-    """The weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
+    """Return the weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
 
     With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    mine = [sample for sample in samples if sample.method in weights]
-    tasks = [_scores(mine, task, contexts) for task in dict.fromkeys(sample.task for sample in mine)]
-    sums = [_Scores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
+    tasks = scores_by_task([sample for sample in samples if sample.method in weights], contexts).values()
+    sums = [TaskScores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
     rng = np.random.default_rng(seed)
     spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
     mean = float(np.mean([scores.means()[AVERAGE] for scores in sums]))
-    return Difference(mean, *_interval(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
+    return Difference(mean, *interval_of(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
 
 
 def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Floats:
@@ -105,7 +124,16 @@ def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Flo
     return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights
 
 
-def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> _Scores:
+def scores_by_task(samples: Sequence[Sample], contexts: Contexts | None = None) -> dict[str, TaskScores]:
+    """Return what every task's questions scored; `contexts` as for `summarize`.
+
+    Raises:
+        InternalError: the methods did not answer the same questions.
+    """
+    return {task: _scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
+
+
+def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> TaskScores:
     mine = [sample for sample in samples if sample.task == task]
     named = {sample.key: context_of(sample, contexts) for sample in mine}
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
@@ -115,11 +143,11 @@ def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> 
         by_method[sample.method][questions[sample.key, sample.question]] = sample.score
     if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
         raise InternalError(f"task {task}: the methods did not answer the same questions once each")
-    return _Scores(mine[0].category, np.array([numbers[named[key]] for key, _ in questions]), by_method)
+    return TaskScores(mine[0].category, np.array([numbers[named[key]] for key, _ in questions]), by_method)
 
 
 def _row(
-    label: str, kind: Kind, tasks: Sequence[_Scores], resampled: Sequence[Mapping[str, Floats]], subject: str
+    label: str, kind: Kind, tasks: Sequence[TaskScores], resampled: Sequence[Mapping[str, Floats]], subject: str
 ) -> Row:
     methods = tasks[0].by_method
     means = {m: float(np.mean([task.means()[m] for task in tasks])) for m in methods}
@@ -127,22 +155,17 @@ def _row(
     differences = {
         m: Difference(
             means[subject] - means[m],
-            *_interval(spread[subject] - spread[m]),
+            *interval_of(spread[subject] - spread[m]),
             *_outcomes([task.by_method[subject] - task.by_method[m] for task in tasks]),
         )
         for m in (methods if subject in methods else ())
         if m != subject
     }
-    scores = {m: Estimate(means[m], *_interval(spread[m])) for m in methods}
+    scores = {m: Estimate(means[m], *interval_of(spread[m])) for m in methods}
     return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences)
 
 
 def _outcomes(differences: Sequence[Floats]) -> tuple[int, int, int]:
-    """Questions won, tied and lost."""
+    """Return how many questions were won, tied and lost."""
     signs = np.sign(np.concatenate(differences))
     return int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum())
-
-
-def _interval(resampled: Floats) -> tuple[float, float]:
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.losses import LayerLoss
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.jobs.perplexity import MeasuredPerplexity
-    from kvsearch.report.tables import Columns
+    from kvsearch.report.evaluation import Columns
     from kvsearch.strategies.request import Contest
     from kvsearch.tasks.base import Task
 
@@ -169,7 +169,7 @@ class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
 
     def columns_of_tables(self) -> Columns | None:
         """Return which columns tables have (None: what suits); UsageError if there are no such columns."""
-        from kvsearch.report.tables import find_columns
+        from kvsearch.report.evaluation import find_columns
 
         return None if self.columns is None else find_columns(self.columns)
 
@@ -233,7 +233,7 @@ def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
     """What is compared and what is asked, once all is checked that can be without a model."""
     from kvsearch.evaluation.reply_store import check_run
     from kvsearch.evaluation.samples import check_samples_file
-    from kvsearch.report.table_files import check_table_file
+    from kvsearch.report.table import check_table_file
 
     for name in ("continuation", "stride"):
         if getattr(options, name) is not None:
@@ -326,7 +326,7 @@ def _write(found: Evaluated, options: EvaluateOptions) -> None:
     """Write what is to be kept: the results into the directory of the run, replies and tables into files."""
     from kvsearch.evaluation.reply_store import REPORT, SAMPLES, TABLES
     from kvsearch.evaluation.samples import write_samples
-    from kvsearch.report.table_files import write_tables
+    from kvsearch.report.evaluation import write_tables
     from kvsearch.runs.directory import write_json
 
     result, columns = found.comparison, found.columns or "tasks"

@@ -23,7 +23,7 @@ from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.plan import Plan
-    from kvsearch.report.tables import TextTable
+    from kvsearch.report.table import Table
     from kvsearch.search.evolve import PreparedSearch, Store, Stored
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
@@ -176,7 +176,7 @@ class Evolution:
             return front_as_json(self.points, self.spent)
         return as_json(self.points[0].prepared, self.points[0].evolved, self.spent)
 
-    def tables(self) -> list[TextTable]:
+    def tables(self) -> list[Table]:
         """Return what was found as tables."""
         from kvsearch.report.search import front_tables, tables
 

@@ -1,39 +1,90 @@
-"""Show an evaluation: JSON for programs, and the plain table of `kvsearch headroom`."""
+"""A comparison of methods as papers print it: a row per method, a column per task or average, a block per size.
+
+Beside the tables: CSV with every number, JSON for programs, and the plain table of `kvsearch headroom`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import SizeBlock
 from kvsearch.evaluation.compare import Comparison
-from kvsearch.evaluation.grid import grids_json, needle_grids
 from kvsearch.evaluation.losses import LayerLoss
-from kvsearch.evaluation.statistics import Row
-from kvsearch.report.losses import losses_json
+from kvsearch.evaluation.statistics import Kind, Row
+from kvsearch.naming import suggest
+from kvsearch.plan.files import atomic_write
+from kvsearch.report import table
+from kvsearch.report.losses import losses_json, losses_table
+from kvsearch.report.needle import grid_table, grids_json, needle_grids
+from kvsearch.report.numbers import interval, outcomes, percent
+from kvsearch.report.screen import screen_table
+from kvsearch.report.table import Cell, Group, Table
+from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.methods import FULL
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
+    from rich.table import Table as ScreenTable
 
+Columns = Literal["tasks", "categories", "averages"]
+KINDS: dict[Columns, tuple[Kind, ...]] = {
+    "tasks": ("task", "category", "average"), "categories": ("category", "average"), "averages": ("average",),
+}  # fmt: skip
+FEW = 12  # tasks that a screen has room for
 SCHEMA = "kvsearch.evaluation/1"
 SECTIONS = {"task": "tasks", "category": "categories", "average": "averages"}
+CSV_HEADER = (
+    "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
+    "difference_low", "difference_high", "wins", "ties", "losses", "entries", "protocol", "phases",
+)  # fmt: skip
 
 
 def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> dict[str, Any]:
-    """The whole evaluation but for the single replies and what depends on the machine's speed.
+    """Return the whole evaluation but for the single replies and what depends on the machine's speed.
 
     Scores are in [0, 1], differences are a method minus the subject. docs/evaluation.md describes every field.
     """
-    first = result.blocks[0]
+
+    def sections(records: Iterable[tuple[Row, Estimate | Difference]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
+        for row, record in records:
+            found[SECTIONS[row.kind]][row.task] = asdict(record)
+        return found
+
+    def scores(block: SizeBlock, label: str) -> dict[str, Any]:
+        return sections((row, row.scores[label]) for row in block.rows)
+
+    def differences(block: SizeBlock, label: str) -> dict[str, Any] | None:
+        return None if label == block.subject else sections((row, block.difference(row, label)) for row in block.rows)
+
+    def block_json(block: SizeBlock) -> dict[str, Any]:
+        by_label = {contender.label: contender for contender in result.contenders}
+        return {
+            "size": None if block.size is None else block.size.as_json(),
+            "methods": [
+                {
+                    "name": name, "label": label, "definition": by_label[label].definition,
+                    "phases": by_label[label].phases, "held": result.held[label]._asdict(),
+                    "scores": scores(block, label), "differences": differences(block, label),
+                }
+                for name, label in block.methods.items()
+            ],
+            "full_differences": differences(block, FULL),
+        }  # fmt: skip
+
     told: dict[str, Any] = {
         "schema": SCHEMA, "model": result.model, **asdict(result.settings), "subject": result.subject,
         "phases": result.phases, "environment": dict(result.environment), "most_tokens": result.most_tokens,
         "tasks": [{**asdict(covered), "metric": result.metrics[covered.task]} for covered in result.coverage],
         "averages": {name: list(tasks) for name, tasks in result.averages.items()},
-        "full": {"held": result.held[FULL]._asdict(), "scores": _scores(first.rows, FULL)},
-        "blocks": [_block(result, block) for block in result.blocks],
+        "full": {"held": result.held[FULL]._asdict(), "scores": scores(result.blocks[0], FULL)},
+        "blocks": [block_json(block) for block in result.blocks],
         "notes": result.notes,
     }  # fmt: skip
     grids = needle_grids(result.samples)
@@ -44,47 +95,167 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
     return told
 
 
-def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Table:
-    """Mean scores only."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+def find_columns(name: str) -> Columns:
+    """Return what to have columns for; UsageError if there is no such choice."""
+    for columns in KINDS:
+        if name == columns:
+            return columns
+    raise UsageError(f"unknown columns {name!r}{suggest(name, list(KINDS))}")
 
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("task", "questions", *methods):
-        table.add_column(column, justify="left" if column == "task" else "right")
+
+def tables(result: Comparison, columns: Columns | None = None) -> list[Table]:
+    """Return scores, differences and what is held; by default columns are tasks, unless they are too many."""
+    chosen = columns or ("tasks" if len(result.coverage) <= FEW else "categories")
+    has_categories = any(row.kind == "category" for row in result.blocks[0].rows)
+    means: Columns = "categories" if has_categories else "averages"  # columns of differences are wide
+    return [score_table(result, chosen), difference_table(result, means), held_table(result)]
+
+
+def write_tables(result: Comparison, path: Path, columns: Columns = "tasks") -> None:
+    """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
+    table.check_table_file(path)
+    if path.suffix == table.CSV:
+        atomic_write(path, csv_rows(result).encode())
+    else:
+        table.write_tables(tables(result, columns), path)
+
+
+def parts(
+    result: Comparison, losses: Sequence[LayerLoss] | None = None, columns: Columns | None = None
+) -> Iterator[RenderableType]:
+    """Yield all tables for the screen, grids of needles and output losses where there are any."""
+    yield from map(table.on_screen, tables(result, columns))
+    for method, grid in needle_grids(result.samples).items():
+        yield grid_table(f"{method} ({_how(result)})", grid)
+    if losses is not None:
+        yield losses_table(f"{result.model}, phases: {result.phases}", result.protocol, losses)
+
+
+def score_table(result: Comparison, columns: Columns) -> Table:
+    """Return mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
+    numbers = _column_numbers(result, columns)
+    groups = [Group("", [[Cell(FULL), *(Cell(_score(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
+    for block in result.blocks:
+        rows = [[Cell(name)] for name in block.methods]
+        for number in numbers:
+            texts = [_score(block.rows[number], label) for label in block.methods.values()]
+            best = max(texts, key=float) if len(set(texts)) > 1 else None  # printed alike, none of them is better
+            for row, text in zip(rows, texts, strict=True):
+                row.append(Cell(text, text == best))
+        groups.append(Group(_heading(block), rows))
+    plans = result.blocks[0].size is None
+    uniform = plans and "uniform" in result.blocks[0].methods
+    notes = [
+        *[f"uniform: the policy of {result.subject} with even budgets"] * uniform,
+        *["all methods but full hold as many entries as the plan"] * plans,
+        *result.notes,
+    ]
+    title = f"{result.model}: score in percent ({_how(result)})"
+    return Table(title, _header(result, numbers), groups, tuple(notes))
+
+
+def difference_table(result: Comparison, columns: Columns) -> Table:
+    """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
+    numbers, groups = _column_numbers(result, columns), []
+    for block in result.blocks:
+        rows = []
+        for name, label in {FULL: FULL, **block.methods}.items():
+            if label != block.subject:
+                found = [block.difference(block.rows[number], label) for number in numbers]
+                rows.append([Cell(name), *(Cell(f"{interval(one, '+.2f')} {outcomes(one)}") for one in found)])
+        groups.append(Group(_heading(block), rows))
+    title = (
+        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied "
+        f"/ lost ({_how(result)})"
+    )
+    return Table(title, _header(result, numbers), groups)
+
+
+def held_table(result: Comparison) -> Table:
+    """Return what every method holds."""
+    full = result.held[FULL]
+
+    def row(name: str, label: str) -> list[Cell]:
+        held = result.held[label]
+        told = (
+            name, f"{held.entries:.0f}", f"{held.entries / full.entries:.3f}", f"{held.bytes / 1024:.1f}",
+            f"{held.bytes / full.bytes:.3f}", f"{held.most:.0f}",
+        )  # fmt: skip
+        return [Cell(text) for text in told]
+
+    groups = [Group("", [row(FULL, FULL)])]
+    groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in result.blocks]
+    what = "context" if result.protocol == "question-agnostic" else "prompt"
+    header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
+    return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
+
+
+def csv_rows(result: Comparison) -> str:
+    """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for block in result.blocks:
+        size = "" if block.size is None else str(block.size)
+        for name, label in {FULL: FULL, **block.methods}.items():
+            for row in block.rows:
+                score = asdict(row.scores[label]).values()
+                known = label != block.subject
+                compared = asdict(block.difference(row, label)).values() if known else [""] * 6
+                asked = (result.held[label].entries, result.protocol, result.phases)
+                writer.writerow(
+                    [size, name, row.task, row.kind, row.questions, *score, result.subject, *compared, *asked]
+                )
+    return text.getvalue()
+
+
+def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> ScreenTable:
+    """Return mean scores only."""
+    made = screen_table(title, ["task", "questions", *methods], left=["task"])
     for row in rows:
         label = f"{row.task} (mean)" if row.kind == "category" else row.task
-        table.add_row(label, str(row.questions), *(f"{row.scores[m].mean:.2f}" for m in methods))
-    return table
+        made.add_row(label, str(row.questions), *(f"{row.scores[m].mean:.2f}" for m in methods))
+    return made
 
 
-def _block(result: Comparison, block: SizeBlock) -> dict[str, Any]:
-    by_label = {contender.label: contender for contender in result.contenders}
-    full = None if block.subject == FULL else _differences(block, FULL)
-    return {
-        "size": None if block.size is None else block.size.as_json(),
-        "methods": [
-            {
-                "name": name, "label": label, "definition": by_label[label].definition,
-                "phases": by_label[label].phases, "held": result.held[label]._asdict(),
-                "scores": _scores(block.rows, label),
-                "differences": None if label == block.subject else _differences(block, label),
-            }
-            for name, label in block.methods.items()
-        ],
-        "full_differences": full,
-    }  # fmt: skip
+def _score(row: Row, label: str) -> str:
+    return percent(row.scores[label].mean)
 
 
-def _scores(rows: Iterable[Row], label: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
-    for row in rows:
-        found[SECTIONS[row.kind]][row.task] = asdict(row.scores[label])
-    return found
+def _heading(block: SizeBlock) -> str:
+    return "" if block.size is None else block.size.words
 
 
-def _differences(block: SizeBlock, label: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
-    for row in block.rows:
-        found[SECTIONS[row.kind]][row.task] = asdict(block.difference(row, label))
+def _how(result: Comparison) -> str:
+    return f"{result.protocol}, phases: {result.phases}"
+
+
+def _column_numbers(result: Comparison, columns: Columns) -> list[int]:
+    """Return which rows of a block become columns.
+
+    Of averages over the same tasks that is the first, of one task the task itself.
+    """
+    if len(result.coverage) == 1:
+        return [0]
+    seen, chosen = set[frozenset[str]](), []
+    for number, row in enumerate(result.blocks[0].rows):
+        if row.kind == "average":
+            tasks = frozenset(result.averages[row.task])
+            if tasks in seen:
+                continue
+            seen.add(tasks)
+        if row.kind in KINDS[columns]:
+            chosen.append(number)
+    return chosen
+
+
+def _header(result: Comparison, numbers: Sequence[int]) -> list[str]:
+    """Return the headings of columns; averages over the same tasks share one."""
+    found = ["method"]
+    for row in (result.blocks[0].rows[number] for number in numbers):
+        if row.kind == "average":
+            tasks = set(result.averages[row.task])
+            found.append(" = ".join(name for name, others in result.averages.items() if set(others) == tasks))
+        else:
+            found.append(row.task)
     return found

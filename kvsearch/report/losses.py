@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.evaluation.losses import LayerLoss
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.report.screen import screen_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,21 +18,24 @@ COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / b
 
 
 def losses_json(losses: Sequence[LayerLoss]) -> list[dict[str, Any]]:
-    """A record per task, layer and method."""
+    """Return a record per task, layer and method."""
     return [{**asdict(row), "ratio": row.ratio} for row in losses]
 
 
 def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) -> Table:
-    """Losses per layer and method, plain means over the tasks."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+    """Return losses per layer and method, plain means over the tasks."""
+    follows = "question and answer" if protocol == QUESTION_AGNOSTIC else "the answer"
+    tasks = len({row.task for row in losses})
+    notes = [
+        f"mean over the tokens of {follows}, teacher-forced with every other layer undisturbed"
+        + (f"; then over {tasks} tasks" if tasks > 1 else ""),
+        "bound: 2 C times the sum over query heads of evicted mass times largest |v|_1; by head: each with its own C",
+        "layers differ in scale: losses of different layers do not add up",
+    ]
+    if any(row.bound is None for row in losses):
+        notes.append("no bound: the method merges entries, the bound is about keys and values that stay as they are")
     title = f"{model}: layer attention output loss, L1 ({protocol})"
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE, caption=_caption(protocol, losses), caption_justify="left"
-    )
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table = screen_table(title, COLUMNS, left=["method"], caption="\n".join(notes), caption_justify="left")
     rows = task_means(losses)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
@@ -43,42 +47,27 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
 
 
 def task_means(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
-    """The rows of each layer and method as one, in which every task has the same weight; layers ascending."""
+    """Join the rows of each layer and method to one, in which every task has the same weight; layers ascending."""
     groups: dict[tuple[int, str], list[LayerLoss]] = {}
     for row in losses:
         groups.setdefault((row.layer, row.method), []).append(row)
-    return [_joined(groups[key]) for key in sorted(groups, key=lambda key: key[0])]
-
-
-def _joined(rows: Sequence[LayerLoss]) -> LayerLoss:
-    return replace(
-        rows[0],
-        task=", ".join(row.task for row in rows),
-        queries=sum(row.queries for row in rows),
-        loss=fmean(row.loss for row in rows),
-        evicted_mass=fmean(row.evicted_mass for row in rows),
-        bound=_mean([row.bound for row in rows]),
-        bound_by_head=_mean([row.bound_by_head for row in rows]),
-    )
+    return [
+        replace(
+            rows[0],
+            task=", ".join(row.task for row in rows),
+            queries=sum(row.queries for row in rows),
+            loss=fmean(row.loss for row in rows),
+            evicted_mass=fmean(row.evicted_mass for row in rows),
+            bound=_mean([row.bound for row in rows]),
+            bound_by_head=_mean([row.bound_by_head for row in rows]),
+        )
+        for _, rows in sorted(groups.items(), key=lambda group: group[0][0])
+    ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _caption(protocol: Protocol, losses: Sequence[LayerLoss]) -> str:
-    follows = "question and answer" if protocol == QUESTION_AGNOSTIC else "the answer"
-    tasks = len({row.task for row in losses})
-    lines = [
-        f"mean over the tokens of {follows}, teacher-forced with every other layer undisturbed"
-        + (f"; then over {tasks} tasks" if tasks > 1 else ""),
-        "bound: 2 C times the sum over query heads of evicted mass times largest |v|_1; by head: each with its own C",
-        "layers differ in scale: losses of different layers do not add up",
-    ]
-    if any(row.bound is None for row in losses):
-        lines.append("no bound: the method merges entries, the bound is about keys and values that stay as they are")
-    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:

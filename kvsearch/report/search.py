@@ -8,7 +8,8 @@ from typing import Any
 
 from kvsearch.choose.acceptance import Scores, Share, recovered
 from kvsearch.evaluation.plan_comparison import PlanComparison
-from kvsearch.report.tables import Cell, Group, TextTable
+from kvsearch.report.numbers import interval, percent
+from kvsearch.report.table import Table
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch
 from kvsearch.search.front import EXPANDED, Point
 from kvsearch.search.ledger import Spent
@@ -19,7 +20,7 @@ SCHEMA, FRONT_SCHEMA = "kvsearch.evolution/1", "kvsearch.front/1"
 
 
 def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[str, Any]:
-    """Everything that a search found; `spent` is what its first part took."""
+    """Return everything that a search found; `spent` is what its first part took."""
     return {
         "schema": SCHEMA,
         **_origin(prepared, spent),
@@ -29,7 +30,7 @@ def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[st
 
 
 def front_as_json(points: Sequence[Point], spent: Spent) -> dict[str, Any]:
-    """Everything that a search at several budgets found, by budget."""
+    """Return everything that a search at several budgets found, by budget."""
     first = points[0].prepared
     found = {str(point.budget): _found(point.prepared, point.evolved) for point in points}
     return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": first.settings.as_json(), "budgets": found}
@@ -65,7 +66,7 @@ def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
 
 
 def shares(report: PlanComparison) -> dict[str, Share | None]:
-    """The share of the gap between each baseline and the full cache that the result closes, by baseline."""
+    """Return the share of the gap between each baseline and the full cache that the result closes, by baseline."""
     scores, labels = Scores.of(report.comparison.samples, report.comparison.contexts), report.labels
     seed = report.comparison.settings.seed
     return {
@@ -75,13 +76,13 @@ def shares(report: PlanComparison) -> dict[str, Share | None]:
     }
 
 
-def tables(prepared: PreparedSearch, evolved: Evolved) -> list[TextTable]:
-    """The finalists on the split they were chosen by, and the result on the report split."""
+def tables(prepared: PreparedSearch, evolved: Evolved) -> list[Table]:
+    """Return the finalists on the split they were chosen by, and the result on the report split."""
     return [_finalists(evolved), _report(prepared, evolved)]
 
 
-def front_tables(points: Sequence[Point]) -> list[TextTable]:
-    """Score against size on the report split: the result of each budget, and the smallest one's plan scaled to it."""
+def front_tables(points: Sequence[Point]) -> list[Table]:
+    """Return score against size on the report split: the result of each budget, and the smallest plan scaled to it."""
     report = points[0].evolved.report
     rows = [["full", "", _score(report, FULL), "", "", ""]]
     for point in points:
@@ -96,61 +97,54 @@ def front_tables(points: Sequence[Point]) -> list[TextTable]:
         )  # fmt: skip
     columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
                "uniform"]  # fmt: skip
-    return [_table(f"report split, {points[0].prepared.settings.protocol}", columns, rows)]
+    return [Table.plain(f"report split, {points[0].prepared.settings.protocol}", columns, rows)]
 
 
 def decision(evolved: Evolved) -> str:
-    """What was chosen and why, in one sentence."""
+    """Say what was chosen and why, in one sentence."""
     choice, outcome = evolved.choice, evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = 100 * choice.comparison.score(choice.name).mean
+    score = percent(choice.comparison.score(choice.name).mean)
     found = choice.finalists[choice.name].where
     if choice.name.startswith("#"):
-        return f"chosen: {choice.name} ({found}), {score:.2f} on the second split, no start plan scores above it"
-    return f"nothing that was found scores above the start plan {choice.name} ({score:.2f} on the second split): kept"
+        return f"chosen: {choice.name} ({found}), {score} on the second split, no start plan scores above it"
+    return f"nothing that was found scores above the start plan {choice.name} ({score} on the second split): kept"
 
 
-def _finalists(evolved: Evolved) -> TextTable:
+def _finalists(evolved: Evolved) -> Table:
     choice = evolved.choice
     ranked = sorted(choice.finalists, key=lambda name: -choice.comparison.score(name).mean)
     rows = [
         [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.comparison, name)]
         for name in ranked
     ]
-    return _table("second split: what is chosen from", ["", "found", "search value", "score"], rows)
+    return Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], rows)
 
 
-def _report(prepared: PreparedSearch, evolved: Evolved) -> TextTable:
+def _report(prepared: PreparedSearch, evolved: Evolved) -> Table:
     report, found = evolved.report, shares(evolved.report)
     rows: list[list[str]] = []
     for name in report.labels:
         gain = "" if name in (EVOLVED, FULL) else _gain(report, name)
         rows.append([name, _score(report, name), gain, _share(found.get(name))])
     title = f"report split, {prepared.budget} entries per kv head, {prepared.settings.protocol}"
-    return _table(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> TextTable:
-    cells = [[Cell(text) for text in row] for row in rows]
-    return TextTable(title, columns, [Group("", cells)])
+    return Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
 
 
 def _score(result: PlanComparison, name: str) -> str:
-    one = result.score(name)
-    return f"{100 * one.mean:.2f} [{100 * one.low:.2f}, {100 * one.high:.2f}]"
+    return interval(result.score(name))
 
 
 def _gain(result: PlanComparison, name: str) -> str:
-    one = result.gain(EVOLVED, [name])
-    return f"{100 * one.mean:+.2f} [{100 * one.low:+.2f}, {100 * one.high:+.2f}]"
+    return interval(result.gain(EVOLVED, [name]), "+.2f")
 
 
 def _share(share: Share | None) -> str:
     if share is None:
         return ""
-    low, high = ("-" if end is None else f"{end:.0%}" for end in (share.low, share.high))
-    return f"{share.mean:.0%} ({low} to {high})"
+    low, high = ("-" if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
+    return f"{percent(share.mean, 0)}% ({low} to {high})"
 
 
 def _number(value: float) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvsearch.budgets.uniform import Uniform
+from kvsearch.choose.splits import shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
@@ -262,12 +263,8 @@ def check_budget(prepared: PreparedSearch) -> None:
 def _check_splits(prepared: PreparedSearch) -> None:
     if len(prepared.samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
-    seen: dict[str, str] = {}
-    for name, encoded in prepared.encoded.items():
-        for sample in bank_samples(encoded, prepared.settings.protocol):
-            other = seen.setdefault(sample.sha256, name)
-            if other != name:
-                raise UsageError(
-                    f"{sample.place} is in the {other} and in the {name} split: what is searched or chosen on must not "
-                    "be reported on, give tasks with splits"
-                )
+    for one in shared_questions(prepared.encoded):
+        raise UsageError(
+            f"{one.place} is in the {one.first} and in the {one.second} split: what is searched or chosen on must not "
+            "be reported on, give tasks with splits"
+        )

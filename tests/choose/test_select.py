@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, chances, recovered
 from kvsearch.choose.candidates import Explored, explore, find_field
-from kvsearch.choose.select import PreparedSelection, Questions, halves, prepare_selection, select
+from kvsearch.choose.select import PreparedSelection, prepare_selection
+from kvsearch.choose.selection import Selection
+from kvsearch.choose.splits import Questions, halves
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import prepare_plans
@@ -27,7 +29,7 @@ from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.protocol import QUESTION_AWARE
-from kvsearch.report.selection import DECODE_ONLY, Selection, decision, gap, notes, tables
+from kvsearch.report.selection import DECODE_ONLY, as_json, decision, gap, notes, tables
 from kvsearch.runs.estimates import Difference
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.tasks.encode import encode_tasks
@@ -384,7 +386,7 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
     assert decision(chosen).startswith(
         f"error + entropy beats {chosen.best}, the best of 11 baselines, beyond doubt on"
     )
-    assert 0 < chosen.standing("error + entropy").chance <= chosen.level == 0.05  # type: ignore[operator]
+    assert 0 < chosen.method("error + entropy").chance <= chosen.level == 0.05  # type: ignore[operator]
 
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
@@ -398,7 +400,7 @@ def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
 
 
 def test_the_second_stage_has_those_that_the_first_let_through(won: Selection) -> None:
-    standings = won.chosen.standings
+    standings = won.chosen.methods
     through = [one for one in standings if one.second is not None]
     for kind, count in (("candidate", 3), ("baseline", 2)):
         mine = [one for one in standings if one.kind == kind]
@@ -426,7 +428,7 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
     plan = find_field(model, profile, SIZE, "prefill", explored).entrants["streaming"].plan
     questions = Questions(*([answered_by(model, plan, task)] for task in tasks))
-    found = select(model, profile, SIZE, questions, HOW, explored=explored)
+    found = prepare_selection(model, profile, SIZE, questions, HOW, explored=explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     assert decision(found.chosen) == (
         "fallback to streaming, the best of 11 baselines on all questions: there is no candidate, every strategy is a "
@@ -434,7 +436,7 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     )
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
-    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcomes"][0]["winner"] is None
+    assert json.loads(json.dumps(as_json(found), allow_nan=False))["outcomes"][0]["winner"] is None
     assert "there is no candidate" in rendered(on_screen_tables(found))
 
 
@@ -450,7 +452,7 @@ def test_a_dynamic_baseline_is_a_plan_with_its_allocation(
 
 def test_everything_as_json_and_in_tables(won: Selection, lost: Selection) -> None:
     for found in (won, lost):
-        told = json.loads(json.dumps(found.as_json(), allow_nan=False))
+        told = json.loads(json.dumps(as_json(found), allow_nan=False))
         assert told["schema"] == "kvsearch.selection/1"
         assert (told["budget"], told["protocol"], told["written"]["name"]) == (12, HOW.protocol, found.chosen.written)
         assert len(told["outcomes"][0]["standings"]) == 17
@@ -462,7 +464,7 @@ def test_everything_as_json_and_in_tables(won: Selection, lost: Selection) -> No
 
 
 def on_screen_tables(found: Selection) -> list[Any]:
-    from kvsearch.report.table_files import on_screen
+    from kvsearch.report.table import on_screen
 
     return [on_screen(table) for table in tables(found)]
 
@@ -494,10 +496,10 @@ def test_a_margin_takes_the_place_of_doubt(model: LoadedModel, profile: Profile)
 
 def test_every_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
     found = prepared_of(model, profile, "error + entropy", phases=("decode", "both")).run()
-    assert [one.phases for one in found.outcomes] == ["decode", "both"]
-    assert {one.count("baseline") for one in found.outcomes} == {3}
-    assert {one.level for one in found.outcomes} == {0.025}
-    assert found.chosen.score == max(one.score for one in found.outcomes)
+    assert [one.phases for one in found.results] == ["decode", "both"]
+    assert {one.count("baseline") for one in found.results} == {3}
+    assert {one.level for one in found.results} == {0.025}
+    assert found.chosen.score == max(one.score for one in found.results)
     assert found.chosen.phases == "decode"
     assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode", "both"))
     assert DECODE_ONLY in notes(found)
@@ -507,7 +509,7 @@ def test_a_prompt_with_its_question(model: LoadedModel, profile: Profile) -> Non
     task, other = questions_of(*range(4)), questions_of(*range(4, 8))
     explored = explore(profile, SIZE, routes=["cosine"], allocators=["uniform"])
     how = replace(HOW, protocol=QUESTION_AWARE)
-    found = select(model, profile, SIZE, Questions([task], [other]), how, explored=explored)
+    found = prepare_selection(model, profile, SIZE, Questions([task], [other]), how, explored=explored).run()
     assert found.protocol == QUESTION_AWARE
     assert "1 finalist out of 1 candidate" in decision(found.chosen)
     assert "so few contexts cannot show any lead" in decision(found.chosen)
@@ -522,7 +524,9 @@ def test_one_text_under_several_keys_is_no_evidence_twice(model: LoadedModel, pr
         replace(row, key=f"{row.key}/{n}", queries=(query,)) for row in task.rows for n, query in enumerate(row.queries)
     ]
     how = replace(HOW, samples=12)
-    found = select(model, profile, SIZE, Questions([replace(task, rows=tuple(keys))], [other]), how, explored=explored)
+    found = prepare_selection(
+        model, profile, SIZE, Questions([replace(task, rows=tuple(keys))], [other]), how, explored=explored
+    ).run()
     chosen = found.chosen
     assert (chosen.first.questions, chosen.second.questions) in ((8, 4), (4, 8))
     assert (chosen.first.contexts, chosen.second.contexts) in ((2, 1), (1, 2))
@@ -543,7 +547,7 @@ def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, pro
     questions = Questions([questions_of(*range(4))], [questions_of(*range(4, 8))])
     even = Explored(("cosine",), ("uniform",))
     with pytest.raises(UsageError, match=r"^no phases to evict in: give at least one of prefill, decode, both$"):
-        select(model, profile, SIZE, questions, HOW, phases=())
+        prepare_selection(model, profile, SIZE, questions, HOW, phases=()).run()
     late: dict[str, Any] = {"phases": ("decode",), "explored": even}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
         prepare_selection(model, profile, Size(budget=59), questions, HOW, **late)

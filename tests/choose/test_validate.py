@@ -15,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.choose.judging import judge, prediction_reach
-from kvsearch.choose.validate import PreparedValidation, find_subjects, prepare_validation, refuse_reported, validate
+from kvsearch.choose.splits import refuse_reported
+from kvsearch.choose.validate import (
+    PreparedValidation,
+    find_uses,
+    prepare_validation,
+)
 from kvsearch.choose.verdicts import (
     FILE,
     AtBudget,
@@ -23,7 +28,7 @@ from kvsearch.choose.verdicts import (
     Judged,
     Kind,
     Phases,
-    Subject,
+    SignalUse,
     Validation,
     Verdict,
     as_json,
@@ -76,10 +81,10 @@ def prepared(
     model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
 ) -> PreparedValidation:
     profile = changes.pop("profile", None) or profile_of(model)
-    subjects = changes.pop("subjects", None)
-    subjects = find_subjects(SignalTable(profile), signals, phases) if subjects is None else subjects
+    uses = changes.pop("uses", None)
+    uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
     asked = {"size": SIZE, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
-    return prepare_validation(model, profile, subjects=subjects, **asked)
+    return prepare_validation(model, profile, uses=uses, **asked)
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -243,14 +248,14 @@ def test_verdicts_exclude_each_other(
 
 
 def test_the_signals_of_the_paper_in_all_phases() -> None:
-    found = find_subjects(SignalTable(make_signals()))
+    found = find_uses(SignalTable(make_signals()))
     kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl", "budgets")]
     assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
 
 
 def test_only_what_was_measured() -> None:
     table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
-    assert find_subjects(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
+    assert find_uses(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ def test_only_what_was_measured() -> None:
     ],
 )
 def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
-    assert find_subjects(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+    assert find_uses(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
 
 
 @pytest.mark.parametrize(
@@ -283,14 +288,14 @@ def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None
 def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | None, problem: str) -> None:
     table = SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None))
     with pytest.raises(UsageError, match=problem):
-        find_subjects(table, signals, phases)
+        find_uses(table, signals, phases)
 
 
 def test_a_profile_without_the_papers_signals() -> None:
     table = SignalTable(make_signals(cosine=None, nll=None, full_nll=None, entropy=None))
     with pytest.raises(UsageError, match="none of cosine, ppl and entropy: name the signals"):
-        find_subjects(table)
-    assert find_subjects(table, ["route:error"], ["both"]) == [("error", "route", "both")]
+        find_uses(table)
+    assert find_uses(table, ["route:error"], ["both"]) == [("error", "route", "both")]
 
 
 # --- controls --------------------------------------------------------------------------------------------------------
@@ -385,7 +390,7 @@ def test_controls_at_a_ratio(model: LoadedModel) -> None:
         ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
         ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
         ({"settings": Settings(1)}, "task one has one context"),
-        ({"subjects": []}, "no signals to judge: name at least one"),
+        ({"uses": []}, "no signals to judge: name at least one"),
         (
             {"size": Size(budget=71)},
             "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
@@ -466,8 +471,11 @@ def test_the_same_seed_finds_the_same(found: Validation, model: LoadedModel) -> 
 
 def test_validate_is_all_of_it_at_once(found: Validation, model: LoadedModel) -> None:
     profile = profile_of(model)
-    one = Subject("cosine", "route", "prefill")
-    assert validate(model, profile, SIZE, TASKS, HOW, [one]).budgets[0].signals == found.budgets[0].signals[:1]
+    one = SignalUse("cosine", "route", "prefill")
+    assert (
+        prepare_validation(model, profile, SIZE, TASKS, HOW, [one]).run().budgets[0].signals
+        == found.budgets[0].signals[:1]
+    )
 
 
 @pytest.mark.parametrize("name", ["cosine", "entropy"])

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvsearch.cli.common import Common
-from kvsearch.cli.show_dynamic import is_dynamic, remarks, show_dynamic
+from kvsearch.cli.console import Console
+from kvsearch.cli.render import show_view
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile, load_plan, load_profile
+from kvsearch.report.dynamic import is_dynamic, remarks
+from kvsearch.report.profile import profile_view
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
@@ -56,7 +58,7 @@ def profile_in(directory: Path) -> Profile:
 
 
 def shown(directory: Path, capsys: pytest.CaptureFixture[str], ratio: float = 0.8, as_json: bool = False) -> str:
-    show_dynamic(profile_in(directory), ratio, Common(as_json=as_json))
+    show_view(profile_view(profile_in(directory), ratio), Console(as_json=as_json))
     return capsys.readouterr().out
 
 
@@ -187,7 +189,7 @@ def test_show_as_json(calibrated_by: Calibrated, capsys: pytest.CaptureFixture[s
 def test_a_plan_cannot_be_judged_without_importance(calibrated_by: Calibrated, calibrated: Path) -> None:
     made = profile_in(calibrated_by("--method", "lava"))
     with pytest.raises(UsageError, match=r"^--plan needs a LU-KV profile: a lava profile does not say what entries"):
-        show_dynamic(made, 0.8, Common(), with_plan=True)
+        profile_view(made, 0.8, load_plan(calibrated / "plan.json"))
     assert is_dynamic(made)
     other = profile_in(calibrated)
     assert not is_dynamic(other)

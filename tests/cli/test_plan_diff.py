@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsearch.cli.plan_diff import ranges
 from kvsearch.plan import save_plan
+from kvsearch.plan.yaml import layer_ranges
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
@@ -134,4 +134,4 @@ def test_plans_of_other_models(run: Run, a: Path, tmp_path: Path) -> None:
     ("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 7, 9, 10), "0-2, 7, 9-10")]
 )
 def test_runs_of_layers(numbers: tuple[int, ...], text: str) -> None:
-    assert ranges(numbers) == text
+    assert ", ".join(layer_ranges(numbers)) == text

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvsearch.cli.common import Common
-from kvsearch.cli.show_signals import show_signals
+from kvsearch.cli.console import Console as Page
+from kvsearch.cli.render import show_view
 from kvsearch.plan import Profile, save_profile
+from kvsearch.report.signals import SignalsView
 from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run
 from tests.plan.builders import model
@@ -94,10 +95,10 @@ def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
     """Long names and small differences: more tables instead, each cell of a wide page in one of them."""
 
     def shown(columns: int) -> str:
-        common = Common()
-        common.__dict__["out"] = Console(width=columns, file=StringIO(), record=True)
-        show_signals(profile, common)
-        return common.out.export_text()
+        page = Page()
+        page.__dict__["out"] = Console(width=columns, file=StringIO(), record=True)
+        show_view(SignalsView(SignalTable(profile)), page)
+        return page.out.export_text()
 
     metadata = signal_metadata(model(layers=3), LONG, phases=("prefill",))
     full = np.ones(3)

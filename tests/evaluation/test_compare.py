@@ -16,8 +16,8 @@ from kvsearch.evaluation.identity import metric_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
-from kvsearch.report.evaluation import as_json, plain_scores
-from kvsearch.report.table_files import all_tables, markdown
+from kvsearch.report.evaluation import as_json, plain_scores, tables
+from kvsearch.report.table import markdown
 from kvsearch.strategies.contenders import with_baselines
 from kvsearch.strategies.plan_files import check_plans
 from kvsearch.tasks.base import Example, Query, Task
@@ -226,7 +226,7 @@ def test_a_difference_is_that_of_the_method_to_the_subject(result: Comparison, m
 def test_the_same_seed_gives_the_same_report(model: LoadedModel, protocol: Protocol) -> None:
     one, other = (made(model, ("streaming",), protocol=protocol) for _ in range(2))
     assert json.dumps(as_json(one)) == json.dumps(as_json(other))
-    assert [markdown(table) for table in all_tables(one)] == [markdown(table) for table in all_tables(other)]
+    assert [markdown(table) for table in tables(one)] == [markdown(table) for table in tables(other)]
     assert one.samples == other.samples
     assert "seconds" not in json.dumps(as_json(one))
     assert min(sample.prefill_seconds for sample in one.samples) > 0
@@ -237,9 +237,9 @@ def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
     aware = made(model, protocol=QUESTION_AWARE)
     assert as_json(aware)["protocol"] == "question-aware"
     assert {sample.protocol for sample in aware.samples} == {"question-aware"}
-    tables = all_tables(aware)
-    assert all("(question-aware, phases: prefill)" in table.title for table in tables)
-    assert "held after the prompt" in tables[-1].title
+    shown = tables(aware)
+    assert all("(question-aware, phases: prefill)" in table.title for table in shown)
+    assert "held after the prompt" in shown[-1].title
 
 
 def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
@@ -258,7 +258,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     ]
     data = as_json(told)
     assert data["notes"] == told.notes
-    assert all(note in markdown(all_tables(told)[0]) for note in told.notes)
+    assert all(note in markdown(tables(told)[0]) for note in told.notes)
     assert data["most_tokens"] == 62
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     whole = made(model)
@@ -328,7 +328,7 @@ def test_phases_are_said_everywhere(model: LoadedModel) -> None:
     plan = tiny.plan_for(model, [[15, 15]] * 4)
     plan = Plan.model_validate({**plan.model_dump(), "decode": plan.prefill, "prefill": None})
     late = studied(model, {"late": plan}, ("streaming",), TASKS[:1])
-    assert all("(question-agnostic, phases: decode)" in table.title for table in all_tables(late))
+    assert all("(question-agnostic, phases: decode)" in table.title for table in tables(late))
     data = as_json(late)
     assert data["phases"] == "decode"
     assert [method["phases"] for method in data["blocks"][0]["methods"]] == ["decode", "decode"]
@@ -358,7 +358,7 @@ def test_an_interval_of_one_context_says_nothing(model: LoadedModel) -> None:
 def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
     assert result.doubt is not None
     assert result.notes[0] == as_json(result)["notes"][0] == result.doubt
-    assert f"- {result.doubt}" in markdown(all_tables(result)[0])
+    assert f"- {result.doubt}" in markdown(tables(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")
 
 

@@ -13,8 +13,8 @@ from kvsearch.evaluation.averages import MACRO, blocks_of
 from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.plan import Size
-from kvsearch.report.table_files import all_tables, check_table_file, latex, markdown, on_screen, write_tables
-from kvsearch.report.tables import Cell, Group, TextTable, difference_table, find_columns, score_table, screen_columns
+from kvsearch.report.evaluation import difference_table, find_columns, score_table, tables, write_tables
+from kvsearch.report.table import Cell, Group, Table, check_table_file, latex, markdown, on_screen
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.contenders import Contender
@@ -52,7 +52,7 @@ def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averag
     return Comparison("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
 
 
-def shown(table: TextTable) -> list[list[str]]:
+def shown(table: Table) -> list[list[str]]:
     return [[("*" if cell.best else "") + cell.text for cell in row] for group in table.groups for row in group.rows]
 
 
@@ -93,8 +93,9 @@ def test_columns() -> None:
         assert score_table(alone, find_columns(columns)).header == ["method", "a_1"]
     with pytest.raises(UsageError, match="unknown columns 'task'; did you mean 'tasks'"):
         find_columns("task")
-    assert screen_columns(comparison()) == "tasks"
-    assert screen_columns(comparison(tasks={f"t{n}": "qa" for n in range(13)})) == "categories"
+    assert tables(comparison())[0].header == score_table(comparison(), "tasks").header
+    many = comparison(tasks={f"t{n}": "qa" for n in range(13)})
+    assert tables(many)[0].header == ["method", "macro"]
 
 
 def test_differences_to_the_subject() -> None:
@@ -112,7 +113,7 @@ def test_differences_to_the_subject() -> None:
     assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
 
 
-SMALL = TextTable(
+SMALL = Table(
     "m_1: 50% | more",
     ["method", "a_1"],
     [
@@ -157,7 +158,7 @@ def test_latex() -> None:
 
 
 def test_the_screen() -> None:
-    text = rendered(map(on_screen, all_tables(comparison())))
+    text = rendered(map(on_screen, tables(comparison())))
     for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
         assert part in text
     assert "[bold]" not in text

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvsearch.evaluation.grid import RAMP, _colour, grid_table, grids_json, needle_grids
 from kvsearch.evaluation.samples import Sample
+from kvsearch.report.needle import RAMP, _colour, grid_table, grids_json, needle_grids
 from kvsearch.tasks.niah import Cell, Grid
 
 

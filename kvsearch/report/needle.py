@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsearch.evaluation.samples import Sample
+from kvsearch.report.screen import screen_table
 from kvsearch.tasks.niah import Grid, NiahTask, grid_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ RAMP = ((196, 40, 60), (238, 190, 70), (40, 160, 95))
 
 
 def needle_grids(samples: Sequence[Sample]) -> dict[str, Grid]:
-    """The grid of every method, from its replies to the task `niah`; other samples are left out.
+    """Return the grid of every method, from its replies to the task `niah`; other samples are left out.
 
     Cells that were not asked are NaN. Without samples of that task there is no grid.
     """
@@ -30,7 +31,7 @@ def needle_grids(samples: Sequence[Sample]) -> dict[str, Grid]:
 
 
 def grids_json(grids: Mapping[str, Grid]) -> dict[str, dict[str, Any]]:
-    """Per method: lengths, depths, and scores as a list of rows, one per depth, null where nothing was asked."""
+    """Return per method: lengths, depths, and scores as a list of rows, one per depth, null where nothing was asked."""
     return {
         method: {
             "lengths": list(grid.lengths),
@@ -43,18 +44,13 @@ def grids_json(grids: Mapping[str, Grid]) -> dict[str, dict[str, Any]]:
 
 
 def grid_table(method: str, grid: Grid) -> Table:
-    """A row per depth, a column per length in tokens, cells coloured by score; means over both at the edges."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(title=f"{method}: needle by depth and length", title_justify="left", box=SIMPLE)
-    table.padding = (0, 0)
-    for column in ("depth", *map(str, grid.lengths), "mean"):
-        table.add_column(f" {column} ", justify="right")
+    """Return a row per depth, a column per length in tokens, cells coloured by score; means over both at the edges."""
+    columns = [f" {column} " for column in ("depth", *map(str, grid.lengths), "mean")]
+    table = screen_table(f"{method}: needle by depth and length", columns, padding=(0, 0))
     for depth, row in zip(grid.depths, grid.means, strict=True):
         table.add_row(f" {depth}% ", *map(_cell, row.tolist()), _plain(float(np.nanmean(row))))
-    columns = [_plain(float(score)) for score in np.nanmean(grid.means, axis=0)]
-    table.add_row(" mean ", *columns, _plain(float(np.nanmean(grid.means))))
+    below = [_plain(float(score)) for score in np.nanmean(grid.means, axis=0)]
+    table.add_row(" mean ", *below, _plain(float(np.nanmean(grid.means))))
     return table
 
 
@@ -73,7 +69,7 @@ def _plain(score: float) -> str:
 
 
 def _colour(score: float) -> tuple[int, int, int]:
-    """The colour of a score in [0, 1], between its neighbours of the ramp."""
+    """Return the colour of a score in [0, 1], between its neighbours of the ramp."""
     place = min(max(score, 0.0), 1.0) * (len(RAMP) - 1)
     index = min(int(place), len(RAMP) - 2)
     red, green, blue = (

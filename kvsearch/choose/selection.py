@@ -1,0 +1,120 @@
+"""What a selection finds: the records of its stages, of its report, and of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsearch.choose.acceptance import Rule, Share
+from kvsearch.evaluation.compare import Comparison, Footprint
+from kvsearch.plan import Plan, Size
+from kvsearch.plan.protocol import Protocol
+from kvsearch.runs.estimates import Difference, Estimate
+
+Kind = Literal["candidate", "baseline"]
+
+
+@dataclass(frozen=True)
+class QuestionCount:
+    """How many questions were asked, about how many different contexts."""
+
+    contexts: int
+    questions: int
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> QuestionCount:
+        """Count what was asked in a comparison."""
+        return cls(sum(comparison.distinct.values()), sum(one.questions for one in comparison.coverage))
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What a candidate or baseline scored in the first stage, and in the second if it got there.
+
+    `lead` is what a candidate scored above the best baseline in the second stage, with the 95% interval of this pair
+    alone; `chance` is the probability that the largest of all leads there is as large by luck.
+    """
+
+    name: str
+    kind: Kind
+    first: Estimate
+    second: Estimate | None = None
+    lead: Difference | None = None
+    chance: float | None = None
+    accepted: bool = False
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """What was found in one phase setting; methods are by score, those of the second stage first.
+
+    `level` is what chances are compared with, unless there is a `margin`. `best` is the best baseline, `winner` the
+    accepted candidate that scores highest.
+    """
+
+    phases: str
+    methods: tuple[MethodResult, ...]
+    full: Estimate
+    best: str
+    winner: str | None
+    level: float
+    margin: float | None
+    first: QuestionCount
+    second: QuestionCount
+    notes: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> str:
+        """What this setting ends with: its winner, or else its best baseline."""
+        return self.winner or self.best
+
+    def method(self, name: str) -> MethodResult:
+        """Return what is known of a candidate or baseline."""
+        return next(one for one in self.methods if one.name == name)
+
+    @property
+    def score(self) -> float:
+        """The second stage's score of what this setting ends with."""
+        found = self.method(self.written).second
+        return 0.0 if found is None else found.mean
+
+    def count(self, kind: Kind) -> int:
+        """Count candidates or baselines."""
+        return sum(one.kind == kind for one in self.methods)
+
+    @property
+    def finalists(self) -> list[MethodResult]:
+        """The candidates of the second stage."""
+        return [one for one in self.methods if one.lead is not None]
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The report split, which nothing was chosen by: scores by name, the full cache among them.
+
+    `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
+    a winner, `share` also where the full cache is not above the best baseline.
+    """
+
+    asked: QuestionCount
+    scores: dict[str, Estimate]
+    held: dict[str, Footprint]
+    gain: Difference | None
+    share: Share | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A finished selection; `plan` is that of the phase setting that scores highest in its second stage."""
+
+    model: str
+    size: Size
+    protocol: Protocol
+    seed: int
+    rule: Rule
+    results: tuple[PhaseResult, ...]
+    chosen: PhaseResult
+    even: str
+    plan: Plan
+    report: Reported

@@ -1,0 +1,90 @@
+"""Questions that a result is found by and questions that it is reported on: how they are divided, and kept apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.guard import round_half_up
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import TaskPrompts, token_hash
+
+REPORTED = ("report", "all")  # splits with examples that results are reported on
+
+
+class Questions(NamedTuple):
+    """Tasks that a choice is made by, and those that its result is reported on."""
+
+    selection: Sequence[Task]
+    report: Sequence[Task]
+
+
+class SharedQuestion(NamedTuple):
+    """A question with what it follows that is in two splits."""
+
+    place: str
+    first: str
+    second: str
+
+
+def shared_questions(splits: Mapping[str, Sequence[TaskPrompts]]) -> list[SharedQuestion]:
+    """List the questions that are in several splits, each once; equal ones have equal token ids, context and all."""
+    seen: dict[str, str] = {}
+    shared: dict[str, SharedQuestion] = {}
+    for name, encoded in splits.items():
+        for task in encoded:
+            for prompt in task.prompts:
+                for question in prompt.questions:
+                    digest = token_hash(prompt.with_question(question))
+                    if (other := seen.setdefault(digest, name)) != name:
+                        place = f"task {task.task.name}, example {prompt.key}, question {question.number}"
+                        shared.setdefault(digest, SharedQuestion(place, other, name))
+    return list(shared.values())
+
+
+def refuse_reported(tasks: Sequence[Task]) -> None:
+    """Raise UsageError if a task asks what results are reported on: what a validation picks would be picked by them."""
+    for task in tasks:
+        split = getattr(task, "split", None)
+        if split in REPORTED:
+            raise UsageError(
+                f"task {task.name}: split {split!r} has the examples that results are reported on, which a validation "
+                "must not touch: choose the split select"
+            )
+
+
+def halves(encoded: Sequence[TaskPrompts], share: float, seed: int) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
+    """Divide the contexts of every task at random: `share` of them, at least one, and the rest, at least one.
+
+    Equal contexts, such as one document with several sets of questions, stay together.
+
+    Raises:
+        UsageError: a task has one context.
+    """
+    first, second = list[TaskPrompts](), list[TaskPrompts]()
+    for task in encoded:
+        names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
+        if len(names) < 2:
+            raise UsageError(
+                f"task {task.task.name} has one context to select by: two stages need two or more, ask more --samples"
+            )
+        random.Random(f"{seed}/{task.task.name}").shuffle(names)
+        count = min(max(round_half_up(share * len(names)), 1), len(names) - 1)
+        first.append(_part(task, set(names[:count])))
+        second.append(_part(task, set(names[count:])))
+    return first, second
+
+
+def _part(task: TaskPrompts, contexts: set[str]) -> TaskPrompts:
+    """Return the part of a task that is about some contexts."""
+    prompts = tuple(prompt for prompt in task.prompts if task.contexts[prompt.key] in contexts)
+    coverage = replace(
+        task.coverage,
+        contexts=len(prompts),
+        truncated=sum(prompt.truncated for prompt in prompts),
+        questions=sum(len(prompt.questions) for prompt in prompts),
+    )
+    return replace(task, prompts=prompts, coverage=coverage)

@@ -1,0 +1,42 @@
+"""How a result gets to the screen: its parts from top to bottom, or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from kvsearch.report.screen import View
+
+
+class Page(Protocol):
+    """Where a command prints its result."""
+
+    @property
+    def as_json(self) -> bool: ...
+
+    @property
+    def out(self) -> Console: ...
+
+    def print_json(self, data: Any) -> None:
+        """Print a result as JSON."""
+        ...
+
+
+def show_view(view: View, console: Page) -> None:
+    """Print a view, as JSON if that is wanted."""
+    if console.as_json:
+        console.print_json(view.as_json())
+    else:
+        print_parts(view.parts(), console)
+
+
+def print_parts(parts: Iterable[RenderableType], console: Page) -> None:
+    """Print lines, which are never broken, and tables."""
+    for part in parts:
+        if isinstance(part, str):
+            console.out.print(part, markup=False, soft_wrap=True)
+        else:
+            console.out.print(part)

@@ -1,0 +1,58 @@
+"""kvsearch show: what is in a plan or a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvsearch.config.options import JobOptions, Option
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan
+    from kvsearch.report.screen import View
+
+
+class ShowOptions(JobOptions):
+    """What to show."""
+
+    job: ClassVar[str] = "show"
+
+    path: Annotated[Path, Option("A plan, a profile, or the directory of one.", argument=True)]
+    ratio: Annotated[float, Option("Global eviction ratio at which a profile is shown.")] = 0.8
+    plan: Annotated[Path | None, Option("With a profile: what this plan loses, layer by layer.")] = None
+
+
+@job(ShowOptions)
+def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is nothing to say meanwhile
+    """Read a plan or a profile, and return a view of it.
+
+    Raises:
+        UsageError: no such file, a damaged one, or a plan for a profile that cannot judge it.
+        IncompatibleError: the profile is of another model than the plan.
+    """
+    from kvsearch.jobs.calibrated import profile_file
+    from kvsearch.plan.profile import load_profile
+
+    file = profile_file(options.path)
+    if file.suffix == ".json":
+        plan = _read_plan(file)
+        from kvsearch.report.plan import PlanView
+
+        return PlanView(plan)
+    profile = load_profile(file)
+    from kvsearch.report.profile import profile_view
+
+    return profile_view(profile, options.ratio, None if options.plan is None else _read_plan(options.plan))
+
+
+def _read_plan(path: Path) -> Plan:
+    """Read a plan and check its policies; what is wrong with the file is told before torch is loaded."""
+    from kvsearch.plan import load_plan
+
+    plan = load_plan(path)
+    from kvsearch.runtime.plan_checks import check_plan
+
+    check_plan(plan, str(path))
+    return plan

@@ -1,0 +1,26 @@
+"""Which view of a profile there is: by what was measured, or by what its method decides."""
+
+from __future__ import annotations
+
+from kvsearch.errors import UsageError
+from kvsearch.plan import Plan, Profile
+from kvsearch.report.dynamic import DynamicView, is_dynamic
+from kvsearch.report.lukv import LukvView
+from kvsearch.report.screen import View
+from kvsearch.report.signals import SignalsView
+from kvsearch.signals.table import SignalTable
+
+
+def profile_view(profile: Profile, ratio: float, plan: Plan | None = None) -> View:
+    """Return the view of a profile at a global eviction ratio, which signals do not depend on.
+
+    Raises:
+        UsageError: a plan is to be judged by a profile without the importance of entries.
+    """
+    has_signals = profile.metadata.signals is not None
+    if plan is not None and (has_signals or is_dynamic(profile)):
+        method = profile.metadata.method
+        raise UsageError(f"--plan needs a LU-KV profile: a {method} profile does not say what entries are worth")
+    if has_signals:
+        return SignalsView(SignalTable(profile))
+    return DynamicView(profile, ratio) if is_dynamic(profile) else LukvView(profile, ratio, plan)

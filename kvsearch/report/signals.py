@@ -1,0 +1,145 @@
+"""What `show` says of a PolyKV profile: the signals of every layer and pattern, in each phase and at each budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvsearch.plan import Phase
+from kvsearch.report.screen import facts, screen_table
+from kvsearch.signals.table import ENTROPIES, SignalTable, is_constant
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+TITLES = {
+    "cosine": "cosine of attention outputs with those of the full cache",
+    "ppl": "what perplexity gains",
+    "error": "relative distance of attention outputs from those of the full cache",
+    "nll": "nats per token that are lost",
+}
+PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of them was measured
+MOST_DECIMALS = 5
+NOISE = 9  # decimals from which on differences are rounding
+BEST, FULL = "*", "full"
+WIDEST = 10_000  # columns of a page on which any table fits
+
+
+@dataclass(frozen=True, eq=False)
+class SignalsView:
+    """The means of all signals over the samples; a star is at the best pattern of a layer."""
+
+    table: SignalTable
+
+    def as_json(self) -> dict[str, Any]:
+        """See `View.as_json`."""
+        table, names, axes = self.table, self.table.patterns, self.table.axes
+        means: list[dict[str, Any]] = []
+        for phase in axes.phases:
+            for budget in axes.budgets:
+                best = {name: self._best(name, phase, budget) for name in table.routes}
+                means.append(
+                    {
+                        "phase": phase, "budget": budget,
+                        "signals": {name: table.measured(name, phase, budget).tolist() for name in table.routes},
+                        "best": {name: [None if at is None else names[at] for at in best[name]] for name in best},
+                    }
+                )  # fmt: skip
+        entropies = {phase: self._entropy(phase) for phase in axes.phases}
+        return {
+            "metadata": table.profile.metadata.model_dump(mode="json"), "perplexity": self._perplexity,
+            "patterns": names, "means": means,
+            "entropies": {phase: {name: at.tolist() for name, at in one.items()} for phase, one in entropies.items()},
+        }  # fmt: skip
+
+    def parts(self) -> Iterator[RenderableType]:
+        """See `View.parts`."""
+        table, metadata, axes = self.table, self.table.profile.metadata, self.table.axes
+        told = {
+            "model": metadata.model.short(), "method": metadata.method, "questions": metadata.questions,
+            "policy": f"{metadata.policy.name} {metadata.policy.params}, where no signal chooses",
+            "length": f"{metadata.length} tokens", "data": metadata.provenance.settings.get("data"),
+            "protocol": axes.protocol, "signals": ", ".join([*table.routes, *self._entropy(axes.phases[0])]),
+        }  # fmt: skip
+        if self._perplexity is not None:
+            told["perplexity"] = f"{self._perplexity:.6g} under the full cache"
+        yield from facts(told)
+        measures = [name for name in PREFERRED if name in table.routes] or list(table.routes)
+        layers = [str(layer) for layer in metadata.layers]
+        for phase in axes.phases:
+            entropies = {name: [f"{value:.4f}" for value in found] for name, found in self._entropy(phase).items()}
+            for budget in axes.budgets if measures else ():
+                for measure in measures:
+                    yield f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
+                    columns = self._by_pattern(measure, phase, budget)
+                    yield FittingColumns({**columns, **(entropies if measure == measures[0] else {})}, layers)
+            if not measures:
+                yield f"{phase}: entropy of attention"
+                by_layer = screen_table("", ["layer", *entropies])
+                for cells in zip(layers, *entropies.values(), strict=True):
+                    by_layer.add_row(*cells)
+                yield by_layer
+        if measures:
+            yield f"{BEST} the best pattern of a layer"
+
+    @property
+    def _perplexity(self) -> float | None:
+        """Perplexity under the full cache, where losses were measured."""
+        return self.table.perplexity if "ppl" in self.table.routes else None
+
+    def _entropy(self, phase: Phase) -> dict[str, np.ndarray]:
+        """Return every reading of attention entropy that was measured, [L]; it does not depend on the budget."""
+        names = [name for name in self.table.sensitivities if name in ENTROPIES]
+        return {name: self.table.sensitivity(name, phase, self.table.axes.budgets[0], ()) for name in names}
+
+    def _best(self, measure: str, phase: Phase, budget: int) -> list[int | None]:
+        """Return the pattern that each layer prefers, the full cache aside; None where it does not matter."""
+        rivals = [index for index, name in enumerate(self.table.patterns) if name != FULL]
+        wanted = self.table.preference(measure, phase, budget)[:, rivals]
+        return [None if is_constant(row) else rivals[int(row.argmax())] for row in wanted]
+
+    def _by_pattern(self, measure: str, phase: Phase, budget: int) -> dict[str, list[str]]:
+        """Return the cells of every pattern, layer by layer, the best ones marked."""
+        values, best = self.table.measured(measure, phase, budget), self._best(measure, phase, budget)
+        form = "{:+.3g}"
+        if measure not in ("ppl", "nll"):  # the largest harm has four digits, as far as the page has room for them
+            largest = float((1 - values if measure == "cosine" else values).max())
+            decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else MOST_DECIMALS
+            form = f"{{:.{min(max(decimals, 0), MOST_DECIMALS)}f}}"
+        columns = {}
+        for at, name in enumerate(self.table.patterns):
+            cells = [form.format(value) for value in np.round(values[:, at], NOISE)]
+            marked = [f"[bold]{BEST}{one}[/bold]" if at == best[row] else one for row, one in enumerate(cells)]
+            columns[name.replace("_", "_\n")] = marked
+        return columns
+
+
+@dataclass(frozen=True, eq=False)
+class FittingColumns:
+    """Columns of layers in as few tables as fit the page, with about as many in each."""
+
+    columns: Mapping[str, Sequence[str]]
+    layers: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        from rich.measure import Measurement
+
+        names, anywhere = list(self.columns), options.update(max_width=WIDEST)
+        for parts in range(1, len(names) + 1):
+            ends = [len(names) * part // parts for part in range(parts + 1)]
+            made = [self._table(names[first:end]) for first, end in pairwise(ends)]
+            if max(Measurement.get(console, anywhere, one).maximum for one in made) <= options.max_width:
+                break
+        yield from made
+
+    def _table(self, names: Sequence[str]) -> Table:
+        shown = screen_table("", ["layer", *names], padding=(0, 0, 0, 1))  # nine patterns fit on 120 columns
+        for cells in zip(self.layers, *(self.columns[name] for name in names), strict=True):
+            shown.add_row(*cells)
+        return shown
