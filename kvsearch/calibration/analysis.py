@@ -41,7 +41,7 @@ class Stability:
 
 
 def stability(profile: Profile, ratio: float) -> Stability:
-    """Stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
+    """Measure stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
     nearest = _nearest(ratio)
     rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
     context = _array(profile, "question_context")
@@ -94,13 +94,13 @@ def misplaced(profile: Profile, ratio: float) -> Misplaced:
 
 
 def _shares(entries: Floats) -> Floats:
-    """Entries [..., heads] as shares of their sum."""
+    """Return entries [..., heads] as shares of their sum."""
     shares: Floats = entries / entries.sum(-1, keepdims=True)
     return shares
 
 
 def _apart(a: Floats, b: Floats) -> Floats:
-    """How much has to move to make shares [M, heads] equal, [M]."""
+    """Return how much has to move to make shares [M, heads] equal, [M]."""
     distance: Floats = np.abs(a - b).sum(-1) / 2
     return distance
 
@@ -121,7 +121,7 @@ class FitGain:
 
 
 def fit_gain(profile: Profile) -> FitGain | None:
-    """What the fit of CAKE's exponents was worth; None for a profile without one."""
+    """Return what the fit of CAKE's exponents was worth; None for a profile without one."""
     if "fit_loss" not in profile.arrays:
         return None
     loss = profile.arrays["fit_loss"].astype(np.float64)
@@ -137,14 +137,14 @@ def fit_gain(profile: Profile) -> FitGain | None:
 
 
 def _held_out(loss: Floats, gains: Floats) -> float:
-    """Mean gain on each half of the questions of what the other half chooses."""
+    """Return the mean gain on each half of the questions of what the other half chooses."""
     odd, even = slice(0, None, 2), slice(1, None, 2)
     halves = [gains[least_loss(loss[:, one]), other] for one, other in ((odd, even), (even, odd))]
     return float(np.concatenate(halves).mean())
 
 
 def least_loss(loss: NDArray[np.floating[Any]]) -> int:
-    """The row of `loss` [candidates, questions] with the least mean; the first of equals."""
+    """Return the row of `loss` [candidates, questions] with the least mean; the first of equals."""
     return int(loss.astype(np.float64).mean(1).argmin())
 
 
@@ -160,7 +160,7 @@ def spearman(a: Floats, b: Floats) -> float:
 
 
 def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
-    """Importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv] of the context, [L, Hkv].
+    """Return the importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv], [L, Hkv].
 
     In the profile's comparable units, as a share of the importance of the whole model.
     """
@@ -178,13 +178,13 @@ def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
 
 
 def ranking_gap(profile: Profile) -> Floats:
-    """Mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
+    """Return the mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
     gap: Floats = (_array(profile, "oracle_recall").astype(np.float64) - _array(profile, "recall")).mean(-1)
     return gap
 
 
 def _nearest(ratio: float) -> int:
-    """Which of the stored ratios is nearest."""
+    """Return which of the stored ratios is nearest."""
     return int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
 
 

@@ -101,7 +101,7 @@ def calibrate_cake(
 
 
 def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
-    """Two passes over the same prompts told as one."""
+    """Tell two passes over the same prompts as one."""
     if progress is None:
         return None, None
     return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
@@ -115,7 +115,7 @@ def fit_exponents(
     options: DynamicOptions | None = None,
     progress: Progress | None = None,
 ) -> Fit:
-    """What the answers lose under every pair of `PAIRS` at the global eviction ratio `cake.fit_ratio`.
+    """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `cake.fit_ratio`.
 
     Raises:
         UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long enough.
@@ -156,7 +156,7 @@ def _check_fit(prompt: CalibrationPrompt, ratio: float, floor: int) -> None:
 def _losses(
     loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, cake: CakeOptions, floor: int
 ) -> list[Floats]:
-    """Loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
+    """Measure the loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
     rows = CAKEAllocation(window=cake.window).needs(policy).query_rows
 
     def look(observation: Observation) -> Dispersion:
@@ -180,7 +180,7 @@ def _losses(
 
 
 def _budgets(layers: list[Dispersion], pair: Pair, length: int, ratio: float, floor: int) -> Ints:
-    """What CAKE decides with a pair of exponents, int64 [L, Hkv]."""
+    """Decide as CAKE with a pair of exponents, int64 [L, Hkv]."""
     entropy, variance = np.array([(layer.entropy, layer.variance) for layer in layers]).T
     shape = (len(layers), len(layers[0].ranks))
     floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
@@ -189,7 +189,7 @@ def _budgets(layers: list[Dispersion], pair: Pair, length: int, ratio: float, fl
 
 
 def _of_answer(passed: DensePass[Dispersion], after: Continuation, budgets: list[Ints], device: Any) -> Floats:
-    """Divergence of the answer from that under the full cache, for each of `budgets`; equal ones are run once."""
+    """Return how far the answer diverges from the full cache's for each of `budgets`; equal ones are run once."""
     tokens = after.tokens.to(device)
     full = passed.logits_seeing(tokens, {})[after.predicting]
     known: dict[bytes, float] = {}

@@ -113,5 +113,5 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
 
 
 def even_budgets(total: int, floors: Ints, caps: Ints) -> Ints:
-    """What is shared out: the budgets of a plan that gives all heads the same, int64 [L, Hkv]."""
+    """Return what is shared out: the budgets of a plan that gives all heads the same, int64 [L, Hkv]."""
     return Uniform().allocate(np.zeros(floors.shape), total, floors, caps)

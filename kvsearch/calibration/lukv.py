@@ -100,7 +100,7 @@ def calibrate_lukv(
 
 
 def _effect_weights(measured: Sequence[MeasuredQuestion]) -> NDArray[np.float64]:
-    """Nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
+    """Return nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
     mass = np.sum([item.scale for item in measured], axis=0)
     effect = np.sum([item.effect for item in measured], axis=0)
     weights: NDArray[np.float64] = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
@@ -144,7 +144,7 @@ class _Summary:
 
 
 def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A curve over budgets 0 ... T read at 0%, 1%, ... 100% of T, linear between entries."""
+    """Read a curve over budgets 0 ... T at 0%, 1%, ... 100% of T, linear between entries."""
     position = np.linspace(0, curve.shape[-1] - 1, CURVE_POINTS)
     below = np.floor(position).astype(int)
     above = np.minimum(below + 1, curve.shape[-1] - 1)
@@ -164,7 +164,7 @@ def _checked_prompts(
 
 
 def _scale(found: QuestionImportance, protected: Tensor, normalization: Normalization) -> Tensor:
-    """What the importance of each layer is measured against, [L]."""
+    """Return what the importance of each layer is measured against, [L]."""
     importance = found.importance
     if normalization == "effect":
         return importance.masked_fill(protected, 0.0).sum((1, 2))

@@ -55,7 +55,7 @@ class CalibrationPrompt:
 def prompts_of(
     loaded: LoadedModel, data: CalibrationData, protocol: Protocol = QUESTION_AGNOSTIC, answer_tokens: int | None = None
 ) -> list[CalibrationPrompt]:
-    """All prompts of `data`, one for every context (question-agnostic) or for every question (question-aware).
+    """Encode all prompts of `data`, one for every context (question-agnostic) or every question (question-aware).
 
     Answers are cut to `answer_tokens`.
 

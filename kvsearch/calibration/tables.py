@@ -19,12 +19,12 @@ STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
 
 
 def floor_entries(length: int, policy: Policy, minimum: float) -> int:
-    """Entries every head keeps at least: the protected ones, or the share `minimum` of the prompt."""
+    """Return the entries every head keeps at least: the protected ones, or the share `minimum` of the prompt."""
     return max(math.ceil(minimum * length - 1e-9), policy.protected(length), 1)
 
 
 def grid_totals(length: int, heads: int, floor: int) -> Ints:
-    """Entries of all `heads` at the global eviction ratios 0.01 ... 0.99, halves upward, [99] int64.
+    """Return the entries of all `heads` at the global eviction ratios 0.01 ... 0.99, halves upward, [99] int64.
 
     What would leave a head less than `floor` stays at that.
     """
@@ -56,18 +56,18 @@ class RatioTables:
         return max(self.lengths)
 
     def mean(self) -> NDArray[np.float32]:
-        """Mean local ratios, float32 [99, L, Hkv]; each row over the prompts that can be cut that far."""
+        """Return mean local ratios, float32 [99, L, Hkv]; each row over the prompts that can be cut that far."""
         mean: Floats = np.einsum("mr,mrlh->rlh", self._shares(), np.stack(self.tables))
         return mean.astype(np.float32)
 
     def deviation(self) -> NDArray[np.float32]:
-        """Standard deviation of the local ratios over the same prompts, float32 [99, L, Hkv]."""
+        """Return the standard deviation of the local ratios over the same prompts, float32 [99, L, Hkv]."""
         apart = np.stack(self.tables).astype(np.float64) - self.mean()
         variance: Floats = np.einsum("mr,mrlh->rlh", self._shares(), apart**2)
         return np.sqrt(variance).astype(np.float32)
 
     def _shares(self) -> Floats:
-        """How much each prompt counts in each row, [M, 99]."""
+        """Return how much each prompt counts in each row, [M, 99]."""
         reach = np.array([1 - self.floor(length) / length for length in self.lengths])
         rows = np.arange(1, GRID + 1) / (GRID + 1)
         able = reach[:, None] >= np.minimum(rows, reach.max()) - 1e-9
@@ -75,7 +75,7 @@ class RatioTables:
         return shares
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The mean, and every prompt's ratios [M, 9, L, Hkv] at 0.1 ... 0.9 with the context it belongs to."""
+        """Return the mean, and every prompt's ratios [M, 9, L, Hkv] at 0.1 ... 0.9 with the context it belongs to."""
         return {
             "evicted_ratio": self.mean(),
             "question_ratio": np.stack(self.tables)[:, STABILITY_ROWS],

@@ -13,7 +13,7 @@ from kvsearch.jobs.calibrated import CONFIG
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
-    from kvsearch.calibration.polykv.cost import Cost, Estimate
+    from kvsearch.calibration.polykv.cost import CostEstimate, PassCost
     from kvsearch.calibration.polykv.recipe import PolykvRecipe
 
 
@@ -110,11 +110,11 @@ def say_cost(common: Common, model: str, texts: CalibrationData, recipe: PolykvR
 
 def _estimate(
     common: Common, model: str, texts: CalibrationData, recipe: PolykvRecipe, tflops: float, going_on: Path | None
-) -> Estimate:
+) -> CostEstimate:
     """What a calibration costs; the model is loaded to count tokens and parameters, and to check all that it checks."""
     from kvsearch.calibration.options import SAMPLES
     from kvsearch.calibration.polykv.checks import checked_prompts
-    from kvsearch.calibration.polykv.cost import ModelSize, Work, estimate
+    from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate
     from kvsearch.calibration.polykv.measurement import Measurement
     from kvsearch.calibration.polykv.samples import SampleFiles
     from kvsearch.runtime.plan_checks import warn_unfit
@@ -122,7 +122,7 @@ def _estimate(
     loaded, options, policies = common.load(model), recipe.options(), recipe.policies()
     warn_unfit(loaded.model, policies)
     prompts = checked_prompts(loaded, texts, options, policies)
-    found = estimate(ModelSize.of(loaded.model), Work.of(prompts, policies, options), tflops, options.max_memory)
+    found = estimate(ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options), tflops, options.max_memory)
     if going_on is not None:
         SampleFiles(going_on / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
     return found
@@ -132,7 +132,7 @@ def _questions(count: int) -> str:
     return "1 question" if count == 1 else f"{count} questions"
 
 
-def _cost_words(cost: Cost) -> str:
+def _cost_words(cost: PassCost) -> str:
     return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {_time(cost.seconds)}"
 
 

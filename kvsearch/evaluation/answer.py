@@ -35,12 +35,12 @@ class Reply:
 
 
 def read_text(value: str) -> str:
-    """The text itself, or the content of FILE for "@FILE"."""
+    """Return the text itself, or the content of FILE for "@FILE"."""
     return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
 
 
 def expected_reply(seed: int) -> str:
-    """The right answer to the bundled model's own example."""
+    """Return the right answer to the bundled model's own example."""
     return " ".join(_own_example(seed).questions[0].answer)
 
 
@@ -49,7 +49,7 @@ def _own_example(seed: int) -> Document:
 
 
 def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
-    """Context, prompt and plain prompt format; the bundled model has an example of its own.
+    """Return context, prompt and plain prompt format; the bundled model has an example of its own.
 
     Raises:
         UsageError: another model, and no text to read.

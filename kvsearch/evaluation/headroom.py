@@ -59,7 +59,7 @@ def headroom(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
-    """Full cache, oracle importance with oracle and with uniform budgets, and simple policies at the same entries."""
+    """Compare the full cache, oracle importance under oracle and uniform budgets, and simple policies of that size."""
     count = counter(loaded.tokenizer)
     examples = [(task, example) for task in tasks for example in task.examples(samples, seed, count)]
     results: list[Sample] = []
@@ -106,7 +106,7 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
 
 
 def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
-    """Largest importance over all questions of a context, layers weighted by their effect, [L, Hkv, T] fp32."""
+    """Return the largest importance over all questions, layers weighted by their effect, [L, Hkv, T] fp32."""
     passed = ImportancePass(loaded.model, [], prompt.context(example.context).to(loaded.device))
     best: Tensor | None = None
     mass = effect = torch.zeros(0)

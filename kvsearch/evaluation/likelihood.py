@@ -23,7 +23,7 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredContext:
     """The continuations of one context, in their order, and the entries held before they were read."""
 
     likelihoods: list[Likelihood]
@@ -31,7 +31,7 @@ class Scored:
 
 
 def compressible(context: Sequence[int]) -> int:
-    """How many tokens of a context are compressed: all but the last.
+    """Return how many tokens of a context are compressed: all but the last.
 
     That one follows the compressed cache, so that all of a continuation, its first token included, is predicted from
     what the cache holds. A single token is read as it is: there is nothing to compress.
@@ -45,8 +45,8 @@ def score(
     contexts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[Sequence[int]]],
     pad: int,
-) -> list[Scored]:
-    """Continuations (token ids, at least one) of every context (token ids, at least one), one batch.
+) -> list[ScoredContext]:
+    """Score continuations (token ids, at least one) of every context (token ids, at least one), one batch.
 
     Contexts are padded on the left and read once. The model must run the attention implementation "kvsearch".
 
@@ -73,7 +73,7 @@ def score(
         for row, found in enumerate(followers):
             if number < len(found.fed):
                 found.hear(number, logits[row], row)
-    return [Scored(found.answers(), entries) for found, entries in zip(followers, held, strict=True)]
+    return [ScoredContext(found.answers(), entries) for found, entries in zip(followers, held, strict=True)]
 
 
 class _Followers:
@@ -107,7 +107,7 @@ class _Followers:
 
 @torch.no_grad()
 def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """Logits [B, K, V] of texts fed after the contexts of `mask` [B, T]; padded on the right, where nothing sees it."""
+    """Return logits [B, K, V] of texts fed after contexts of `mask` [B, T]; padded at the right, where it is unseen."""
     width = max(len(text) for text in fed)
     ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in fed], device=mask.device)
     positions = mask.sum(-1, keepdim=True) + torch.arange(width, device=mask.device)

@@ -104,7 +104,7 @@ def measure_losses(
     protocol: Protocol = QUESTION_AGNOSTIC,
     max_length: int | None = None,
 ) -> list[LayerLoss]:
-    """Losses of the layers that each program governs, by task, layer and method, on the samples that `run` would take.
+    """Measure losses of the layers each program governs, by task, layer and method, on the samples `run` would take.
 
     The queries are those of the tokens that follow what is compressed: question, reply's prefix and answer
     (question-agnostic), or the answer (question-aware). The answer is the first of those that count as right, as far as
@@ -139,7 +139,7 @@ def measure_losses(
 
 
 def _answers(task: TaskPrompts, reading: Reading) -> list[ForcedAnswer]:
-    """What follows a context for each of its questions; the question itself only where it is not compressed."""
+    """Return what follows a context for each of its questions; the question only where it is not compressed."""
     found = []
     for question in reading.questions:
         place = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
@@ -155,7 +155,7 @@ def _answers(task: TaskPrompts, reading: Reading) -> list[ForcedAnswer]:
 def _measure(
     loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, answers: Sequence[ForcedAnswer]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
-    """What every layer loses under every program for the tokens that follow one context."""
+    """Measure what every layer loses under every program for the tokens that follow one context."""
     context = reading.ids[None].to(loaded.device)
     rules = {method: layer_rules(loaded.model, program, context) for method, program in programs.items()}
     needs: dict[int, list[Needs]] = {}
@@ -179,7 +179,7 @@ def _measure(
 
 
 def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
-    """The rules of a program by layer; budgets that depend on the context [1, T] are read off a cache that saw it."""
+    """Return the rules of a program by layer; budgets made of the context [1, T] are read off a cache that saw it."""
     cache = PlanCache(model, program)
     planned = {index: LayerRules(layer.prefill, layer.decode) for index, layer in cache.planned.items()}
     if program.allocation is None:
@@ -189,7 +189,7 @@ def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, Laye
 
 
 def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerRules:
-    """The rules with the budgets that `holder` was given."""
+    """Return the rules with the budgets that `holder` was given."""
     if holder is None or isinstance(holder, Decoding) != (rules.decode is not None):
         raise InternalError("a layer does not hold what its program says")
     prefill, decode = rules
@@ -205,7 +205,7 @@ def _fixed(rule: PhaseRule, budgets: Tensor) -> PhaseRule:
 
 
 def query_losses(layer: LayerContinuation[Observation], rules: LayerRules) -> QueryLosses:
-    """What the output of one layer loses for the tokens that followed a context, on the CPU."""
+    """Measure what the output of one layer loses for the tokens that followed a context, on the CPU."""
     plan = layer.replay(*rules)
     logits, weight = layer.logits, layer.output_weight
     change, evicted = attention_change(

@@ -15,7 +15,7 @@ from kvsearch.runtime.decoding import Decoding
 Ints = NDArray[np.int64]
 
 
-class MostHeld:
+class PeakEntries:
     """The largest sum over all full-attention layers and kv heads at any token so far, per sequence.
 
     A head counts with the token that is coming in, as it evicts after that. What each head has held at most would add
@@ -46,7 +46,7 @@ class MostHeld:
         self.most: Ints = self._held.sum(axis=1) + self._grown
 
     def step(self, tokens: Ints) -> None:
-        """The cache has taken in so many tokens of each sequence, [B], padding not counted."""
+        """Take note that so many tokens of each sequence, [B], came into the cache, padding not counted."""
         came, later = np.minimum(tokens, 1), np.maximum(tokens - 1, 0)
         first = self._held.sum(axis=1) + self._heads * came + self._grown + self._growing_heads * came
         lasting = np.minimum(self._held + later[:, None], self._limits).sum(axis=1) + self._heads * came
@@ -56,7 +56,7 @@ class MostHeld:
         self._held = self._now(len(tokens))
 
     def _now(self, batch: int) -> Ints:
-        """Entries of the heads that evict while they decode, [B, heads]."""
+        """Return the entries of the heads that evict while they decode, [B, heads]."""
         return _beside([holder.entries().numpy() for holder in self._deciding], batch)
 
 

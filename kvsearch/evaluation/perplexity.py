@@ -98,7 +98,7 @@ def measure_perplexity(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Perplexity of a text's continuations under every program and under the full cache ("full").
+    """Measure perplexity of a text's continuations under every program and under the full cache ("full").
 
     The text is cut every `stride` tokens (default: into windows that do not overlap); of its windows up to `windows`
     are drawn without replacement. Special tokens that the tokenizer puts first come on top of every context. Takes
@@ -132,7 +132,7 @@ def _windows(
     wanted: int | None,
     seed: int,
 ) -> tuple[list[int], list[Window]]:
-    """The special tokens that come first, and the windows to measure in the order of the text."""
+    """Return the special tokens that come first, and the windows to measure in the order of the text."""
     if continuation < LEAST or (wanted is not None and wanted < 1):
         raise UsageError(
             f"perplexity needs a window or more and continuations of {LEAST} tokens or more, of which the first is "
@@ -159,7 +159,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _measured(
     loaded: LoadedModel, programs: Mapping[str, Program], text: str, lead: Sequence[int], windows: Sequence[Window]
 ) -> Iterator[WindowLoss]:
-    """One batch of windows under every program."""
+    """Measure one batch of windows under every program."""
     model = loaded.model
     ids = torch.tensor([[*lead, *window.context] for window in windows], device=loaded.device)
     following = torch.tensor([window.continuation for window in windows], device=loaded.device)
@@ -182,7 +182,7 @@ def _measured(
 
 
 def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:
-    """Losses of all of `tokens` [B, n] but the first, predicted from the cache and the tokens before, [B, k] a pass."""
+    """Yield losses of all `tokens` [B, n] but the first, predicted by cache and tokens before, [B, k] a pass."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     step = max(1, MOST_LOGITS // (len(tokens) * text_config(model).vocab_size))
     for given, wanted in zip(torch.split(inputs, step, 1), torch.split(targets, step, 1), strict=True):
@@ -199,7 +199,7 @@ def _positions(ids: Tensor, seen: int) -> Tensor:
 
 
 def _most_entries(model: Any, cache: PlanCache) -> list[int]:
-    """The most entries held at a time per sequence; layers outside the plan hold every token."""
+    """Return the most entries held at a time per sequence; layers outside the plan hold every token."""
     shape = describe(model)
     unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads * cache.get_seq_length()
     return [int(most) + unplanned for most in cache.most_entries().sum((0, 2))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.peak_entries import MostHeld
+from kvsearch.evaluation.peak_entries import PeakEntries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache
@@ -76,10 +76,10 @@ class Replies:
         self.pad, self.stop, self.finished = pad, stop, finished
         self.lengths = mask.sum(-1, keepdim=True)
         self._compressed: CacheMark | None = None
-        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `MostHeld`
+        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `PeakEntries`
 
     def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
-        """One question per sequence, any number of times: no question sees another.
+        """Ask one question per sequence, any number of times: no question sees another.
 
         Raises:
             UsageError: questions of different lengths, where padding between context and question would take the place
@@ -92,7 +92,7 @@ class Replies:
             self._compressed = self.cache.mark()
         ids, mask = left_padded(questions, self.pad, self.model.device)
         positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
-        seen, held = torch.cat([self.mask, mask], 1), self._most_held()
+        seen, held = torch.cat([self.mask, mask], 1), self._peak()
         first = self._forward(ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
         replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
@@ -100,13 +100,13 @@ class Replies:
         return replies
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
-        """What follows the prompts themselves, once; their last logits give the first token."""
-        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._most_held())
+        """Continue the prompts themselves, once; their last logits give the first token."""
+        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
 
     def _generate(
-        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: MostHeld
+        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
     ) -> list[list[int]]:
-        """Replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
+        """Make replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
         replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         while True:
             tokens = ids[:, 0].tolist()
@@ -121,8 +121,8 @@ class Replies:
             ids = self._forward(ids, seen, positions)
             held.step(np.ones(len(replies), dtype=np.int64))
 
-    def _most_held(self) -> MostHeld:
-        return MostHeld(self.model, self.cache, self.lengths[:, 0])
+    def _peak(self) -> PeakEntries:
+        return PeakEntries(self.model, self.cache, self.lengths[:, 0])
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         with torch.no_grad():
@@ -146,14 +146,14 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_length(model: Any, tokens: int) -> None:
-    """IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
+    """Raise an IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
     limit = describe(model).max_positions
     if limit and tokens >= limit:
         raise IncompatibleError(f"a context has {tokens} tokens, the model takes at most {limit}: shorten it")
 
 
 def has_windows(model: Any) -> bool:
-    """Whether some layers of a model see a sliding window only."""
+    """Tell whether some layers of a model see a sliding window only."""
     shape = describe(model)
     return len(shape.full_layers) < shape.layers
 

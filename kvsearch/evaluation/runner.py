@@ -13,7 +13,7 @@ from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows, stop_tokens
 from kvsearch.evaluation.reply_store import KeptReplies, Known
 from kvsearch.evaluation.samples import Cost, Place, Sample
-from kvsearch.evaluation.shared_prefill import Joint, compressed
+from kvsearch.evaluation.shared_prefill import JointReplies, compressed
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
@@ -162,7 +162,7 @@ def answer_joints(
             yield list(_replied(prompts, batch, joint, where))
 
 
-def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: Joint, where: str) -> Iterator[Sample]:
+def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str) -> Iterator[Sample]:
     """Replies of the methods that reply together to all questions of the batch."""
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):

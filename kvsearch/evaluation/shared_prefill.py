@@ -22,7 +22,7 @@ from kvsearch.runtime.fork import can_join, joined, prefill_all
 
 
 @dataclass(frozen=True)
-class Held:
+class CompressedSize:
     """What a method holds of every sequence once the prompts are compressed: entries, and bytes of the whole batch."""
 
     entries: list[int]
@@ -30,7 +30,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointReplies:
     """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
 
     `seconds` is what reading the prompts and compressing them took, for all methods they were read for.
@@ -38,7 +38,7 @@ class Joint:
 
     methods: tuple[str, ...]
     replies: Replies
-    held: dict[str, Held]
+    held: dict[str, CompressedSize]
     seconds: float
 
 
@@ -50,8 +50,8 @@ def compressed(
     stop: set[int],
     finished: Finished | None = None,
     memory: int | None = None,
-) -> Iterator[Joint]:
-    """The batch under every program, in their order as far as they reply together.
+) -> Iterator[JointReplies]:
+    """Read and compress the batch under every program, in their order as far as they reply together.
 
     Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take; where
     that is too little for all programs the prompts are read again. Default: 8 GiB, or half of what a GPU has free.
@@ -68,17 +68,20 @@ def compressed(
         caches = {method: PlanCache(model, program) for method, program in some.items()}
         logits = prefill_all(model, list(caches.values()), ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
         first = next_tokens(logits)
-        held = {method: Held(held_entries(model, cache, lengths), cache.nbytes()) for method, cache in caches.items()}
+        held = {
+            method: CompressedSize(held_entries(model, cache, lengths), cache.nbytes())
+            for method, cache in caches.items()
+        }
         seconds = perf_counter() - started
         for methods in _groups(caches):
             cache = joined([caches[method] for method in methods])
             times = len(methods)
             replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
-            yield Joint(methods, replies, {method: held[method] for method in methods}, seconds)
+            yield JointReplies(methods, replies, {method: held[method] for method in methods}, seconds)
 
 
 def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int]) -> Replies:
-    """One cache alone: read and compress prompts of token ids [T]; errors as `compressed`."""
+    """Read and compress prompts of token ids [T] for one cache alone; errors as `compressed`."""
     ids, mask = left_padded(prompts, pad, model.device)
     check_length(model, ids.shape[1])
     logits = prefill_all(model, [cache], ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
@@ -86,7 +89,7 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
-    """Entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
+    """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
 
     Layers outside the plan hold their full cache.
     """
@@ -97,7 +100,7 @@ def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[i
 
 
 def _groups(caches: Mapping[str, PlanCache]) -> Iterator[tuple[str, ...]]:
-    """Methods whose caches can be one batch: those that plan the same layers and evict nothing while decoding."""
+    """Group methods whose caches can be one batch: they plan the same layers and evict nothing while decoding."""
     alike: dict[tuple[int, ...], list[str]] = {}
     for method, cache in caches.items():
         if can_join(cache):
@@ -110,7 +113,7 @@ def _groups(caches: Mapping[str, PlanCache]) -> Iterator[tuple[str, ...]]:
 def _portions(
     model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None
 ) -> Iterator[dict[str, Program]]:
-    """Programs, in their order, whose compressed caches fit into `memory` together; at least one at a time."""
+    """Yield programs, in order, whose compressed caches fit into `memory` together; at least one at a time."""
     limit = default_memory(model.device) if memory is None else memory
     some: dict[str, Program] = {}
     taken = 0
@@ -125,7 +128,7 @@ def _portions(
 
 
 def _bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
-    """About what the compressed prompts take; twice, for as long as caches are put together."""
+    """Return about what the compressed prompts take; twice, for as long as caches are put together."""
     shape = describe(model)
     phase, layers = program.prefill, len(shape.full_layers)
     entries = 0

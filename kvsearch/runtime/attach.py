@@ -36,11 +36,11 @@ class PlannedModel:
         self.model.set_attn_implementation(self._before.pop())
 
     def new_cache(self, prompt_length: int | None = None) -> PlanCache:
-        """An empty cache for one conversation (or one batch of them)."""
+        """Return an empty cache for one conversation (or one batch of them)."""
         return PlanCache(self.model, self.program, prompt_length=prompt_length, exact=self.exact)
 
     def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
-        """`model.generate` under the plan; arguments and result are those of transformers.
+        """Run `model.generate` under the plan; arguments and result are those of transformers.
 
         The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation.
 

@@ -45,7 +45,7 @@ def tag(key: Tensor, layer: TaggingLayer) -> None:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
-    """The attention function behind the name "kvsearch"."""
+    """Serve as the attention function behind the name "kvsearch"."""
     layer: TaggingLayer | None = getattr(key, TAG, None)
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, **kwargs)
@@ -55,7 +55,7 @@ def attend(
 def dense_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Output:
-    """The model's own attention: SDPA, or its eager function where logits are soft-capped."""
+    """Run the model's own attention: SDPA, or its eager function where logits are soft-capped."""
     if kwargs.get("softcap") is None:
         sdpa: Output = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return sdpa
@@ -65,7 +65,7 @@ def dense_attention(
 
 
 def additive_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """A float mask for eager attention; None means causal."""
+    """Make a float mask for eager attention; None means causal."""
     if mask is None:
         mask = causal_mask(query.shape[2], key.shape[2], key.device)[None, None]
     if mask.dtype != torch.bool:
@@ -75,12 +75,12 @@ def additive_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
 
 
 def causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
-    """What the last `rows` of `length` tokens may see, [rows, length] bool."""
+    """Return what the last `rows` of `length` tokens may see, [rows, length] bool."""
     return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
 def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """The last `length` keys that are not padding, [B, length] bool, read off the last row of the attention mask."""
+    """Return which of the last `length` keys are no padding, [B, length] bool, by the last row of the mask."""
     if mask is None:
         return torch.ones(batch, length, dtype=torch.bool, device=device)
     row = mask[:, 0, -1, -length:]
@@ -88,14 +88,14 @@ def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.devic
 
 
 def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
-    """Rotary positions of the last `count` rows, [B, count]: those the model was given, else each token's index."""
+    """Return rotary positions of the last `count` rows, [B, count]: those given to the model, else token indices."""
     index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
     given = kwargs.get("position_ids")
     return index if given is None else given.expand_as(index)
 
 
 def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tensor:
-    """Attention of the last q tokens over a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
+    """Attend with the last q tokens to a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
 
     The query heads of a kv head are packed into one matrix, so keys and values are read once.
     """
@@ -127,7 +127,7 @@ def _block_attention(block: Block, query: Tensor, rows: int, how: Logits) -> Ten
 def slot_attention(
     query: Tensor, keys: Tensor, values: Tensor, empty: Tensor | None, logits: Logits, want_row: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one token per segment over its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
+    """Attend with one token per segment to its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
 
     `keys` [S, C, D], `values` [S, C, Dv], `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
     """

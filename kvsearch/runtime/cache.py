@@ -74,30 +74,30 @@ class PlanCache(Cache):  # type: ignore[misc]
                 layer.prompt_length = prompt_length
 
     def entries(self) -> torch.Tensor:
-        """Entries held now, [planned layers, B, Hkv] int64, padding not counted; UsageError before the prompt ends."""
+        """Count entries held, [planned layers, B, Hkv] int64, without padding; UsageError before the prompt ends."""
         held = [layer.holder.entries() for layer in self.planned.values() if layer.holder is not None]
         if not held:
             raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
         return torch.stack(held)
 
     def most_entries(self) -> torch.Tensor:
-        """The most entries held at any time since the prompt passed or the last `rewind`, as `entries`.
+        """Return the most entries held at any time since the prompt passed or the last `rewind`, as `entries`.
 
         Tokens that `crop` took back count. The dense prompt, of which one layer at a time is alive, does not.
         """
         return torch.stack([layer.most_entries() for layer in self.planned.values()])
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
-        """Indices, among the tokens of sequence `row`, of the entries that one kv head holds, ascending."""
+        """Return the indices, among the tokens of sequence `row`, of the entries that one kv head holds, ascending."""
         holder = self.planned[layer].holder
         return [] if holder is None else holder.kept_positions(row, head)
 
     def nbytes(self) -> int:
-        """Bytes of cache storage allocated now, in all layers."""
+        """Return the bytes of cache storage allocated now, in all layers."""
         return sum(self.layer_nbytes(index) for index in range(len(self.layers)))
 
     def layer_nbytes(self, index: int) -> int:
-        """Bytes of cache storage allocated now, in one layer."""
+        """Return the bytes of cache storage allocated now, in one layer."""
         layer = self.layers[index]
         if isinstance(layer, EvictingLayer):
             return layer.nbytes()
@@ -152,20 +152,20 @@ def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
 
 
 def stock_layers(model: Any) -> list[Any]:
-    """The layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
+    """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
     shape = describe(model)
     return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
 
 
 def check_rotary(model: Any, policies: Iterable[Policy]) -> None:
-    """IncompatibleError if a policy wants unrotated queries and the rotary embedding of `model` cannot be undone."""
+    """Raise an IncompatibleError if a policy wants unrotated queries and the rotary embedding cannot be undone."""
     for policy in policies:
         if policy.needs().query_statistics_from is not None:
             require_plain_rotary(model, f"policy {policy.name}")
 
 
 def _forgot_its_past(layer: Any) -> bool:
-    """Whether this is a sliding-window layer that has dropped tokens and cannot bring them back."""
+    """Tell whether this is a sliding-window layer that has dropped tokens and cannot bring them back."""
     if not isinstance(layer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
         return False
     return bool(layer.get_seq_length() >= layer.sliding_window)

@@ -39,7 +39,7 @@ class Collector:
         self._sums: Tensor | None = None
 
     def add(self, query: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, logits: Logits) -> None:
-        """One chunk of the prompt.
+        """Take in one chunk of the prompt.
 
         `query` [B, Hq, q, D] as attention sees it, `keys` [B, Hkv, T, D] up to its last token, `positions` [B, q]
         (rotary), `valid` [B, T] bool.
@@ -71,7 +71,7 @@ class Collector:
     def observation(
         self, key: Tensor, value: Tensor, valid: Tensor, positions: Tensor, logits: Logits, layer: int = 0
     ) -> Observation:
-        """The layer as policies see it once the whole prompt was added; `positions` [B, q] are the last chunk's."""
+        """Return the layer as policies see it after the whole prompt; `positions` [B, q] are the last chunk's."""
         return Observation(
             key,
             value,
@@ -109,7 +109,7 @@ class DensePrompt:
         return output
 
     def observation(self) -> Observation:
-        """The layer as policies see it, once all chunks have passed; UsageError if a prompt ends with padding."""
+        """Return the layer as policies see it after all chunks; UsageError if a prompt ends with padding."""
         if self.states is None:
             raise InternalError("a prompt was asked for before it passed")
         if not bool(self._valid[:, -1].all()):
@@ -118,7 +118,7 @@ class DensePrompt:
 
 
 def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Queries [B, Hq, q, D] turned back to position 0 from rotary `positions` [B, q], fp32."""
+    """Turn queries [B, Hq, q, D] back to position 0 from rotary `positions` [B, q], fp32."""
     batch, count = positions.shape
     cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
     return unrotate(query.float(), cos, sin)
@@ -133,7 +133,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, vectors: Tensor, chosen: Tensor) -> Moments:
-        """The moments of the `chosen` [B, q] bool of `vectors` [B, Hq, q, D] fp32."""
+        """Return the moments of the `chosen` [B, q] bool of `vectors` [B, Hq, q, D] fp32."""
         weight = chosen[:, None, :, None].float()
         rows = chosen.sum(-1).float()
         mean = (vectors * weight).sum(2) / rows.clamp(min=1)[:, None, None]
@@ -141,7 +141,7 @@ class Moments(NamedTuple):
         return cls(rows, mean, centred.transpose(-1, -2) @ centred)
 
     def merged(self, other: Moments) -> Moments:
-        """The moments of both sets together (Chan et al. 1983)."""
+        """Return the moments of both sets together (Chan et al. 1983)."""
         rows = self.rows + other.rows
         share = (other.rows / rows.clamp(min=1))[:, None, None]
         apart = other.mean - self.mean
@@ -149,5 +149,5 @@ class Moments(NamedTuple):
         return Moments(rows, self.mean + apart * share, self.scatter + other.scatter + between)
 
     def statistics(self) -> QueryStatistics:
-        """Mean and covariance (divided by N); zero where there is nothing."""
+        """Return the mean and covariance (divided by N); zero where there is nothing."""
         return QueryStatistics(self.mean, self.scatter / self.rows.clamp(min=1)[:, None, None, None])

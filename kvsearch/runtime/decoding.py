@@ -12,21 +12,21 @@ from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.rule import Bools, DecodeRule, Ints
-from kvsearch.runtime.slots import SlotBlock, SlotStore, Source, pack, source_of
+from kvsearch.runtime.rule import Bools, Ints, StepRule
+from kvsearch.runtime.slots import SlotBlock, SlotSource, SlotStore, pack, source_of
 
 
 class Decoding:
     """The entries of one layer and the rule that decides which of them leave."""
 
-    def __init__(self, store: SlotStore, rule: DecodeRule, peak: Ints, columns: int) -> None:
+    def __init__(self, store: SlotStore, rule: StepRule, peak: Ints, columns: int) -> None:
         self.store, self.rule = store, rule
         self.peak = peak  # the most each segment has held
         self.columns = columns  # tokens so far, padding counted
 
     @classmethod
-    def begin(cls, observation: Observation, keep: Tensor, rule: DecodeRule, state: State) -> Decoding:
-        """From the end of the prompt: the entries `keep` [B, Hkv, T] bool, with `state` as `DecodeRule.start` gives."""
+    def begin(cls, observation: Observation, keep: Tensor, rule: StepRule, state: State) -> Decoding:
+        """Start from a prompt: the entries `keep` [B, Hkv, T] bool, with `state` as `StepRule.start` gives it."""
         store = pack([source_of(observation, keep, state)], rule, *keep.shape[:2])
         return cls(store, rule, store.used(), keep.shape[2])
 
@@ -64,20 +64,20 @@ class Decoding:
     def _of_block(
         self, block: SlotBlock, real: Bools | None, active: Tensor | None
     ) -> tuple[Bools | None, Tensor | None]:
-        """What is known of sequences [B], for the segments of a block [S]."""
+        """Return what is known of sequences [B], for the segments of a block [S]."""
         if real is None or active is None:
             return None, None
         return real[block.names // self.store.heads], active[block.rows]
 
     def _over(self) -> Bools:
-        """Sequences with a head over its budget, [B]."""
+        """Return the sequences with a head over its budget, [B]."""
         over = np.zeros(self.store.batch, dtype=bool)
         for block in self.store.blocks:
             over[block.names[block.used > block.limits.host] // self.store.heads] = True
         return over
 
     def _attend(self, query: Tensor, real: Bools | None, active: Tensor | None, logits: Logits) -> Tensor:
-        """One token's attention [B, Hq, D] -> [B, Hq, Dv], and what follows from it."""
+        """Compute one token's attention [B, Hq, D] -> [B, Hq, Dv], and what follows from it."""
         store, policy = self.store, self.rule.policy
         queries = store.split(query.reshape(store.batch * store.heads, -1, query.shape[-1]))
         outputs: list[Tensor] = []
@@ -113,16 +113,16 @@ class Decoding:
             block.free(None if gone is None else gone[:, 0], None if active is None else active[block.rows])
 
     def _repack(self, leaving: Sequence[Tensor | None]) -> None:
-        """New blocks for what stays once `leaving` has left."""
+        """Make new blocks for what stays once `leaving` has left."""
         sources = []
         for block, gone in zip(self.store.blocks, leaving, strict=True):
             cached = block.in_use()
             held = cached.held if gone is None else cached.staying(gone)
-            sources.append(Source(block.names, cached, slots_of(held, cached.positions), block.used, block.seen))
+            sources.append(SlotSource(block.names, cached, slots_of(held, cached.positions), block.used, block.seen))
         self.store = pack(sources, self.rule, self.store.batch, self.store.heads)
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
+        """Return keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
         if any((block.used != seen).any() or block.width != seen for block in self.store.blocks):
             return None
         shape = (self.store.batch, self.store.heads)
@@ -135,33 +135,33 @@ class Decoding:
         return self.store.batch
 
     def most_entries(self) -> Tensor:
-        """The most entries held at a time, [B, Hkv] int64."""
+        """Return the most entries held at a time, [B, Hkv] int64."""
         return torch.from_numpy(self.peak.reshape(self.batch, -1))
 
     def entries(self) -> Tensor:
-        """Entries held per sequence and kv head, [B, Hkv] int64."""
+        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
         return self.store.entries()
 
     def kept_positions(self, row: int, head: int) -> list[int]:
-        """Token indices of the entries of one sequence and head, ascending."""
+        """Return the token indices of the entries of one sequence and head, ascending."""
         return self.store.kept_positions(row, head)
 
     def select_rows(self, rows: Sequence[int]) -> Decoding:
-        """Sequences `rows` of the batch, in that order and as often as named."""
+        """Return sequences `rows` of the batch, in that order and as often as named."""
         peak = self.peak.reshape(-1, self.store.heads)[list(rows)].flatten()
         return Decoding(self.store.select_rows(rows), self.rule.select_rows(rows), peak, self.columns)
 
     def copy(self) -> Decoding:
-        """The same, to go its own way."""
+        """Return the same, to go its own way."""
         return self.select_rows(range(self.store.batch))
 
     def nbytes(self) -> int:
-        """Bytes held, running state included."""
+        """Return the bytes held, running state included."""
         return self.store.nbytes() + self.rule.nbytes()
 
 
 def layer_rows(parts: Sequence[tuple[Tensor, Tensor, Tensor]], batch: int, columns: int) -> list[Tensor]:
-    """Attention rows as the mean over all heads of the layer that hold an entry (TOVA), [S, C] fp32 per part.
+    """Average attention rows over all heads of the layer that hold an entry (TOVA), [S, C] fp32 per part.
 
     A part is the sequence of each segment [S], its positions [S, C], all below `columns`, and its own rows [S, C].
     """

@@ -14,7 +14,7 @@ from kvsearch.policies.decoding import State, slots_of
 from kvsearch.policies.ranking import at_each
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.rule import UNBOUNDED, DecodeRule
+from kvsearch.runtime.rule import UNBOUNDED, StepRule
 from kvsearch.runtime.slots import segments_of
 from kvsearch.runtime.storage import RaggedStore
 
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
     observation: Observation  # with merged keys and values, where the policy merges
     keep: Tensor  # [B, Hkv, T] bool
-    rule: DecodeRule | None
+    rule: StepRule | None
     state: State  # tensors [B, Hkv, T, ...] and [B, Hkv, ...]
 
 
@@ -47,7 +47,7 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
             observation, state = merged(prefill.policy, observation, keep)
     if decode is None:
         return Kept(observation, keep, None, State())
-    rule = DecodeRule(decode.policy, limits_of(decode, lengths), observation, rotary)
+    rule = StepRule(decode.policy, limits_of(decode, lengths), observation, rotary)
     if state is None or prefill is None or prefill.policy != decode.policy:
         state = rule.start(observation)
     return Kept(observation, keep, rule, state)
@@ -64,7 +64,7 @@ def evict(
 
 
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
-    """Decode budgets [B, Hkv] for prompts of these lengths, UNBOUNDED for heads that the policy never evicts."""
+    """Return decode budgets [B, Hkv] for prompts of these lengths, UNBOUNDED where the policy never evicts a head."""
     budgets = decode.budgets(lengths)
 
     def limit(budget: int, length: int) -> int:
@@ -74,7 +74,7 @@ def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
 
 
 def merged(policy: Policy, observation: Observation, keep: Tensor) -> tuple[Observation, State]:
-    """The prompt with what leaves merged into what stays (`keep` [B, Hkv, T] bool), and the policy's state after it.
+    """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
 
     Works on copies: the tensors of the observation stay as they are.
     """

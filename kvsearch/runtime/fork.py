@@ -70,12 +70,12 @@ def _hand_on(targets: Sequence[Any], prompt: Observation) -> None:
 
 
 def can_join(cache: PlanCache) -> bool:
-    """Whether a cache can become part of a larger batch: nothing leaves it while decoding."""
+    """Tell whether a cache can become part of a larger batch: nothing leaves it while decoding."""
     return all(isinstance(layer.holder, RaggedStore) for layer in cache.planned.values())
 
 
 def joined(caches: Sequence[PlanCache]) -> PlanCache:
-    """Caches that hold the same prompts under different plans as one, with the sequences of all of them as its batch.
+    """Join caches that hold the same prompts under different plans, with the sequences of all of them as its batch.
 
     Several caches must plan the same layers and `can_join`; they are used up.
     """

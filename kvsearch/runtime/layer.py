@@ -89,7 +89,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._holder = holder
 
     def needs(self) -> list[Needs]:
-        """What eviction must be given of the prompt."""
+        """Return what eviction must be given of the prompt."""
         needs = [] if self.prefill is None else [self.prefill.policy.needs()]
         needs += [] if self.decode is None else [decode_needs(self.decode.policy)]
         return needs + ([] if self.sharing is None else self.sharing.needs(self.index))
@@ -114,7 +114,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """True length of the sequence, evicted entries included: positions and masks depend on it."""
+        """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.seen -= count
 
     def croppable(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
+        """Count the tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
         count = int(tokens_to_remove)
         count = -count if count <= 0 else max(0, self.seen - count)
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
@@ -174,14 +174,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
 
     def mark(self) -> Mark:
-        """What is held now, for `rewind`."""
+        """Remember what is held now, for `rewind`."""
         if not isinstance(self.holder, Decoding):
             return Mark(self.seen, 0 if self.holder is None else self.holder.batch, None)
         saved, self.holder = self.holder, self.holder.copy()
         return Mark(self.seen, saved.batch, saved)
 
     def rewind(self, mark: Mark) -> None:
-        """Back to `mark`, as often as wanted."""
+        """Go back to `mark`, as often as wanted."""
         if self.holder is not None and not mark.batch:
             raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
         if self.holder is not None and self.holder.batch != mark.batch:
@@ -201,7 +201,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Dense attention and eviction for the prompt, ragged attention for every later token."""
+        """Attend and evict: densely for the prompt, over the ragged store for every later token."""
         if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
@@ -219,7 +219,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         mask: Tensor | None,
         **kwargs: Any,
     ) -> Output:
-        """Assisted decoding appends its first draft to the prompt: the draft must see what eviction leaves."""
+        """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
         if self.sharing is not None and self.sharing.waits:
             raise UsageError(
                 "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
@@ -284,20 +284,20 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return output
 
     def conclude(self, observation: Observation) -> None:
-        """The prompt has passed: evict, or state what this layer wants of what all layers share."""
+        """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode, self.rotary)
         else:
             self.sharing.end(self.index, observation, self.rotary)
 
     def most_entries(self) -> Tensor:
-        """The most entries held at a time since the prompt passed, [B, Hkv] int64."""
+        """Return the most entries held at a time since the prompt passed, [B, Hkv] int64."""
         if self.holder is None:
             raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
         return self.holder.most_entries()
 
     def nbytes(self) -> int:
-        """Bytes held for this layer."""
+        """Return the bytes held for this layer."""
         if self.holder is not None:
             return self.holder.nbytes()
         dense = sum(states.untyped_storage().nbytes() for states in self._prompt.states or ())

@@ -21,11 +21,11 @@ class OutputProjection:
         self.module, self.query_heads, self.group = module, query_heads, query_heads // kv_heads
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
-        """Norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
         return projected_norms(values, output_weight(self.module, self.query_heads), order)
 
     def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
-        """The same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
+        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
             weight, group = output_weight(self.module, self.query_heads), self.group
@@ -57,6 +57,6 @@ class Logits:
         )
 
     def of(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
+        """Return scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
         scores = (query @ keys.transpose(-1, -2)).float() * self.scaling
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

@@ -223,7 +223,7 @@ class DensePass(Generic[Noted]):
         return logits
 
     def continuations(self) -> Iterator[LayerContinuation[Noted]]:
-        """What the observed layers do while tokens follow, in ascending order.
+        """Yield what the observed layers do while tokens follow, in ascending order.
 
         A copy at a time: each keeps the keys and values that were asked of it.
         """

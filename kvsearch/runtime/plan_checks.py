@@ -56,7 +56,7 @@ def check_plan(plan: Plan, name: str) -> None:
 
 
 def _allocation_problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with the allocation, and in which phases and layers it does not suit the policy."""
+    """Yield what is wrong with the allocation, and in which phases and layers it does not suit the policy."""
     try:
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
     except UsageError as error:
@@ -103,7 +103,7 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
 
 
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:
-    """Which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
+    """Say which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
     longest = length or max(budget) + 1
     enough = policy.floor if length is None else min(policy.floor, length)  # of the prompt the budgets are for
     low = [head for head, few in enumerate(budget) if few < enough and not policy.exempt(few, longest)]
@@ -132,6 +132,6 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
 
 
 def normalises_keys(model: nn.Module) -> bool:
-    """Whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
+    """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
     norms = (getattr(module, name, None) for module in attention_modules(model) for name in KEY_NORMS)
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)

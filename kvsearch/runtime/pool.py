@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.runtime.slots import Source
+from kvsearch.runtime.slots import SlotSource
 from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, regrouped, right_aligned
 
 Ints = NDArray[np.int64]
@@ -27,7 +27,7 @@ class Part:
     counts: Ints  # [S] entries
 
     def trimmed(self, budgets: Ints) -> list[Part]:
-        """The entries ranked below `budgets` [S] int64, as one part or several of nearly equal counts."""
+        """Return the entries ranked below `budgets` [S] int64, as one part or several of nearly equal counts."""
         counts = np.minimum(self.counts, budgets)
         if (counts == self.counts).all():
             return [self]
@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass
-class Pool:
+class EntryPool:
     """The entries one layer holds for a batch until its budgets are known."""
 
     parts: list[Part]
@@ -60,10 +60,10 @@ class Pool:
     per_head: dict[str, Tensor] = field(default_factory=dict)  # state per segment, [B * Hkv, ...]
 
     @classmethod
-    def take(cls, observation: Observation, ranks: Tensor, budgets: Ints, state: State) -> Pool:
+    def take(cls, observation: Observation, ranks: Tensor, budgets: Ints, state: State) -> EntryPool:
         """Copy what is ranked below `budgets` [B, Hkv] out of a dense prompt.
 
-        `ranks` [B, Hkv, T] int, `state` as `DecodeRule.start` gives it.
+        `ranks` [B, Hkv, T] int, `state` as `StepRule.start` gives it.
         """
         lengths = observation.lengths.tolist()
         keep = (ranks < torch.from_numpy(budgets).to(ranks.device)[..., None]) & observation.valid[:, None]
@@ -92,25 +92,25 @@ class Pool:
             self.parts += part.trimmed(flat[part.block.segments.cpu().numpy()])
 
     def store(self) -> RaggedStore:
-        """What is held, as storage that tokens can be appended to."""
+        """Return what is held, as storage that tokens can be appended to."""
         blocks = regrouped([part.block for part in self.parts])
         return RaggedStore(blocks, self.heads, self.tokens, len(set(self.lengths)) == 1)
 
-    def sources(self) -> list[Source]:
-        """What is held, as the storage of a decode phase takes it."""
+    def sources(self) -> list[SlotSource]:
+        """Return what is held, as the storage of a decode phase takes it."""
         return [self._source(part) for part in self.parts]
 
-    def _source(self, part: Part) -> Source:
+    def _source(self, part: Part) -> SlotSource:
         block, names = part.block, part.block.segments
         counts = torch.from_numpy(part.counts).to(names.device)[:, None]
         place = torch.arange(int(part.counts.max()), device=names.device)
         order = torch.where(place < counts, place + block.keys.shape[1] - counts, -1)
         state = State(part.state, {name: tensor[names] for name, tensor in self.per_head.items()})
         cached = Cached(block.keys, block.values, block.positions.long(), state, self.layer, names % self.heads)
-        return Source(names.cpu().numpy(), cached, order, part.counts, self.tokens.long()[names // self.heads])
+        return SlotSource(names.cpu().numpy(), cached, order, part.counts, self.tokens.long()[names // self.heads])
 
     def nbytes(self) -> int:
-        """Bytes of storage allocated: entries, ranks and state."""
+        """Return the bytes of storage allocated: entries, ranks and state."""
         held = [
             tensor
             for part in self.parts
@@ -119,7 +119,7 @@ class Pool:
         return sum(tensor.untyped_storage().nbytes() for tensor in [*held, *self.per_head.values()])
 
     def entries(self) -> Tensor:
-        """Entries held per sequence and kv head, [B, Hkv] int64."""
+        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
         held = np.zeros(self.batch * self.heads, dtype=np.int64)
         for part in self.parts:
             held[part.block.segments.cpu().numpy()] = part.counts

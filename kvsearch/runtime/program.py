@@ -39,7 +39,7 @@ class PhaseProgram:
     _tables: dict[int, NDArray[np.int64]] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def entries(self, length: int) -> int:
-        """Entries of all governed layers and heads that the budgets allow after a prompt of `length` tokens."""
+        """Count the entries of all layers and heads that the budgets allow after a prompt of `length` tokens."""
         table = self.table(length)
         if self.allocation is not None:
             room = np.full_like(table, length)
@@ -52,7 +52,7 @@ class PhaseProgram:
         return int(table.sum())
 
     def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:
-        """Entries per sequence and kv head of one layer, [B, Hkv] int64."""
+        """Return the entries per sequence and kv head of one layer, [B, Hkv] int64."""
         for length in set(lengths) - set(self._tables):
             self._tables[length] = self.table(length)
         row = sorted(self.policies).index(layer)
@@ -109,7 +109,7 @@ class Program:
         entries: Callable[[int], int],
         allocation: Allocation | None = None,
     ) -> Program:
-        """One policy and prefill budget for all full-attention layers and heads; `entries` maps length to budget."""
+        """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
         size = (len(shape.full_layers), shape.kv_heads)
         policies = dict.fromkeys(shape.full_layers, policy)
@@ -133,7 +133,7 @@ class Program:
 
 
 def _phase(plan: Plan, name: Phase, full: set[int], clip: bool) -> PhaseProgram | None:
-    """The phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
+    """Return the phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
     phase = plan.prefill if name == "prefill" else plan.decode
     if phase is None:
         return None

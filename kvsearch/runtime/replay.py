@@ -21,7 +21,7 @@ from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.rule import DecodeRule, Ints, Limits
+from kvsearch.runtime.rule import Ints, Limits, StepRule
 from kvsearch.runtime.slots import segments_of
 
 
@@ -78,7 +78,7 @@ def replay(
     rotary: Rotary,
     shared: Shared | None = None,
 ) -> Replay:
-    """Attention of the K tokens after a prompt under a layer's phase rules, as decoding them one by one would give.
+    """Compute attention of the K tokens after a prompt under a layer's phase rules, as decoding them one by one would.
 
     `observation` is the dense prompt with what the policies need of it; `tokens` are the queries [B, Hq, K, D], keys
     [B, Hkv, K, D] and values [B, Hkv, K, Dv] that follow. No tensor given is changed. Scratch memory is that of the
@@ -89,10 +89,10 @@ def replay(
         states = (left.observation.keys, left.observation.values)
         keys, values = (torch.cat(pair, 2) for pair in zip(states, tokens[1:], strict=True))
         shared = Shared.of(keys, values, tokens[0], logits)
-    return _Course(left, tokens, logits, shared).run()
+    return _ReplayState(left, tokens, logits, shared).run()
 
 
-class _Course:
+class _ReplayState:
     """All prompt and new columns of a layer side by side; what is held is a matter of `positions`.
 
     Once much has left, the slots that are not needed any more are given up: `columns` says which are there.
@@ -119,7 +119,7 @@ class _Course:
         self.outputs: list[Tensor] = []  # [S, G, k, Dv]
 
     def _columns(self, left: Kept) -> Cached:
-        """A slot for every column; the tokens' own are empty yet."""
+        """Make a slot for every column; the tokens' own are empty yet."""
         prompt = segments_of(left.observation, left.state)
         held = prompt.positions.masked_fill(~left.keep.flatten(0, 1), -1)
 
@@ -154,7 +154,7 @@ class _Course:
             tuple(self.stretches),
         )
 
-    def _step(self, rule: DecodeRule, limits: Limits, token: int) -> None:
+    def _step(self, rule: StepRule, limits: Limits, token: int) -> None:
         self._arrive(token)
         held, row = self.cached.held, None
         self.waiting.append(held)
@@ -166,7 +166,7 @@ class _Course:
         self._evict(rule, limits, token, row)
 
     def _unruled(self) -> Tensor:
-        """What the tokens see where nothing leaves after the prompt, [S, K, T + K] bool."""
+        """Return what the tokens see where nothing leaves after the prompt, [S, K, T + K] bool."""
         columns = self.cached.positions[:, : self.length] >= 0
         own = causal_mask(self.count, self.count, columns.device).expand(len(columns), -1, -1)
         shown = torch.cat([columns[:, None].expand(-1, self.count, -1), own], -1)
@@ -176,7 +176,7 @@ class _Course:
         return shown
 
     def _close(self) -> None:
-        """The outputs of the tokens of this stretch, unless they are there."""
+        """Compute the outputs of the tokens of this stretch, unless they are there."""
         if not self.waiting:
             return
         held = torch.stack(self.waiting, 1)
@@ -191,7 +191,7 @@ class _Course:
         self.outputs.append(result.view(*weights.shape[:3], -1))
 
     def _scores(self, tokens: int | slice) -> Tensor:
-        """Attention logits of a token over the slots, [S, G, C] fp32, or of several, [S, G, k, C]."""
+        """Return the attention logits of a token over the slots, [S, G, C] fp32, or of several, [S, G, k, C]."""
         if self.rule is not None and self.rule.policy.merges:  # keys are not those given for long
             query = self.query[:, :, tokens]
             return self.logits.of(query.reshape(len(self.rows), -1, query.shape[-1]), self.cached.keys)
@@ -207,7 +207,7 @@ class _Course:
         self.used = self.used + 1
         self.most = np.maximum(self.most, self.used)
 
-    def _evict(self, rule: DecodeRule, limits: Limits, token: int, row: Tensor | None) -> None:
+    def _evict(self, rule: StepRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
         rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over)
         if row is not None and rule.policy.row == "layer":
@@ -252,7 +252,7 @@ def _clear(state: State, slots: Tensor) -> None:
 
 
 def spread(slots: Tensor, columns: Tensor | None, width: int, empty: int = 0) -> Tensor:
-    """Values of slots [S, k, C] by column, [S, k, width], `empty` where a column has no slot."""
+    """Spread values of slots [S, k, C] by column, [S, k, width], `empty` where a column has no slot."""
     if columns is None:
         return slots
     found = slots.new_full((*slots.shape[:2], width), empty)

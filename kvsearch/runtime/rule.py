@@ -40,7 +40,7 @@ Bools = NDArray[np.bool_]
 
 
 def decode_needs(policy: Policy) -> Needs:
-    """What the decode rule of `policy` must be given of the prompt.
+    """Return what the decode rule of `policy` must be given of the prompt.
 
     Raises:
         UsageError: the policy needs something that cannot be kept up while decoding.
@@ -65,12 +65,12 @@ class Limits:
     recent: Tensor
 
     def select(self, rows: Ints) -> Limits:
-        """The limits of some of the segments."""
+        """Return the limits of some of the segments."""
         index = torch.from_numpy(rows).to(self.budgets.device)
         return Limits(self.host[rows], self.stay[rows], self.budgets[index], self.sinks[index], self.recent[index])
 
 
-class DecodeRule:
+class StepRule:
     """The rule of `policy` at `budgets` [B, Hkv] (int64, UNBOUNDED where exempt), from the end of the prompt on."""
 
     def __init__(self, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> None:
@@ -94,7 +94,7 @@ class DecodeRule:
         self.interval = self._intervals()
 
     def start(self, observation: Observation) -> State:
-        """The running state per entry and head at the end of the prompt, tensors [B, Hkv, T, ...] and [B, Hkv, ...]."""
+        """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
         if self.policy.online:
             return self.policy.start(observation)
         shape = observation.keys.shape[:3]
@@ -123,7 +123,7 @@ class DecodeRule:
         self.scored = np.where(self.due, 0, self.scored)
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
-        """Budgets and protection of the segments `names`."""
+        """Return the budgets and protection of the segments `names`."""
         host = self.budgets[names]
         budgets = torch.from_numpy(host)
         sinks, recent = at_each(self.policy.protected_at, budgets).unbind(-1)
@@ -140,7 +140,7 @@ class DecodeRule:
         active: Tensor | None,
         logits: Logits,
     ) -> tuple[Tensor | None, Ints]:
-        """Slots that leave after this step, and what each segment holds then.
+        """Choose the slots that leave after this step; return them with what each segment holds then.
 
         `rows` [S] are the segments' sequences, `used` what they hold now. The step brought a token where `real`, or
         `active` on the device, says so, [S] bool each (None: everywhere).
@@ -181,7 +181,7 @@ class DecodeRule:
         return priority
 
     def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
-        """The policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
+        """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         index = cached.positions.gather(-1, order)
@@ -205,14 +205,14 @@ class DecodeRule:
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
     def _queries(self, row: Tensor, head: Tensor) -> Tensor | None:
-        """The last query rows of each segment, [S, G, w, D]."""
+        """Return the last query rows of each segment, [S, G, w, D]."""
         if self.queries is None or not self.queries.shape[2]:
             return None
         batch, _, rows, dim = self.queries.shape
         return self.queries.view(batch, self.heads, -1, rows, dim)[row, head]
 
     def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:
-        """Statistics of the query rows for segments with these sequences, kv heads and tokens so far, [S] each."""
+        """Compute statistics of the query rows for segments: sequences, kv heads and tokens so far, [S] each."""
         start = self.policy.needs().query_statistics_from
         if start is None:
             return {}
@@ -228,7 +228,7 @@ class DecodeRule:
         return {start: QueryStatistics(mean[row, head], covariance[row, head])}
 
     def _intervals(self) -> Ints:
-        """Steps between two scorings per sequence, [B]: half of what one leaves open in the tightest head, at most."""
+        """Return steps between two scorings, [B]: half of what one leaves open in the tightest head, at most."""
 
         def supply(budget: int) -> int:
             fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.quota(budget), budget))
@@ -240,8 +240,8 @@ class DecodeRule:
 
     # --- rows of the batch ----------------------------------------------------------------------------------------
 
-    def select_rows(self, rows: Sequence[int]) -> DecodeRule:
-        """The rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
+    def select_rows(self, rows: Sequence[int]) -> StepRule:
+        """Return the rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
         chosen = list(rows)
         index = torch.tensor(chosen, device=self.next_position.device)
         made = copy(self)
@@ -252,12 +252,12 @@ class DecodeRule:
         return made
 
     def nbytes(self) -> int:
-        """Bytes of query rows held."""
+        """Return the bytes of query rows held."""
         return 0 if self.queries is None else self.queries.untyped_storage().nbytes()
 
 
 def _last_rows(observation: Observation, rows: int) -> Tensor | None:
-    """The last `rows` query rows of the prompt, zeros in front where it was shorter, [B, Hq, rows, D]."""
+    """Return the last `rows` query rows of the prompt, zeros in front where it was shorter, [B, Hq, rows, D]."""
     if observation.queries is None:
         return None
     given = observation.queries[:, :, -rows:] if rows else observation.queries[:, :, :0]

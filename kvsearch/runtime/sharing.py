@@ -22,9 +22,9 @@ from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.demand import LayerDemands
 from kvsearch.runtime.eviction import PhaseRule, evict
-from kvsearch.runtime.pool import Pool
+from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.rule import DecodeRule
+from kvsearch.runtime.rule import StepRule
 from kvsearch.runtime.slots import pack
 from kvsearch.runtime.storage import RaggedStore
 
@@ -42,8 +42,8 @@ class Phases(NamedTuple):
 class Waiting(NamedTuple):
     """A layer until its budgets are known: what it holds, its decode rule, and the columns of its prompt."""
 
-    pool: Pool
-    rule: DecodeRule | None
+    pool: EntryPool
+    rule: StepRule | None
     columns: int
 
 
@@ -64,21 +64,21 @@ class PhaseShares:
             shares.add(row, demands.of(sequence, floor, shares.open_to(row)))
 
     def most(self, layer: int) -> Ints:
-        """What the layer's heads can still get, [B, Hkv]."""
+        """Return what the layer's heads can still get, [B, Hkv]."""
         return np.stack([shares.most(self.rows[layer]) for shares in self.of_sequence])
 
     def of_layer(self, layer: int) -> Ints:
-        """Budgets [B, Hkv] of a layer that shares nothing with others."""
+        """Return the budgets [B, Hkv] of a layer that shares nothing with others."""
         row = self.rows[layer]
         return np.stack([shares.layer_budgets(row) + self._spare(shares)[row] for shares in self.of_sequence])
 
     def budgets(self) -> dict[int, Ints]:
-        """Final budgets [B, Hkv] by layer, once all have stated their demands."""
+        """Return the final budgets [B, Hkv] by layer, once all have stated their demands."""
         decided = np.stack([shares.budgets() + self._spare(shares) for shares in self.of_sequence], 1)
         return {layer: decided[row] for layer, row in self.rows.items()}
 
     def _spare(self, shares: Shares) -> Ints:
-        """What a prompt shorter than its budgets leaves for the tokens that follow, [L, Hkv]."""
+        """Return what a prompt shorter than its budgets leaves for the tokens that follow, [L, Hkv]."""
         return shares.spare if self.lasting else np.zeros_like(shares.spare)
 
 
@@ -104,7 +104,7 @@ class Sharing:
         return self.allocation.shares_layers
 
     def needs(self, layer: int) -> list[Needs]:
-        """What the demand of a layer must be given of its prompt."""
+        """Return what the demand of a layer must be given of its prompt."""
         policy = self._policy(layer)
         return [policy.needs(), self.allocation.needs(policy)]
 
@@ -148,7 +148,7 @@ class Sharing:
         )
 
     def _policy(self, layer: int) -> Policy:
-        """The policy whose scores are compared: that of the prefill phase, if there is one."""
+        """Return the policy whose scores are compared: that of the prefill phase, if there is one."""
         found = [phase.policies[layer] for phase in self.program.phases if layer in phase.policies]
         return found[0]
 
@@ -168,12 +168,12 @@ class Sharing:
         decode, prefill = self._phases.decode, self._phases.prefill
         if decode is not None and index in decode.rows:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
-            rule = DecodeRule(decode.policies[index], unknown, observation, rotary)
+            rule = StepRule(decode.policies[index], unknown, observation, rotary)
             state = rule.start(observation)
         lengths = np.array(observation.lengths.tolist())[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
         most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
-        return Waiting(Pool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
+        return Waiting(EntryPool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
 
     def _trim(self) -> None:
         """Make the layers that have passed give up what they can no longer get."""

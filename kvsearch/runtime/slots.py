@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
-from kvsearch.runtime.rule import Bools, DecodeRule, Ints, Limits
+from kvsearch.runtime.rule import Bools, Ints, Limits, StepRule
 from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket
 
 
@@ -34,7 +34,7 @@ class SlotBlock:
     width: int = 0  # slots that have been in use
 
     def has_room(self) -> bool:
-        """Whether every segment can take another token."""
+        """Tell whether every segment can take another token."""
         return int(self.used.max()) < self.cached.positions.shape[1]
 
     def put(self, keys: Tensor, values: Tensor, real: Bools | None, active: Tensor | None) -> None:
@@ -52,7 +52,7 @@ class SlotBlock:
         return bool((self.used == self.width).all())
 
     def in_use(self) -> Cached:
-        """The slots in use, as views of keys, values, positions and state."""
+        """Return the slots in use, as views of keys, values, positions and state."""
         cached, width = self.cached, self.width
         return replace(
             cached,
@@ -90,18 +90,18 @@ class SlotStore(Segmented):
         super().__init__([torch.from_numpy(block.names).to(block.slot.device) for block in blocks])
 
     def used(self) -> Ints:
-        """Entries held per segment, [B * Hkv]."""
+        """Return the entries held per segment, [B * Hkv]."""
         held = np.zeros(self.batch * self.heads, dtype=np.int64)
         for block in self.blocks:
             held[block.names] = block.used
         return held
 
     def entries(self) -> Tensor:
-        """Entries held per sequence and kv head, [B, Hkv] int64."""
+        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
         return torch.from_numpy(self.used().reshape(self.batch, self.heads))
 
     def kept_positions(self, row: int, head: int) -> list[int]:
-        """Token indices of the entries of one sequence and head, ascending."""
+        """Return the token indices of the entries of one sequence and head, ascending."""
         wanted = row * self.heads + head
         for block in self.blocks:
             for index in np.flatnonzero(block.names == wanted):
@@ -110,7 +110,7 @@ class SlotStore(Segmented):
         return []
 
     def select_rows(self, rows: Sequence[int]) -> SlotStore:
-        """Sequences `rows` of this store, in that order and as often as named, as a new store."""
+        """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
         blocks = []
         for block in self.blocks:
             pairs = [
@@ -125,14 +125,14 @@ class SlotStore(Segmented):
         return SlotStore(blocks, len(rows), self.heads)
 
     def nbytes(self) -> int:
-        """Bytes of storage really allocated: keys, values, positions and running state, free slots included."""
+        """Return the bytes of storage allocated: keys, values, positions and running state, free slots included."""
         held = [(block.cached.keys, block.cached.values, block.cached.positions) for block in self.blocks]
         state = sum(block.cached.state.nbytes() for block in self.blocks)
         return state + sum(tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors)
 
 
 @dataclass(frozen=True)
-class Source:
+class SlotSource:
     """Segments to be packed: the slots `order` [S, E] of `cached`, ascending by position, -1 behind the last."""
 
     names: Ints
@@ -143,7 +143,7 @@ class Source:
 
 
 def segments_of(observation: Observation, state: State) -> Cached:
-    """A prompt as segments, one per sequence and kv head; state tensors are [B, Hkv, T, ...] and [B, Hkv, ...]."""
+    """Take a prompt apart into segments, by sequence and kv head; state is [B, Hkv, T, ...] and [B, Hkv, ...]."""
     batch, heads = observation.keys.shape[:2]
     return Cached(
         observation.keys.flatten(0, 1),
@@ -155,18 +155,18 @@ def segments_of(observation: Observation, state: State) -> Cached:
     )
 
 
-def source_of(observation: Observation, keep: Tensor, state: State) -> Source:
-    """The entries `keep` [B, Hkv, T] bool of a prompt, with its state as `segments_of` takes it."""
+def source_of(observation: Observation, keep: Tensor, state: State) -> SlotSource:
+    """Take the entries `keep` [B, Hkv, T] bool of a prompt, with its state as `segments_of` takes it."""
     batch, heads, length = keep.shape
     flat = keep.flatten(0, 1)
     order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat))
     used = flat.sum(-1).cpu().numpy()
     seen = observation.seen.repeat_interleave(heads)
-    return Source(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
+    return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
 
 
-def pack(sources: Sequence[Source], rule: DecodeRule, batch: int, heads: int) -> SlotStore:
-    """A store of copies of the sources' entries, with room for more tokens, in as few blocks as is economical."""
+def pack(sources: Sequence[SlotSource], rule: StepRule, batch: int, heads: int) -> SlotStore:
+    """Copy the entries of sources into a store with room for more tokens, in as few blocks as is economical."""
     names = np.concatenate([source.names for source in sources])
     used = np.concatenate([source.used for source in sources])
     budgets = rule.budgets[names]
@@ -179,8 +179,8 @@ def pack(sources: Sequence[Source], rule: DecodeRule, batch: int, heads: int) ->
     return SlotStore(blocks, batch, heads)
 
 
-def _block(sources: Sequence[Source], names: Ints, capacity: int, rule: DecodeRule, heads: int) -> SlotBlock:
-    """The block of the segments `names`, gathered from the sources that hold them."""
+def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule, heads: int) -> SlotBlock:
+    """Gather the block of the segments `names` from the sources that hold them."""
     parts = [(source, np.flatnonzero(np.isin(source.names, names))) for source in sources]
     parts = [(source, rows) for source, rows in parts if len(rows)]
     found = np.concatenate([source.names[rows] for source, rows in parts])
@@ -201,7 +201,7 @@ def _block(sources: Sequence[Source], names: Ints, capacity: int, rule: DecodeRu
     )
 
 
-def _gathered(source: Source, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
+def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
     device = source.order.device
     index = torch.from_numpy(rows).to(device)
     order = source.order[index, :capacity]

@@ -77,12 +77,12 @@ class Block:
         self._bias = None
 
     def select(self, rows: Tensor, segments: Tensor) -> Block:
-        """The block that holds this block's rows `rows` under the new names `segments`, both [S'] int64."""
+        """Return the block that holds this block's rows `rows` under the new names `segments`, both [S'] int64."""
         keys, values, positions = self.keys[rows], self.values[rows], self.positions[rows]
         return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None)
 
     def narrowed(self, rows: NDArray[np.int64], width: int) -> Block:
-        """Some rows in `width` columns, which must hold all of their entries."""
+        """Return some rows in `width` columns, which must hold all of their entries."""
         index = torch.from_numpy(rows).to(self.keys.device)
 
         def cut(tensor: Tensor, empty: int) -> Tensor:
@@ -96,7 +96,7 @@ class Block:
 
     @classmethod
     def stacked(cls, blocks: Sequence[Block], padded: bool) -> Block:
-        """The segments of blocks of one width together, in ascending order."""
+        """Stack the segments of blocks of one width, in ascending order."""
         segments = torch.cat([block.segments for block in blocks])
         order = torch.argsort(segments)
         keys, values, positions = (
@@ -114,13 +114,13 @@ class Segmented:
         self._back = torch.argsort(self._order)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """States of all segments, [B * Hkv, ...], as one part per block."""
+        """Split states of all segments, [B * Hkv, ...], into one part per block."""
         if len(self._sizes) == 1:  # its segments are all segments, in order
             return [states]
         return list(torch.split_with_sizes(states.index_select(0, self._order), self._sizes))
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
+        """Undo `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
 
 
@@ -150,7 +150,7 @@ class RaggedStore(Segmented):
 
     @classmethod
     def joined(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
-        """The sequences of several stores as one batch, in their order; nothing may have been appended to them."""
+        """Join the sequences of several stores in one batch, in their order; nothing may have been appended to them."""
         heads, blocks, first = stores[0].heads, [], 0
         for store in stores:
             if store.appended:
@@ -194,7 +194,7 @@ class RaggedStore(Segmented):
         self.appended -= count
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
-        """Views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
+        """Return views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
         block = self.blocks[0]
         if len(self.blocks) > 1 or block.padded or block.end != seen:
             return None
@@ -203,7 +203,7 @@ class RaggedStore(Segmented):
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def select_rows(self, rows: Sequence[int]) -> RaggedStore:
-        """Sequences `rows` of this store, in that order and as often as named, as a new store."""
+        """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
         home = {s: (b, r) for b, block in enumerate(self.blocks) for r, s in enumerate(block.segments.tolist())}
         members: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         for new_row, old_row in enumerate(rows):
@@ -222,18 +222,18 @@ class RaggedStore(Segmented):
         return chosen_store
 
     def entries(self) -> Tensor:
-        """Entries held per sequence and kv head, [B, Hkv] int64 (padding not counted)."""
+        """Return the entries held per sequence and kv head, [B, Hkv] int64 (padding not counted)."""
         held = torch.zeros(self.batch * self.heads, dtype=torch.int64)
         for block in self.blocks:
             held[block.segments.cpu()] = (block.positions[:, : block.end] >= 0).sum(-1).cpu()
         return held.view(self.batch, self.heads)
 
     def most_entries(self) -> Tensor:
-        """The most entries held at a time, [B, Hkv] int64."""
+        """Return the most entries held at a time, [B, Hkv] int64."""
         return self.entries() + (self.longest - self.tokens)[:, None].cpu()
 
     def kept_positions(self, row: int, head: int) -> list[int]:
-        """Token indices of the entries of one sequence and head, ascending."""
+        """Return the token indices of the entries of one sequence and head, ascending."""
         wanted = row * self.heads + head
         for block in self.blocks:
             for index in torch.nonzero(block.segments == wanted).flatten().tolist():
@@ -242,7 +242,7 @@ class RaggedStore(Segmented):
         return []
 
     def nbytes(self) -> int:
-        """Bytes of storage really allocated: keys, values, positions and biases, padding and spare columns included."""
+        """Return the bytes allocated: keys, values, positions and biases, padding and spare columns included."""
         return sum(
             tensor.untyped_storage().nbytes()
             for block in self.blocks
@@ -252,7 +252,7 @@ class RaggedStore(Segmented):
 
 
 def regrouped(blocks: list[Block]) -> list[Block]:
-    """The same segments in as few blocks as is economical, if that is fewer: attention is one call for each."""
+    """Put the same segments into as few blocks as is economical, if that is fewer: attention is one call for each."""
     counts = np.concatenate([(block.positions[:, : block.end] >= 0).sum(-1).cpu().numpy() for block in blocks])
     groups = bucket(counts.tolist())
     if len(groups) >= len(blocks):
@@ -270,7 +270,7 @@ def regrouped(blocks: list[Block]) -> list[Block]:
 def dense_blocks(
     keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, lengths: Sequence[int]
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Copies of the kept entries of a dense layer, with the columns [S, width] they come from.
+    """Copy the kept entries of a dense layer; yield blocks with the columns [S, width] they come from.
 
     `lengths` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
     """
@@ -310,7 +310,7 @@ def bucket(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def right_aligned(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Indices of the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
+    """Return the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
     count = keep.sum(-1, keepdim=True)
     slot = torch.where(keep, keep.cumsum(-1) - 1 + width - count, width)
     columns = torch.arange(keep.shape[1], device=keep.device).expand_as(slot)

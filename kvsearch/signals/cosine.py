@@ -16,7 +16,7 @@ class Agreement(NamedTuple):
 
 
 def output_agreement(full: Tensor, changed: Tensor) -> Agreement:
-    """Cosine (Eq. 2) and relative L2 distance of attention outputs [..., K, d_model] after W_O, which broadcast.
+    """Compare attention outputs [..., K, d_model] after W_O, which broadcast: cosine (Eq. 2) and relative L2 distance.
 
     Outputs are compared before the residual is added: it would make every cosine nearly 1. All is computed in fp32.
     Equal vectors have cosine 1 and error 0 exactly, two zero vectors too. Of one zero vector the cosine is 0; the error

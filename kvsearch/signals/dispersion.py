@@ -13,7 +13,7 @@ TINY = 1e-10  # added inside the logarithm, as in the official code
 
 
 def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
-    """Entropy and variance of the attention of the last `window` real query rows to what came before them, [B] each.
+    """Return entropy and variance of the attention of the last `window` real rows to what came before them, [B] each.
 
     Entropy is -sum a * log(a + 1e-10), the mean over the rows, variance the unbiased variance of a over the rows, both
     summed over query heads and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the

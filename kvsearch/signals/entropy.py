@@ -17,7 +17,7 @@ from kvsearch.signals.rows import score_rows
 def row_entropy(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """Mean over heads and rows of the entropy of an attention row as a share of the largest possible, [B] fp32, 0 to 1.
+    """Return the entropy of attention rows as a share of the largest possible, mean over heads and rows, [B] fp32.
 
     `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]; `valid` [B, N] is False where there
     is padding (None: nowhere). The largest possible is the logarithm of how many keys the row sees. A row that sees one
@@ -37,7 +37,7 @@ def row_entropy(
 def mean_row(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """Attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
+    """Return the attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
 
     It adds up to 1. Rows of padding are left out; 0 everywhere if no row is left.
     """
@@ -50,20 +50,20 @@ def mean_row(
 
 
 def literal_entropy(mean: Tensor) -> float:
-    """Entropy in nats of the attention to each key position `mean` [N], which adds up to 1 (Eq. 4)."""
+    """Return the entropy in nats of the attention to each key position `mean` [N], which adds up to 1 (Eq. 4)."""
     return float(torch.special.entr(mean.double()).sum())
 
 
 def _attention(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None, valid: Tensor | None
 ) -> Iterator[Tensor]:
-    """Attention of the rows, a few kv heads at a time, [B, heads, G, K, N] fp32; NaN where a row sees nothing."""
+    """Yield attention of the rows, a few kv heads at a time, [B, heads, G, K, N] fp32; NaN where a row sees nothing."""
     for _, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
         yield scores.softmax(-1)
 
 
 def _visible(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
-    """How many keys each row sees, [B, K]; 0 for rows of padding."""
+    """Return how many keys each row sees, [B, K]; 0 for rows of padding."""
     if valid is None:
         valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
     seen = valid.cumsum(-1).masked_fill(~valid, 0)

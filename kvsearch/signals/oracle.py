@@ -17,7 +17,7 @@ def importance_rows(
     softcap: float | None = None,
     group: str = "sum",
 ) -> Tensor:
-    """max_k agg_g A[q_g, k, j] |v_j W_O[q_g]|_2 over the query rows k, for the context entries j.
+    """Return max_k agg_g A[q_g, k, j] |v_j W_O[q_g]|_2 over the query rows k, for the context entries j.
 
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, T + K, D] all of them, `norms` [B, Hkv, G, T] (None:
     attention alone). Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
@@ -32,5 +32,5 @@ def importance_rows(
 
 
 def _most_over_rows(taken: Tensor, group: str) -> Tensor:
-    """[B, heads, G, K, T] -> [B, heads, T]: over the query group first, then the largest row."""
+    """Reduce [B, heads, G, K, T] to [B, heads, T]: over the query group first, then to the largest row."""
     return (taken.amax(2) if group == "max" else taken.sum(2)).amax(2)

@@ -31,7 +31,7 @@ class LossBounds(NamedTuple):
 def attention_change(
     query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, scaling: float, softcap: float | None = None
 ) -> AttentionChange:
-    """Attention to all entries minus renormalised attention to those `shown`, and the attention on the others.
+    """Subtract renormalised attention to those `shown` from attention to all; return it with what the others had.
 
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, N, D] and `values` [B, Hkv, N, Dv] are of all N tokens,
     `shown` [B, Hkv, K, N] bool has what each query attends to, itself at least; what comes after a query is hidden
@@ -51,7 +51,7 @@ def attention_change(
 
 
 def output_loss(change: Tensor, weight: Tensor) -> Tensor:
-    """|change W_O|_1 of each query, [B, K] fp32 (LAVa, arXiv 2509.09754, Lemma 1 with p = 1).
+    """Return |change W_O|_1 of each query, [B, K] fp32 (LAVa, arXiv 2509.09754, Lemma 1 with p = 1).
 
     `change` [B, Hq, K, Dv] is that of the heads' outputs, `weight` [Hq, Dv, d_model] is W_O per query head, fp32.
     """
@@ -60,7 +60,7 @@ def output_loss(change: Tensor, weight: Tensor) -> Tensor:
 
 
 def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
-    """2 C sum_h Vmax_h m_h (LAVa Theorem 1), and with each head's own C_h the tighter 2 sum_h C_h Vmax_h m_h.
+    """Return 2 C sum_h Vmax_h m_h (LAVa Theorem 1), and with each head's own C_h 2 sum_h C_h Vmax_h m_h, which is less.
 
     m_h is `evicted` [B, Hq, K], the attention that query head h loses. Vmax_h is the largest L1 norm among the values
     [B, Hkv, N, Dv] that the query sees, the K queries being the last tokens. C_h is the most that W_O, `weight`

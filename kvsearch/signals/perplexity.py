@@ -17,7 +17,7 @@ SCRATCH_BYTES = 64 * 2**20
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
+    """Return -log p of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
 
     The row of a target is the one that predicts it. fp32 logits are made of a few rows at a time.
     """

@@ -13,7 +13,7 @@ SCRATCH_BYTES = 64 * 2**20
 def score_rows(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int, valid: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of the K query rows, -inf for what comes after them, a few kv heads at a time, [B, heads, G, K, N] fp32.
+    """Yield logits of the K rows, -inf for what comes later, a few kv heads at a time, [B, heads, G, K, N] fp32.
 
     `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]. `tables` is how many fp32 tables of
     that shape the caller makes of a piece. Keys that are not `valid` [B, N] (None: all are) are -inf, too: all of a row

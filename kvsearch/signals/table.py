@@ -77,11 +77,11 @@ class SignalTable:
         return math.exp(float(self._weights @ self._array(FULL_NLL, "ppl")))
 
     def nearest(self, budget: float) -> int:
-        """The measured budget nearest to `budget` entries per kv head, by ratio; the smaller one of two."""
+        """Return the measured budget nearest to `budget` entries per kv head, by ratio; the smaller one of two."""
         return min(self.axes.budgets, key=lambda measured: abs(math.log(measured / budget)))
 
     def measured(self, measure: str, phase: Phase, budget: float) -> Floats:
-        """A measure of every layer and pattern, [L, R], as it is: cosine, error, ppl or nll (both increases).
+        """Return a measure of every layer and pattern, [L, R]: cosine, error, ppl or nll (both increases).
 
         cosine: of the attention output with that of the full cache (PolyKV, arXiv 2606.15157, Eq. 2); error: relative
         L2 distance of the two; nll: nats per token that the model loses; ppl: what perplexity gains (Eq. 3).
@@ -99,12 +99,12 @@ class SignalTable:
         return _floats(np.exp(mean) - np.exp(full) if measure == "ppl" else mean - full)
 
     def preference(self, route: str, phase: Phase, budget: float) -> Floats:
-        """How much a layer prefers each pattern, [L, R], higher is better; UsageError as `measured`."""
+        """Return how much a layer prefers each pattern, [L, R], higher is better; UsageError as `measured`."""
         found = self.measured(route, phase, budget)
         return found if route == "cosine" else -found
 
     def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
-        """How much of the budget each layer should get, [L], higher is more, in the unit of its measure.
+        """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
 
         "entropy": the mean entropy of attention rows, as a share of the largest possible; "entropy-literal": entropy
         of the mean row (Eq. 4). Others are a measure (1 - cosine for "cosine") of the worst pattern ("ppl" is Eq. 5),
@@ -152,5 +152,5 @@ def _floats(values: NDArray[Any]) -> Floats:
 
 
 def is_constant(signal: Floats) -> bool:
-    """Whether a signal is the same for all layers, up to rounding: it cannot decide between them."""
+    """Tell whether a signal is the same for all layers, up to rounding: it cannot decide between them."""
     return bool(np.ptp(signal) <= CONSTANT * max(1.0, float(np.abs(signal).max())))

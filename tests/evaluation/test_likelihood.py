@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.evaluation.likelihood import Likelihood, Scored, compressible, score
+from kvsearch.evaluation.likelihood import Likelihood, ScoredContext, compressible, score
 from kvsearch.evaluation.replies import NonFiniteError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
@@ -53,7 +53,7 @@ def both_phases(model: Any) -> Program:
 
 def scored(
     model: Any, program: Program, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]]
-) -> list[Scored]:
+) -> list[ScoredContext]:
     with running(model, NAME):
         return score(model, program, contexts, texts, 0)
 

@@ -21,7 +21,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.pool import Pool
+from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.dispersion import dispersion
@@ -282,21 +282,21 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
     model = uneven()
     ids, mask = prompts(2, 60, pads=9)
     program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    end, take, held = Sharing.end, Pool.take, []
+    end, take, held = Sharing.end, EntryPool.take, []
     sharings: list[Sharing] = []
 
     def ending(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
         sharings.append(sharing)
         end(sharing, index, observation, rotary)
 
-    def taking(*given: Any) -> Pool:
+    def taking(*given: Any) -> EntryPool:
         pool = take(*given)
         others = [waiting.pool.entries() for waiting in sharings[-1].waiting.values()]
         held.append(torch.stack([*others, pool.entries()]).sum((0, 2)).max())
         return pool
 
     monkeypatch.setattr(Sharing, "end", ending)
-    monkeypatch.setattr(Pool, "take", taking)
+    monkeypatch.setattr(EntryPool, "take", taking)
     read(model, program, ids, mask)
     assert len(held) == 4
     assert max(held) <= program.prefill.table(60).sum() + 4 * 2  # type: ignore[union-attr]

@@ -52,12 +52,12 @@ class Ablations:
         return len(self.budgets), len(self.phases), len(self.layers), len(self.policies)
 
     def needs(self) -> list[Needs]:
-        """What a layer must be given of the prompt."""
+        """Return what a layer must be given of the prompt."""
         found = [policy.needs() for policy in self.policies if "prefill" in self.phases]
         return found + [decode_needs(policy) for policy in self.policies if "decode" in self.phases]
 
     def rules(self, item: Ablation) -> tuple[PhaseRule | None, PhaseRule | None]:
-        """The rules of the prefill and the decode phase."""
+        """Return the rules of the prefill and the decode phase."""
         entries = self.budgets[item.budget]
 
         def budgets(lengths: Sequence[int]) -> Tensor:
@@ -82,17 +82,17 @@ class AblationResults:
         self.attention: NDArray[np.float64] | None = None
 
     def note_outputs(self, row: int, item: Ablation, agreement: tuple[Tensor, Tensor]) -> None:
-        """Cosine and relative error [B] of what layer `row` puts out."""
+        """Note cosine and relative error [B] of what layer `row` puts out."""
         for array, values in zip((self.cosine, self.error), agreement, strict=True):
             array[:, item.budget, item.phase, row, item.pattern] = values.cpu().numpy()
 
     def note_losses(self, places: Sequence[tuple[int, Ablation]], losses: Tensor) -> None:
-        """Losses [groups, B] of ablations of layers."""
+        """Note losses [groups, B] of ablations of layers."""
         for (row, item), values in zip(places, losses.cpu().numpy(), strict=True):
             self.loss[:, item.budget, item.phase, row, item.pattern] = values
 
     def arrays(self, *, outputs: bool, losses: bool) -> dict[str, NDArray[Any]]:
-        """What was measured, by its name in a profile."""
+        """Return what was measured, by its name in a profile."""
         found: dict[str, NDArray[Any]] = {}
         if outputs:
             found |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}

@@ -19,7 +19,7 @@ from kvsearch.runtime.cache import check_rotary
 def checked_prompts(
     loaded: LoadedModel, data: CalibrationData, options: PolykvOptions, policies: Sequence[Policy]
 ) -> list[CalibrationPrompt]:
-    """The prompts of a calibration that can be run; a `KvsearchWarning` if a budget evicts nothing from some of them.
+    """Return the prompts that can be run; a `KvsearchWarning` if a budget evicts nothing from some of them.
 
     Raises:
         UsageError: policies that cannot be tried, or without `options.base`; no prompt is longer than a budget; prompts
@@ -47,7 +47,7 @@ def checked_prompts(
 
 
 def check_policies(policies: Sequence[Policy], options: PolykvOptions) -> None:
-    """UsageError if there is no policy, one is there twice or cannot be tried, or `options.base` is not there."""
+    """Raise a UsageError if there is no policy, one is there twice or cannot be tried, or the base is missing."""
     names = [policy.name for policy in policies]
     if not names:
         raise UsageError("there are no patterns: name some")

@@ -37,12 +37,12 @@ class ContinuationBatch:
         return (row >= (self.answers - 1).clamp(min=0)[:, None]) & (row < self.counts[:, None] - 1)
 
     def mean_over_tokens(self, values: Tensor) -> Tensor:
-        """The mean of values [..., B, K] over the real tokens of each continuation, [..., B] float64."""
+        """Average values [..., B, K] over the real tokens of each continuation, [..., B] float64."""
         kept = values.double().masked_fill(~self.followed.to(values.device), 0.0).sum(-1)
         return kept / self.counts.to(values.device)
 
     def losses(self, logits: Tensor) -> Tensor:
-        """Mean loss of the answers' tokens in nats, [..., B] float64, from logits [..., B, K, V]; 0 without a token."""
+        """Average the losses of answers' tokens in nats, [..., B] float64, by logits [..., B, K, V]; 0 without any."""
         rows = self.predicting.to(logits.device)
         found = token_losses(logits[..., :-1, :], self.tokens[:, 1:]).double().masked_fill(~rows, 0.0).sum(-1)
         return found / rows.sum(-1).clamp(min=1)
@@ -56,14 +56,14 @@ class PromptBatch:
     prompts: Sequence[CalibrationPrompt]
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Token ids [B, T] and their mask, padded on the left with token 0."""
+        """Return token ids [B, T] and their mask, padded on the left with token 0."""
         rows = [prompt.ids[0] for prompt in self.prompts]
         masks = [torch.ones_like(row) for row in rows]
         ids, mask = (pad_sequence(some, batch_first=True, padding_side="left").to(device) for some in (rows, masks))
         return ids, mask
 
     def left(self, finished: Collection[tuple[int, int]]) -> list[int]:
-        """Numbers of the continuations that some prompt has, by (place, number), and that are not `finished`."""
+        """List the numbers of continuations that some prompt has and that, by (place, number), are not `finished`."""
         most = max(len(prompt.continuations) for prompt in self.prompts)
         pairs = list(zip(self.places, self.prompts, strict=True))
         return [
@@ -73,7 +73,7 @@ class PromptBatch:
         ]
 
     def continuations(self, number: int, device: torch.device) -> ContinuationBatch:
-        """The continuation of that number of every prompt."""
+        """Return the continuation of that number of every prompt."""
         real = [number < len(prompt.continuations) for prompt in self.prompts]
         chosen = [prompt.continuations[number if has else 0] for prompt, has in zip(self.prompts, real, strict=True)]
         tokens = pad_sequence([one.tokens[0] for one in chosen], batch_first=True)
@@ -82,7 +82,7 @@ class PromptBatch:
         return ContinuationBatch(tokens.to(device), *given)
 
     def having(self, number: int) -> PromptBatch:
-        """The prompts that have a continuation of that number, with that one alone."""
+        """Return the prompts that have a continuation of that number, with that one alone."""
         rows = [row for row, prompt in enumerate(self.prompts) if number < len(prompt.continuations)]
         chosen = (self.prompts[row] for row in rows)
         alone = [CalibrationPrompt(one.ids, one.context, (one.continuations[number],)) for one in chosen]
@@ -90,7 +90,7 @@ class PromptBatch:
 
 
 def batches_of(prompts: Sequence[CalibrationPrompt], size: int) -> list[PromptBatch]:
-    """Batches of at most `size` prompts; those with as many continuations, and as long, are together."""
+    """Put prompts into batches of at most `size`; those with as many continuations, and as long, are together."""
     places = sorted(
         range(len(prompts)), key=lambda place: (len(prompts[place].continuations), prompts[place].length, place)
     )

@@ -69,7 +69,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Work:
+class SweepWork:
     """What is measured: `prompts` are their tokens, each with the tokens of its continuations.
 
     `tried` is how many ablations a layer has: `patterns` times phases times budgets; 0 where only entropy is
@@ -85,8 +85,8 @@ class Work:
     patterns: int = 0
 
     @classmethod
-    def of(cls, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions) -> Work:
-        """The work of a calibration; UsageError if a policy has no decode rule."""
+    def of(cls, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions) -> SweepWork:
+        """Describe the work of a calibration; UsageError if a policy has no decode rule."""
         from kvsearch.runtime.rule import decode_needs
 
         ablated = "cosine" in options.signals or "ppl" in options.signals
@@ -111,7 +111,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PassCost:
     """`forward_tokens` are tokens through all layers, `seconds` at the rate that was asked for."""
 
     forward_tokens: float
@@ -134,14 +134,14 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """A calibration by the papers' procedure and by ours, at `tflops`; `memory` is that of ours."""
 
     tflops: float
     samples: int
     runs: int  # of the model, in the papers' procedure
-    naive: Cost
-    sweep: Cost
+    naive: PassCost
+    sweep: PassCost
     memory: Memory
 
     @property
@@ -150,12 +150,12 @@ class Estimate:
         return self.naive.flops / self.sweep.flops
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers by name."""
+        """Return all numbers by name."""
         return {**asdict(self), "speedup": self.speedup}
 
 
-def estimate(size: ModelSize, work: Work, tflops: float = 100.0, max_memory: int | None = None) -> Estimate:
-    """Cost and memory of `work` on a machine of `tflops` 10^12 operations a second, in `max_memory` bytes.
+def estimate(size: ModelSize, work: SweepWork, tflops: float = 100.0, max_memory: int | None = None) -> CostEstimate:
+    """Estimate cost and memory of `work` on a machine of `tflops` 10^12 operations a second, in `max_memory` bytes.
 
     Raises:
         UsageError: the rate is not above 0, or not even one ablation at a time fits the memory.
@@ -163,7 +163,7 @@ def estimate(size: ModelSize, work: Work, tflops: float = 100.0, max_memory: int
     if not 0 < tflops < float("inf"):
         raise UsageError(f"a rate of {tflops:g} TFLOP/s must be above 0")
     samples = sum(len(after) for _, after in work.prompts)
-    return Estimate(
+    return CostEstimate(
         tflops,
         samples,
         runs=samples * (1 + work.tried * len(size.full_layers)),
@@ -173,8 +173,8 @@ def estimate(size: ModelSize, work: Work, tflops: float = 100.0, max_memory: int
     )
 
 
-def memory_of(size: ModelSize, work: Work, max_memory: int | None = None) -> Memory:
-    """What the longest batch takes, with as many ablations at a time as fit `max_memory` bytes (None: all).
+def memory_of(size: ModelSize, work: SweepWork, max_memory: int | None = None) -> Memory:
+    """Return what the longest batch takes, with as many ablations at once as fit `max_memory` bytes (None: all).
 
     Raises:
         UsageError: not even one fits.
@@ -207,7 +207,7 @@ def memory_of(size: ModelSize, work: Work, max_memory: int | None = None) -> Mem
 
 
 def _gigabytes(size: int) -> str:
-    """Bytes in GB, rounded up to a MB: a limit of that is enough."""
+    """Return bytes in GB, rounded up to a MB: a limit of that is enough."""
     return f"{math.ceil(size / 1e6) / 1e3:g} GB"
 
 
@@ -227,11 +227,11 @@ def _total(parts: Iterable[_Operations]) -> _Operations:
 
 
 def _pairs(seen: int, count: int) -> int:
-    """Pairs of `count` tokens with themselves, those before them, and `seen` ones before all."""
+    """Count pairs of `count` tokens with themselves, those before them, and `seen` ones before all."""
     return count * seen + count * (count + 1) // 2
 
 
-def _naive(size: ModelSize, work: Work) -> _Operations:
+def _naive(size: ModelSize, work: SweepWork) -> _Operations:
     runs = 1 + work.tried * len(size.full_layers)
     return _total(
         _Operations(size.layers * (length + count), size.layers * _pairs(0, length + count), count) * runs
@@ -240,7 +240,7 @@ def _naive(size: ModelSize, work: Work) -> _Operations:
     )
 
 
-def _sweep(size: ModelSize, work: Work) -> _Operations:
+def _sweep(size: ModelSize, work: SweepWork) -> _Operations:
     parts = []
     for length, following in work.prompts:
         parts.append(_Operations(size.layers * length, size.layers * _pairs(0, length)))
@@ -254,10 +254,10 @@ def _sweep(size: ModelSize, work: Work) -> _Operations:
     return _total(parts)
 
 
-def _cost(size: ModelSize, operations: _Operations, tflops: float) -> Cost:
+def _cost(size: ModelSize, operations: _Operations, tflops: float) -> PassCost:
     flops = (
         2 * size.parameters / size.layers * operations.tokens
         + 4 * size.heads * size.head_dim * operations.pairs
         + 2 * size.hidden * size.vocabulary * operations.scored
     )
-    return Cost(operations.tokens / size.layers, flops, flops / (tflops * 1e12))
+    return PassCost(operations.tokens / size.layers, flops, flops / (tflops * 1e12))

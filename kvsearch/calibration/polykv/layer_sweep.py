@@ -89,7 +89,7 @@ class LayerSweep:
             results.note_losses(some, self._losses(self.tree.sweep(baseline, ablated, replays), after))
 
     def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
-        """Losses [groups, B] of what enters the final norm, [groups, B, K, d_model]."""
+        """Return the losses [groups, B] of what enters the final norm, [groups, B, K, d_model]."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
         return torch.cat([after.losses(self.tree.logits(part)) for part in torch.split(hidden, step)])
@@ -126,19 +126,19 @@ def block_output(layer: Layer, outputs: Tensor) -> Tensor:
 
 
 def _entropy(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
-    """Entropy of the attention rows of every phase, [B, P], on the CPU."""
+    """Return the entropy of the attention rows of every phase, [B, P], on the CPU."""
     return torch.stack([row_entropy(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases], 1)
 
 
 def _mean_rows(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
-    """The mean attention row of every phase, [B, P, T + K], on the CPU."""
+    """Return the mean attention row of every phase, [B, P, T + K], on the CPU."""
     means = [mean_row(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases]
     width = layer.keys.shape[2]
     return torch.stack([torch.nn.functional.pad(mean, (0, width - mean.shape[1])) for mean in means], 1)
 
 
 def _rows_of(layer: Layer, phase: str, rows: int, after: ContinuationBatch) -> Rows:
-    """The last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
+    """Return the last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
     prompt, how = layer.noted, layer.logits
     if phase == "prefill":
         return prompt.last_queries[:, :, -rows:], prompt.keys, how.scaling, how.softcap, prompt.valid

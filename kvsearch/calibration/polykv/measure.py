@@ -20,7 +20,7 @@ from kvsearch.calibration.options import SAMPLES, PolykvOptions
 from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
 from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of
-from kvsearch.calibration.polykv.cost import ModelSize, Work, memory_of
+from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
 from kvsearch.calibration.polykv.layer_sweep import LayerSweep
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
@@ -96,7 +96,7 @@ class _Measure:
             self.sweep = LayerSweep(loaded.model, tried, batch, swept, rows, groups, literal=literal)
 
     def __call__(self, number: int) -> Arrays:
-        """The arrays of the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
+        """Measure the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
         device, options = self.loaded.device, self.options
         some = self.batch.having(number)
         alone, after = some.continuations(0, device), self.batch.continuations(number, device)
@@ -128,8 +128,8 @@ class _Measure:
 def _groups(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions
 ) -> int:
-    """How many ablations can be in the sweep at a time; UsageError if not one fits the memory that is allowed."""
-    size, work = ModelSize.of(loaded.model), Work.of(prompts, policies, options)
+    """Return how many ablations the sweep can have at a time; UsageError if not one fits the memory that is allowed."""
+    size, work = ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options)
     if options.max_memory is not None:
         return memory_of(size, work, options.max_memory).groups
     free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)

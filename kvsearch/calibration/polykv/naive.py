@@ -30,7 +30,7 @@ class Naive:
         self.attention = attention_modules(model)
 
     def measure(self, after: ContinuationBatch) -> AblationResults:
-        """Cosine, relative error and loss under every ablation."""
+        """Measure cosine, relative error and loss under every ablation."""
         measured = AblationResults(self.tried, len(after.tokens))
         logits, full = self._run(Program(), after, self.tried.layers)
         measured.full_loss[:] = after.losses(logits).cpu().numpy()
@@ -54,7 +54,7 @@ class Naive:
     def _run(
         self, program: Program, after: ContinuationBatch, layers: tuple[int, ...]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits [B, K, V] of the tokens, and what attention blocks of `layers` put out for them, [B, K, d_model]."""
+        """Return logits [B, K, V] of the tokens, and what attention blocks of `layers` put out, [B, K, d_model]."""
         cache, lengths = PlanCache(self.model, program), self.mask.sum(-1, keepdim=True)
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         self.model(

@@ -62,7 +62,7 @@ class TreeLayer(ObservedLayer[Observation]):
 def shared_attention(
     past: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor, Tensor], seen: Tensor, logits: Logits
 ) -> Tensor:
-    """Attention of many groups of K tokens that follow the same contexts, [groups * B, Hq, K, Dv].
+    """Attend with many groups of K tokens that follow the same contexts, [groups * B, Hq, K, Dv].
 
     `past` are keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] of the contexts, `states` queries [groups * B, Hq, K, D],
     keys and values of the tokens, group by group; `seen` is [B or 1, 1, K, T + K], bool or additive. The contexts are
@@ -90,7 +90,7 @@ def shared_attention(
 
 
 def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
-    """What each of `groups` sees of the context and of all groups' tokens, [B, 1, groups * G * K, T + groups * K]."""
+    """Mask what groups see of the context and of all their tokens, [B, 1, groups * G * K, T + groups * K]."""
     batch, count = len(visible), visible.shape[2]
     far = visible[..., :length][:, :, None, None].expand(-1, -1, groups, width, -1, -1)
     near = visible.new_zeros(batch, 1, groups, width, count, groups, count)
@@ -100,7 +100,7 @@ def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits: Logits) -> Tensor:
-    """[B, Hkv, rows, D] over keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]; `mask` is [B or 1, 1, rows, N] bool."""
+    """Attend [B, Hkv, rows, D] to keys [B, Hkv, N, D], values [B, Hkv, N, Dv] by `mask` [B or 1, 1, rows, N] bool."""
     if logits.softcap is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=logits.scaling)
     scores = logits.of(query, keys).masked_fill_(~mask, float("-inf"))
@@ -175,7 +175,7 @@ class Tree(DensePass[Observation]):
         ablated: Mapping[int, Sequence[Item]],
         outputs: Callable[[int, Item], Tensor],
     ) -> Tensor:
-        """What enters the final norm of every ablation, [groups, B, K, d_model], in the order of `ablated`.
+        """Return what enters the final norm of every ablation, [groups, B, K, d_model], in the order of `ablated`.
 
         `ablated` has the ablations of each layer, ascending; `outputs(layer, item)` is the attention
         [B, Hq, K, Dv] of that layer under one of them, computed when the sweep gets there.
@@ -199,7 +199,7 @@ class Tree(DensePass[Observation]):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] fp32 of what enters the final norm [..., d_model]."""
+        """Return next-token logits [..., V] fp32 of what enters the final norm [..., d_model]."""
         made: Tensor = self.model.get_output_embeddings()(self.top(hidden)).float()
         cap = getattr(text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)
@@ -216,7 +216,7 @@ class Tree(DensePass[Observation]):
 
 
 def _repeated(arguments: Mapping[str, Any], batch: int, times: int) -> dict[str, Any]:
-    """The arguments of a layer for `times` as many rows; what a group sees is decided by its cache layer."""
+    """Repeat the arguments of a layer for `times` as many rows; what a group sees is decided by its cache layer."""
 
     def longer(value: Any) -> Any:
         if isinstance(value, tuple):

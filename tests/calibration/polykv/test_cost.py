@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.calibration.options import PolykvOptions
 from kvsearch.calibration.polykv import cost
-from kvsearch.calibration.polykv.cost import ModelSize, Work, estimate, memory_of
+from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate, memory_of
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import UsageError
@@ -22,7 +22,7 @@ from tests import tiny
 # Llama-3.1-8B: query and output projections, key and value projections, the three matrices of the MLP
 PER_LAYER = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 LLAMA = ModelSize(32, tuple(range(32)), 4096, 14336, 32, 8, 128, 128256, 32 * PER_LAYER)
-NINE = Work(((8192, (128,)),), tried=9 * 2 * 1, batch=1)
+NINE = SweepWork(((8192, (128,)),), tried=9 * 2 * 1, batch=1)
 SMALL = ModelSize(3, (0, 1, 2), 8, 16, 4, 2, 2, 10, 300)
 
 
@@ -78,19 +78,19 @@ def test_groups_are_as_many_as_fit() -> None:
 
 @pytest.mark.parametrize(("prompts", "batch", "size"), [(1, 8, 1), (3, 2, 2), (3, 8, 3)])
 def test_a_batch_is_not_larger_than_there_are_prompts(prompts: int, batch: int, size: int) -> None:
-    work = Work(((64, (4,)),) * prompts, 6, batch=batch)
+    work = SweepWork(((64, (4,)),) * prompts, 6, batch=batch)
     assert memory_of(SMALL, work).cache == size * 64 * 3 * 2 * 2 * 2 * 2
 
 
 def test_a_prompt_is_read_once_for_all_its_questions() -> None:
-    together, apart = Work(((100, (5, 7)),), 6), Work(((100, (5,)), (100, (7,))), 6)
+    together, apart = SweepWork(((100, (5, 7)),), 6), SweepWork(((100, (5,)), (100, (7,))), 6)
     assert estimate(SMALL, together).naive == estimate(SMALL, apart).naive
     more, less = estimate(SMALL, apart).sweep, estimate(SMALL, together).sweep
     assert more.forward_tokens - less.forward_tokens == pytest.approx(100)
 
 
 def test_what_each_signal_costs() -> None:
-    work = Work(((100, (5,)),), 6)
+    work = SweepWork(((100, (5,)),), 6)
     losses, outputs = estimate(SMALL, work), estimate(SMALL, replace(work, losses=False))
     entropy = estimate(SMALL, replace(work, losses=False, tried=0))
     assert losses.sweep.flops > outputs.sweep.flops > entropy.sweep.flops
@@ -102,7 +102,7 @@ def test_what_each_signal_costs() -> None:
 
 def test_layers_with_a_sliding_window_are_gone_through_only() -> None:
     some = replace(SMALL, full_layers=(1,))
-    found = estimate(some, Work(((100, (6,)),), 4))
+    found = estimate(some, SweepWork(((100, (6,)),), 4))
     assert found.runs == 1 + 4
     assert found.sweep.forward_tokens == pytest.approx(106 + 4 * 6 * 2 / 3)
 
@@ -112,11 +112,11 @@ def test_the_sweep_never_costs_more(
     length: int, count: int, tried: int, samples: int, losses: bool, deep: bool
 ) -> None:
     size = replace(SMALL, layers=12, full_layers=tuple(range(0, 12, 1 if deep else 5)))
-    found = estimate(size, Work(((length, (count,) * samples),), tried, losses))
+    found = estimate(size, SweepWork(((length, (count,) * samples),), tried, losses))
     assert found.sweep.forward_tokens <= found.naive.forward_tokens
     assert found.sweep.flops <= found.naive.flops
     assert found.memory.minimum <= found.memory.peak
-    longer = estimate(size, Work(((length + 1, (count,) * samples),), tried, losses))
+    longer = estimate(size, SweepWork(((length + 1, (count,) * samples),), tried, losses))
     assert longer.sweep.flops > found.sweep.flops
     assert longer.memory.minimum >= found.memory.minimum
 
@@ -124,11 +124,11 @@ def test_the_sweep_never_costs_more(
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
 def test_rates_that_are_none(rate: float) -> None:
     with pytest.raises(UsageError, match="must be above 0"):
-        estimate(SMALL, Work(((10, (2,)),), 1), rate)
+        estimate(SMALL, SweepWork(((10, (2,)),), 1), rate)
 
 
 def test_as_json() -> None:
-    found = estimate(SMALL, Work(((10, (2,)),), 1)).as_json()
+    found = estimate(SMALL, SweepWork(((10, (2,)),), 1)).as_json()
     assert found.keys() == {"tflops", "samples", "runs", "naive", "sweep", "memory", "speedup"}
     assert found["naive"].keys() == {"forward_tokens", "flops", "seconds"}
     assert found["memory"].keys() == {"cache", "observed", "minimum", "groups", "peak"}
@@ -151,14 +151,14 @@ def test_the_work_of_a_calibration() -> None:
     model, data = tiny.loaded(), tiny.calibration_data(60, 80, questions=2)
     policies = [create_policy("h2o"), create_policy("snapkv", {"window": 8})]
     prompts = prompts_of(model, data)
-    found = Work.of(prompts, policies, PolykvOptions(budgets=(8, 16), batch=3, entropy_rows=5))
+    found = SweepWork.of(prompts, policies, PolykvOptions(budgets=(8, 16), batch=3, entropy_rows=5))
     assert [length for length, _ in found.prompts] == [prompt.length for prompt in prompts]
     assert found.prompts[1][1] == tuple(after.tokens.shape[1] for after in prompts[1].continuations)
     assert (found.tried, found.losses, found.batch) == (2 * 2 * 2, True, 3)
     assert (found.query_rows, found.column_sums) == (8, True)
-    one = Work.of(prompts, policies[1:], PolykvOptions(phases=("decode",), signals=("cosine",)))
+    one = SweepWork.of(prompts, policies[1:], PolykvOptions(phases=("decode",), signals=("cosine",)))
     assert (one.tried, one.losses, one.query_rows, one.column_sums) == (1, False, 8, False)
-    none = Work.of(prompts, policies, PolykvOptions(signals=("entropy",), entropy_rows=5))
+    none = SweepWork.of(prompts, policies, PolykvOptions(signals=("entropy",), entropy_rows=5))
     assert (none.tried, none.losses, none.query_rows, none.column_sums) == (0, False, 5, False)
     assert found.longest == (prompts[1].length, max(found.prompts[0][1] + found.prompts[1][1]))
 
@@ -183,6 +183,6 @@ def test_a_calibration_runs_as_many_tokens_as_were_counted(family: str, naive: b
         layer.register_forward_pre_hook(count, with_kwargs=True)
     calibrate_polykv(model, data, options, policies)
     size = ModelSize.of(model.model)
-    found = estimate(size, Work.of(prompts_of(model, data), policies, options))
+    found = estimate(size, SweepWork.of(prompts_of(model, data), policies, options))
     expected = found.naive if naive else found.sweep
     assert seen == pytest.approx(expected.forward_tokens * size.layers, abs=1e-6)

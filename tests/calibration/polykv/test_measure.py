@@ -209,11 +209,11 @@ def test_too_little_memory_is_refused_with_what_is_needed() -> None:
 def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as one disturbance at a time needs."""
     from kvsearch.calibration.polykv import measure as polykv
-    from kvsearch.calibration.polykv.cost import ModelSize, Work, memory_of
+    from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
     from kvsearch.calibration.prompts import prompts_of
 
     model = loaded()
-    work = Work.of(prompts_of(model, DATA), policies(), OPTIONS)
+    work = SweepWork.of(prompts_of(model, DATA), policies(), OPTIONS)
     least = memory_of(ModelSize.of(model.model), work).minimum
     swept: list[int] = []
     original = polykv.LayerSweep
