@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Listed, Option, Params, Repeated, parse_setting
+from kvsearch.config.options import Option, Params, Repeated, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
-from kvsearch.jobs.groups import ASKED, TASKS, Asking, Seeded, TaskDetails, WithModel
+from kvsearch.jobs.groups import ASKED, TASKS, Asking, Numbers, Seeded, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
@@ -45,7 +45,7 @@ class EvolveOptions(WithModel, TaskDetails, Asking, Seeded, EvolveSettings):
     budget: Annotated[Entries | None, Option("Entries to keep per kv head, on average.", panel=WHAT)] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
-        Listed,
+        Numbers,
         Option(
             "Several budgets in one run, each beginning with the result of the one before: writes plan-N.json and "
             "front.json.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvsearch.config.options import JobOptions, Listed, Option
+from kvsearch.config.options import JobOptions, Option
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
-WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
+
+
+def _numbers(value: object) -> object:
+    """Read whole numbers as they are typed, "8,16"."""
+    if not isinstance(value, str):
+        return [value] if isinstance(value, int) else value
+    try:
+        return [int(item) for item in value.split(",")]
+    except ValueError:
+        raise ValueError(f"takes whole numbers with commas between them, got {value!r}") from None
+
+
+Numbers = BeforeValidator(_numbers)
+WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers]
 
 
 def _above_zero(gigabytes: float | None) -> float | None:

@@ -137,7 +137,7 @@ class PreparedSearch:
     def search(
         self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
-        """The first part; `name` and errors as for `Search`."""
+        """Do the first part; `name` and errors as for `Search`."""
         free = self.settings.objective == "metric"
         counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]
 
@@ -148,20 +148,20 @@ class PreparedSearch:
         return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
-        """The plan of budgets [L, Hkv]; `settings` go to its provenance."""
+        """Return the plan of budgets [L, Hkv]; `settings` go to its provenance."""
         return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
 
     def compare(
         self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: Store | None
     ) -> PlanComparison:
-        """Scores of plans on a split; `name` is what their replies are kept under."""
+        """Score plans on a split; `name` is what their replies are kept under."""
         prepared = prepare_plans(self.loaded, plans, tasks, self.asked)
         storing = store or (lambda _, __: nullcontext((None, None)))
         with storing(name, prepared.evaluation) as (replies, progress):
             return prepared.run(progress, replies)
 
     def choose(self, outcome: SearchOutcome, store: Store | None = None, name: str = "choice") -> Choice:
-        """The second part: the highest score on the second split; of equal ones the lower loss, then the first."""
+        """Choose the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
         settings = self._origin(outcome)
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
@@ -173,7 +173,7 @@ class PreparedSearch:
         return Choice(best, table, self.plan(table, chosen), result, finalists)
 
     def contenders(self, choice: Choice) -> dict[str, Plan]:
-        """What the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
+        """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
         streaming, size = create_policy(STREAMING), Size(budget=self.budget)
         if self.budget > streaming.sink_count:
@@ -181,11 +181,11 @@ class PreparedSearch:
         return plans
 
     def report(self, choice: Choice, store: Store | None = None) -> PlanComparison:
-        """The third part: the `contenders` on the third split."""
+        """Score the `contenders` on the third split."""
         return self.compare(self.contenders(choice), self.splits.report, "report", store)
 
     def decide(self, outcome: SearchOutcome, store: Store | None = None) -> Evolved:
-        """The second and the third part."""
+        """Choose, then report."""
         choice = self.choose(outcome, store)
         return Evolved(outcome, choice, self.report(choice, store))
 
@@ -237,12 +237,12 @@ def prepare_search(
 
 
 def questions_hash(samples: Sequence[BankSample]) -> str:
-    """SHA-256 of questions with their contexts and right answers, in order."""
+    """Return the SHA-256 of questions with their contexts and right answers, in order."""
     return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
 
 
 def longest(samples: Sequence[BankSample]) -> int:
-    """Tokens of the longest prompt that is compressed."""
+    """Count the tokens of the longest prompt that is compressed."""
     return max(len(sample.prompt) for sample in samples)
 
 

@@ -98,7 +98,7 @@ def search_front(
 
 
 def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSearch:
-    """The search with one more start: the result of a smaller budget, scaled, if it is not there already."""
+    """Return the search with one more start: the result of a smaller budget, scaled, if it is not there already."""
     if smaller is None:
         return search
     table = search.frame.complete(smaller)
@@ -109,7 +109,7 @@ def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSea
 
 
 def _view(result: PlanComparison, budget: int) -> PlanComparison:
-    """The part of a comparison that one budget is about, with names as if it were alone."""
+    """Return the part of a comparison that one budget is about, with names as if it were alone."""
     ending = f"-{budget}"
     mine = {name.removesuffix(ending): label for name, label in result.labels.items() if name.endswith(ending)}
     return PlanComparison(result.comparison, {FULL: result.labels[FULL], **mine})

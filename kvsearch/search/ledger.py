@@ -36,7 +36,7 @@ from kvsearch.runs.ledger import Ledger, Unfit
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
-from kvsearch.search.records import LINES, Asked, Best, Computed, Line, Stage, Told, Vector
+from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine, Vector
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
 _WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, "plan-*.json", "choice", "choice-*", "report")
@@ -88,7 +88,7 @@ class SearchLedger(Ledger[Line]):
 
     def begin(self, stage: str) -> Line:
         """Return the line where a stage began, or begins now."""
-        for line in self._of(Stage):
+        for line in self._of(StageLine):
             if line.name == stage and line.begins:
                 return line
         return self.append("stage", name=stage, begins=True)
@@ -145,27 +145,27 @@ class SearchLedger(Ledger[Line]):
         for line in self.lines:
             if line is before:
                 break
-            if isinstance(line, Told):
+            if isinstance(line, ToldLine):
                 found |= failed
                 failed.clear()
-            elif isinstance(line, Computed):
+            elif isinstance(line, ComputedLine):
                 for key, result in line.results.items():
                     failed.pop(key, None)
                     (found if result.kind == "ok" else failed)[key] = result
         return found
 
-    def asked(self, stage: str) -> list[Asked]:
+    def asked(self, stage: str) -> list[AskedLine]:
         """Return what was asked in a stage, in order."""
-        return [line for line in self._of(Asked) if line.stage == stage]
+        return [line for line in self._of(AskedLine) if line.stage == stage]
 
-    def told(self, stage: str) -> list[Told]:
+    def told(self, stage: str) -> list[ToldLine]:
         """Return what was told in a stage, in order."""
-        return [line for line in self._of(Told) if line.stage == stage]
+        return [line for line in self._of(ToldLine) if line.stage == stage]
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestLine | None:
         """The best candidate that was written last."""
-        found = self._of(Best)
+        found = self._of(BestLine)
         return found[-1] if found else None
 
     def _of(self, kind: type[_OfLine]) -> list[_OfLine]:
@@ -173,7 +173,7 @@ class SearchLedger(Ledger[Line]):
 
     def _note(self, line: Line) -> None:
         super()._note(line)
-        if isinstance(line, Computed):
+        if isinstance(line, ComputedLine):
             self._evaluated.update(line.keys)
             self._tokens += line.tokens
 

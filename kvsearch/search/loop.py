@@ -35,15 +35,15 @@ class Watcher(Protocol):
     """Told how a search goes; it decides nothing."""
 
     def stage(self, name: str) -> None:
-        """Something begins."""
+        """Hear that something begins."""
         ...
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
-        """A generation is measured; values are to be minimised, NaN for candidates that failed."""
+        """Hear of a generation that is measured; values are to be minimised, NaN for candidates that failed."""
         ...
 
     def ended(self, why: str) -> None:
-        """The search is over."""
+        """Hear that the search is over."""
         ...
 
 

@@ -38,7 +38,7 @@ class Line(Record):
     at: Seconds
 
 
-class Generation(Line):
+class GenerationLine(Line):
     """Points of one generation of a stage."""
 
     stage: Text
@@ -51,23 +51,23 @@ class Generation(Line):
         return [np.array(point, dtype=np.float64) for point in self.points]
 
 
-class Asked(Generation):
+class AskedLine(GenerationLine):
     """The points as the optimiser asked for them."""
 
 
-class Told(Generation):
+class ToldLine(GenerationLine):
     """The points as the optimiser was told them, with their values, which it minimises."""
 
     values: list[Finite]
 
     @model_validator(mode="after")
-    def _one_value_each(self) -> Told:
+    def _one_value_each(self) -> ToldLine:
         if len(self.values) != len(self.points):
             refuse([(("values",), f"has {len(self.values)} for {len(self.points)} points")])
         return self
 
 
-class Computed(Line):
+class ComputedLine(Line):
     """Candidates, by `candidate_key`, that were measured together, and what became of them, see `JobOutcome`."""
 
     keys: list[Sha256] = Field(min_length=1)
@@ -78,7 +78,7 @@ class Computed(Line):
     tokens: Index
 
     @model_validator(mode="after")
-    def _a_row_each(self) -> Computed:
+    def _a_row_each(self) -> ComputedLine:
         if self.values is not None and len(self.values) != len(self.keys):
             refuse([(("values",), f"has {len(self.values)} rows for {len(self.keys)} candidates")])
         return self
@@ -91,7 +91,7 @@ class Computed(Line):
         return dict(zip(self.keys, results_of(whole, len(self.keys)), strict=True))
 
 
-class Best(Line):
+class BestLine(Line):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
     candidate: list[list[Floor]]
@@ -104,7 +104,7 @@ class Best(Line):
         return np.array(self.candidate, dtype=np.int64)
 
 
-class Stage(Line):
+class StageLine(Line):
     """The begin or the end of a group of layers or another phase, with what it is about."""
 
     name: Text
@@ -112,4 +112,10 @@ class Stage(Line):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
-LINES: dict[str, type[Line]] = {"asked": Asked, "result": Computed, "told": Told, "best": Best, "stage": Stage}
+LINES: dict[str, type[Line]] = {
+    "asked": AskedLine,
+    "result": ComputedLine,
+    "told": ToldLine,
+    "best": BestLine,
+    "stage": StageLine,
+}

@@ -40,7 +40,7 @@ class Base:
 
     @classmethod
     def of(cls, loaded: LoadedModel, policy: Policy | Plan) -> Base:
-        """One policy in all layers, or those of a plan's prefill phase.
+        """Take one policy in all layers, or those of a plan's prefill phase.
 
         Raises:
             IncompatibleError: the plan is of another model.
@@ -69,7 +69,7 @@ class Base:
         return dict(zip(describe(self.loaded.model).full_layers, self.policies, strict=True))
 
     def plan(self, table: Ints, settings: Mapping[str, Any], seed: int, data: str | None = None) -> Plan:
-        """The plan of budgets [L, Hkv], as entries for prompts of any length."""
+        """Return the plan of budgets [L, Hkv], as entries for prompts of any length."""
         return build_plan(
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,

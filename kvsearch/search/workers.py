@@ -46,7 +46,7 @@ class WorkerBank:
 
     @classmethod
     def of(cls, prepared: PreparedSearch, options: LoadOptions, cap: int, max_memory: int | None = None) -> WorkerBank:
-        """What a worker needs for the bank of a search."""
+        """Return what a worker needs for the bank of a search."""
         name = prepared.loaded.name
         return cls(
             model=str(Path(name).resolve()) if Path(name).exists() else name,
@@ -92,7 +92,7 @@ def make_executor(
     max_memory: int | None = None,
     progress: Progress | None = None,
 ) -> Executor:
-    """An executor with the bank of a search: in this process, or on Ray, whose workers have one GPU each if it has.
+    """Build an executor with the bank of a search: here, or on Ray, whose workers have one GPU each if the model has.
 
     `cap` is the largest budget of the bank, by default that of the search.
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvsearch.errors import EnvironmentFault, InternalError, UsageError
 from kvsearch.search.executors import Job, JobOutcome, SerialExecutor, evaluate_all, keys_of
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.records import LINES, Stage
+from kvsearch.search.records import LINES, StageLine
 from tests.search.executors.fakes import Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
@@ -61,7 +61,7 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
         assert ledger.best.table.tolist() == [[6, 6]]
         assert ledger.best.table.dtype == np.int64
         assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
-        begin, end = (line for line in ledger.lines if isinstance(line, Stage))
+        begin, end = (line for line in ledger.lines if isinstance(line, StageLine))
         assert (begin.name, begin.begins, begin.settings) == ("group 1", True, {"layers": [0, 1], "sigma": 0.3})
         assert (end.begins, end.settings) == (False, {})
         found = ledger.results()

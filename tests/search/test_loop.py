@@ -16,7 +16,7 @@ from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
 from kvsearch.search import loop
 from kvsearch.search.executors.base import Floats, Ints, Job
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.records import Told
+from kvsearch.search.records import ToldLine
 from kvsearch.search.settings import SearchLimits
 from kvsearch.search.space import Vector
 from kvsearch.search.stages import Frame
@@ -237,7 +237,7 @@ class TestFailures:
             run(tmp_path / "l", Measure(lambda *_: math.nan))
 
 
-def of(ledger: SearchLedger, rows: str) -> list[Told]:
+def of(ledger: SearchLedger, rows: str) -> list[ToldLine]:
     return ledger.told(f"layers {rows}")
 
 

@@ -58,7 +58,7 @@ class SampleStore:
         self.spilled += size
 
     def get(self, name: str, widths: Mapping[str, int]) -> dict[str, Tensor]:
-        """Some tensors [H, N, ...] of a group, the first `widths` of their N columns, on the devices they came from."""
+        """Return tensors [H, N, ...] of a group, the first `widths` of N columns, on the devices they came from."""
         if self.closed:
             raise UsageError("the samples of this bank were freed when it was closed: make a new one")
         if name in self._held:
@@ -93,7 +93,7 @@ class SampleStore:
         return path
 
     def _place(self) -> Path:
-        """A folder of the store's own, so that several stores may share `folder`."""
+        """Return a folder of the store's own, so that several stores may share `folder`."""
         if self._temporary is None:
             try:
                 self._temporary = TemporaryDirectory(prefix="kvsearch-bank-", dir=self.folder)

@@ -76,7 +76,7 @@ class Evaluator(Protocol):
         ...
 
     def evaluate(self, job: Job) -> Floats:
-        """Values [P, S] of the job's candidates on its samples."""
+        """Return the values [P, S] of the job's candidates on its samples."""
         ...
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Executor(ABC):
         self._waiting.append(job)
 
     def poll(self, timeout: float | None = None) -> list[JobOutcome]:
-        """Outcomes that were not handed out yet, in any order; waits up to `timeout` seconds (None: on) for the first.
+        """Hand out outcomes that were not yet, in any order; waits up to `timeout` seconds (None: on) for the first.
 
         Empty if nothing is pending or the time is over. A job under way in this process is not cut short.
 
@@ -164,17 +164,17 @@ class Executor(ABC):
 
 
 def candidate_key(candidate: Ints, objective: str, samples: tuple[int, ...] | None) -> str:
-    """SHA-256 of all that decides a candidate's values in a run: its budgets, the objective and the samples."""
+    """Return the SHA-256 of all that decides a candidate's values in a run: budgets, objective and samples."""
     return sha256_of({"budgets": candidate.tolist(), "objective": objective, "samples": samples})
 
 
 def keys_of(job: Job) -> list[str]:
-    """The `candidate_key` of each candidate of a job."""
+    """Return the `candidate_key` of each candidate of a job."""
     return [candidate_key(candidate, job.objective, job.samples) for candidate in job.candidates]
 
 
 def results_of(outcome: JobOutcome, candidates: int) -> list[Result]:
-    """What became of each of a job's `candidates`; beside one with values that are not finite, the others are "ok"."""
+    """Say what became of each of a job's `candidates`; beside one with values that are not finite, others are "ok"."""
     share = outcome.seconds / candidates
     if outcome.values is None:
         return [Result(outcome.kind, None, share, outcome.message)] * candidates
@@ -207,12 +207,12 @@ def attempt(evaluator: Evaluator, job: Job) -> JobOutcome:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and text of an error, `shortened`."""
+    """Return type and text of an error, `shortened`."""
     return shortened(f"{type(error).__name__}: {error}")
 
 
 def shortened(text: str) -> str:
-    """A text on one line and not too long."""
+    """Return a text on one line and not too long."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]}..."
 

@@ -90,7 +90,7 @@ def connect(ray: Any, address: str | None) -> bool:
 
 
 def require_room(ray: Any, wanted: RayWorkers) -> None:
-    """EnvironmentFault, with what is there, if the nodes of the cluster cannot hold all workers."""
+    """Raise EnvironmentFault, with what is there, if the nodes of the cluster cannot hold all workers."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, wanted.need)
     if room < wanted.workers:
@@ -103,7 +103,7 @@ def require_room(ray: Any, wanted: RayWorkers) -> None:
 
 
 def room_for(nodes: Iterable[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many workers fit where none is spread over nodes."""
+    """Return how many workers fit where none is spread over nodes."""
     tiny = 1e-6  # ten workers with 0.1 GPUs fit on one
     return sum(math.floor(min(node.get(name, 0.0) / amount for name, amount in need.items()) + tiny) for node in nodes)
 

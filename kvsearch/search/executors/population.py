@@ -47,7 +47,7 @@ def evaluate_all(
 
 
 def worst_of(values: Iterable[float]) -> float:
-    """The finite value of a failed candidate: above (worse than) all finite `values` of its generation.
+    """Return the finite value of a failed candidate: above (worse than) all finite `values` of its generation.
 
     The distance is the spread of the finite values, but at least 1 and at least the size of the largest: enough for any
     optimiser to turn away, not so much that a fitted surface has nothing else in it.
@@ -71,7 +71,7 @@ class _Part(NamedTuple):
     tokens: int = 0
 
     def halves(self, seconds: float = 0.0, tokens: int = 0) -> tuple[_Part, _Part]:
-        """Two parts; the first carries the cost."""
+        """Return two parts; the first carries the cost."""
         middle = len(self.job.candidates) // 2
         first, second = self.job.candidates[:middle], self.job.candidates[middle:]
         cost = (self.seconds + seconds, self.tokens + tokens)

@@ -243,7 +243,7 @@ class _Actor:
 
 
 def _reason(error: Exception) -> str:
-    """What Ray says in one line, without its indented list of ids."""
+    """Return what Ray says in one line, without its indented list of ids."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
         return in_one_line(cause)

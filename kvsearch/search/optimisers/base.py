@@ -108,7 +108,7 @@ class Optimiser(ABC):
         self._injected += [self._inside(point) for point in points]
 
     def ask(self) -> list[Vector]:
-        """Points of the next generation, each float64 [d] within the bounds.
+        """Return points of the next generation, each float64 [d] within the bounds.
 
         Raises:
             UsageError: the last generation was not told yet, or the search is finished.
@@ -155,7 +155,7 @@ class Optimiser(ABC):
 
     @abstractmethod
     def _ask(self) -> list[Vector]:
-        """The optimiser's own points of the next generation, within the bounds."""
+        """Return the optimiser's own points of the next generation, within the bounds."""
 
     @abstractmethod
     def _tell(self, points: list[Vector], values: list[float]) -> None:
@@ -168,7 +168,7 @@ class Optimiser(ABC):
                 self._best, self._best_point = rank, point.copy()
 
     def _inside(self, point: Vector) -> Vector:
-        """A copy of a point, moved onto a bound that it misses by rounding only."""
+        """Return a copy of a point, moved onto a bound that it misses by rounding only."""
         given = np.asarray(point, dtype=np.float64)
         if given.shape != self.start.shape:
             raise UsageError(f"{self.name}: a point must have shape [{self.dimension}], got {list(given.shape)}")
@@ -203,7 +203,7 @@ def create_optimiser(
 
 
 def default_population(dimension: int) -> int:
-    """4 + floor(3 ln d), EvolKV's population for a group of d layers (arXiv 2509.08315, section 4.1)."""
+    """Return 4 + floor(3 ln d), EvolKV's population for a group of d layers (arXiv 2509.08315, section 4.1)."""
     return 4 + math.floor(3 * math.log(dimension))
 
 

@@ -50,7 +50,7 @@ class Space(ABC):
 
     @abstractmethod
     def budgets(self, x: Vector) -> Ints:
-        """The table of a point [d]: int64 [L, Hkv], entries per kv head. The same for `x` and `project(x)`.
+        """Return the table of a point [d]: int64 [L, Hkv], entries per kv head. The same for `x` and `project(x)`.
 
         Raises:
             UsageError: the point has another length or is not finite.
@@ -58,7 +58,7 @@ class Space(ABC):
 
     @abstractmethod
     def project(self, x: Vector) -> Vector:
-        """Where the table of a point [d] is, float64 [d] within the bounds; projecting twice changes nothing more.
+        """Return where the table of a point [d] is, float64 [d] within the bounds; projecting twice changes no more.
 
         Raises:
             UsageError: the point has another length or is not finite.
@@ -66,7 +66,7 @@ class Space(ABC):
 
     @abstractmethod
     def point_of(self, budgets: Ints) -> Vector:
-        """The point [d] within the bounds that is nearest to a table [L, Hkv]; `budgets` undone where it can be.
+        """Return the point [d] within bounds that is nearest to a table [L, Hkv]; `budgets` undone where it can be.
 
         Raises:
             UsageError: the table has another shape.
@@ -116,7 +116,7 @@ class BoxSpace(Space):
 
     @abstractmethod
     def _table(self, x: Vector) -> Ints:
-        """The table of a projected point."""
+        """Return the table of a projected point."""
 
     @abstractmethod
     def _point_of(self, table: Ints) -> Vector:
@@ -128,7 +128,7 @@ class BoxSpace(Space):
 
 
 def bounds_of(total: int, floors: Ints, caps: Ints | None) -> tuple[Ints, Ints]:
-    """Checked floors and caps, int64 [L, Hkv]; no caps: a head may take everything.
+    """Return checked floors and caps, int64 [L, Hkv]; no caps: a head may take everything.
 
     Raises:
         UsageError: they cross, have other shapes, are empty, or do not admit the total.
@@ -141,7 +141,7 @@ def bounds_of(total: int, floors: Ints, caps: Ints | None) -> tuple[Ints, Ints]:
 
 
 def table_within(table: Ints, floors: Ints, caps: Ints | None) -> tuple[Ints, Ints, Ints]:
-    """A table to search around, whose sum is the total, with its floors and caps, int64 [L, Hkv] each.
+    """Return a table to search around, whose sum is the total, with its floors and caps, int64 [L, Hkv] each.
 
     Raises:
         UsageError: those of `bounds_of`, or a budget is outside its bounds.
@@ -160,7 +160,7 @@ def table_within(table: Ints, floors: Ints, caps: Ints | None) -> tuple[Ints, In
 
 
 def rows_of(rows: Rows, layers: int) -> Ints:
-    """The layers of a group, ascending, int64 [n].
+    """Return the layers of a group, ascending, int64 [n].
 
     Raises:
         UsageError: there are none, or some are not among `layers`, or given twice.
@@ -173,7 +173,7 @@ def rows_of(rows: Rows, layers: int) -> Ints:
 
 
 def layer_groups(layers: int, size: int) -> Ints:
-    """The group of each layer, [L]: groups of `size` consecutive layers from the bottom up; the last may have fewer.
+    """Return the group of each layer, [L]: `size` consecutive layers from the bottom up; the last may have fewer.
 
     Raises:
         UsageError: the size is below 1, or one group has all layers, which leaves nothing to search under a total.

@@ -80,7 +80,7 @@ class Basis(BoxSpace):
 
 
 def basis_from_tables(tables: Sequence[Ints], floors: ArrayLike = 0, most: int | None = None) -> Floats:
-    """Directions [d, L, Hkv] in which tables differ from uniform budgets, the main one first.
+    """Return the directions [d, L, Hkv] in which tables differ from uniform budgets, the main one first.
 
     The logarithms of what each table has above the floors, without their mean over the heads (a common factor, which
     a total takes away), are decomposed into singular vectors. Nothing is subtracted between the tables: their origin

@@ -54,7 +54,7 @@ class Heads(BoxSpace):
         return np.ones(self.dimension)
 
     def _largest(self, rows: Ints) -> float:
-        """The multiplier at which a group is full, or has everything; without free entries none has an effect."""
+        """Return the multiplier at which a group is full, or has everything; without free entries it has no effect."""
         free, room = self._free[rows], self._room[rows]
         some = free > 0
         if not some.any():
@@ -63,12 +63,12 @@ class Heads(BoxSpace):
         return float((most / free[some]).max())
 
     def _literal(self, x: Vector) -> Floats:
-        """Entries above the floors that a point says, [L, Hkv], whatever they sum to."""
+        """Return the entries above the floors that a point says, [L, Hkv], whatever they sum to."""
         said: Floats = np.minimum(x[self._group][:, None] * self._free, self._room)
         return said
 
     def _filled(self, x: Vector) -> Floats:
-        """Entries above the floors with the right sum, [L, Hkv]."""
+        """Return the entries above the floors with the right sum, [L, Hkv]."""
         weights = np.maximum(x, FAINT)[self._group][:, None] * self._free
         return water_level(weights, self._above, 0, self._room)
 
@@ -94,7 +94,7 @@ class Heads(BoxSpace):
         return table
 
     def _point_of(self, table: Ints) -> Vector:
-        """The multipliers that give the groups their sums in `table`."""
+        """Return the multipliers that give the groups their sums in `table`."""
         above = np.zeros(self.shape)
         for rows in self._members:
             room = self._room[rows]

@@ -57,7 +57,7 @@ class LayerGroups(BoxSpace):
         return self.project(np.ones(self.dimension))
 
     def _shares(self, x: Vector) -> Floats:
-        """Entries per head that a point says, [L, Hkv], whatever they sum to."""
+        """Return the entries per head that a point says, [L, Hkv], whatever they sum to."""
         return np.broadcast_to((x * self.average)[self._group][:, None], self.shape)
 
     def _project(self, x: Vector) -> Vector:
@@ -70,7 +70,7 @@ class LayerGroups(BoxSpace):
         return largest_remainder(self._shares(x), self.total, self._floors, self._caps)
 
     def _point_of(self, table: Ints) -> Vector:
-        """The average of each group."""
+        """Return the average of each group."""
         point: Vector = np.bincount(self._group, weights=table.sum(axis=1)) / (self._heads * self.average)
         return point
 
