@@ -140,6 +140,7 @@ def select(
     from kvsearch.evaluation.compare import Settings
     from kvsearch.evaluation.reply_store import check_place
     from kvsearch.plan.protocol import find_protocol
+    from kvsearch.runs.lock import locked, refuse_locked
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
 
@@ -157,6 +158,7 @@ def select(
     check_output(output, force)
     place = run or directory / "selection" / f"{size.budget or size.ratio}-{how.protocol}-{phases}"
     check_place(place)
+    refuse_locked(place)
     loaded = load_calibrated(common, directory, model, profile)
     prepared = prepare_selection(loaded, profile, size, questions, how, when, explored, rule)
     if common.dry_run:
@@ -168,8 +170,8 @@ def select(
         told = f"{kept.parent.name}, {kept.name}: batches"
         return kept_replies(kept, config, evaluation.replies, force, common, told)  # type: ignore[arg-type]
 
-    result = prepared.run(keep)
-    _deliver(result, output, place, force, common)
+    with locked(place):
+        _deliver(prepared.run(keep), output, place, force, common)
 
 
 def _size(profile: Profile, budget: int | None, ratio: float | None) -> Size:

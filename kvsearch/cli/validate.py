@@ -93,6 +93,7 @@ def validate(
     from kvsearch.choose.verdicts import FILE
     from kvsearch.evaluation.compare import Settings
     from kvsearch.plan.protocol import find_protocol
+    from kvsearch.runs.lock import locked, refuse_locked
     from kvsearch.signals.table import SignalTable
     from kvsearch.tasks.catalog import find_tasks
 
@@ -108,17 +109,20 @@ def validate(
     memory = how_asked.memory_bytes(max_memory)
     protocol_used = find_protocol(protocol or table.axes.protocol)
     settings = Settings(samples, protocol_used, common.seed, batch, memory, max_length)
+    refuse_locked(directory)
     loaded = own.load_calibrated(common, directory, model, profile)
     prepared = [prepare_validation(loaded, profile, size, chosen, settings, uses, permutations) for size in sizes]
     for note in (note for one in prepared for note in one.notes):
         common.warn(note)
-    before = _before(directory / FILE, prepared[0], force)
     if common.dry_run:
+        _before(directory / FILE, prepared[0], force)
         common.print_json(_to_do(prepared))
         return
-    found = _found(prepared[0], before, directory, force, common)
-    for one in prepared[1:]:
-        found = _found(one, found, directory, force, common)
+    with locked(directory):
+        before = _before(directory / FILE, prepared[0], force)
+        found = _found(prepared[0], before, directory, force, common)
+        for one in prepared[1:]:
+            found = _found(one, found, directory, force, common)
     _show(found, prepared, directory / FILE, common)
 
 
