@@ -29,13 +29,15 @@ def locked(directory: Path) -> Iterator[None]:
     The system forgets the lock of a process that dies. A directory that was made and stays empty goes again.
 
     Raises:
-        UsageError: another process is writing there; the message names it.
+        UsageError: another process is writing there, which the message names, or it is a file.
         EnvironmentFault: the directory cannot be made or written.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = _acquired(directory)
+    except FileExistsError:
+        raise UsageError(f"{directory} is a file: give a directory to write to") from None
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     with file:

@@ -144,6 +144,10 @@ def test_a_holder_that_says_nothing(tmp_path: Path, content: str) -> None:
 
 def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
+    refuse_locked(tmp_path / "file")
+    with pytest.raises(UsageError, match="file is a file: give a directory to write to"), locked(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
     refuse_locked(tmp_path / "file" / "run")
     with (
         pytest.raises(EnvironmentFault, match=r"^cannot write .*run: not a directory, check the disk"),
