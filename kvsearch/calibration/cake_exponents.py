@@ -19,7 +19,7 @@ from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import calibrate_dynamic
-from kvsearch.calibration.options import CakeOptions, DynamicOptions
+from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
 from kvsearch.calibration.tables import Floats, Ints, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
@@ -73,11 +73,10 @@ def calibrate_cake(
     loaded: LoadedModel,
     data: CalibrationData,
     policy: Policy,
-    cake: CakeOptions | None = None,
-    options: DynamicOptions | None = None,
+    options: CakeOptions | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Calibrate CAKE with exponents as `cake` says.
+    """Calibrate CAKE with exponents as `options` say.
 
     Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row, and
     "fit_loss", float32 [25, questions], see `Fit`.
@@ -85,18 +84,18 @@ def calibrate_cake(
     Raises:
         UsageError, IncompatibleError: see `fit_exponents` and `calibrate_dynamic`.
     """
-    cake, options = cake or CakeOptions(), options or DynamicOptions()
-    settings: dict[str, Any] = {"exponents": cake.exponents}
+    options = options or CakeOptions()
+    settings: dict[str, Any] = {"exponents": options.exponents}
     arrays: dict[str, NDArray[Any]] = {}
-    pair, second = (cake.tau1, cake.tau2), progress
-    if cake.exponents == "auto":
-        pair, settings["tuned_for"] = exponents(loaded.name, cake.tuned_for), cake.tuned_for
-    elif cake.exponents == "fit":
+    pair, second = (options.tau1, options.tau2), progress
+    if options.exponents == "auto":
+        pair, settings["tuned_for"] = exponents(loaded.name, options.tuned_for), options.tuned_for
+    elif options.exponents == "fit":
         first, second = _halves(progress)
-        fit = fit_exponents(loaded, data, policy, cake, options, first)
+        fit = fit_exponents(loaded, data, policy, options, first)
         pair, arrays = fit.chosen, {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
-        settings |= {"fit_ratio": cake.fit_ratio, "answer_tokens": cake.answer_tokens}
-    profile = calibrate_dynamic(loaded, data, policy, CAKEAllocation(*pair, cake.window), options, second)
+        settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
+    profile = calibrate_dynamic(loaded, data, policy, CAKEAllocation(*pair, options.window), options, second)
     return extended(profile, settings, arrays)
 
 
@@ -111,29 +110,28 @@ def fit_exponents(
     loaded: LoadedModel,
     data: CalibrationData,
     policy: Policy,
-    cake: CakeOptions | None = None,
-    options: DynamicOptions | None = None,
+    options: CakeOptions | None = None,
     progress: Progress | None = None,
 ) -> Fit:
-    """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `cake.fit_ratio`.
+    """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `options.fit_ratio`.
 
     Raises:
         UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long enough.
         IncompatibleError: the model computes NaN, or a prompt and its answer do not fit its positions.
     """
-    cake, options = cake or CakeOptions(), options or DynamicOptions()
-    prompts = prompts_of(loaded, data, options.protocol, cake.answer_tokens)
+    options = options or CakeOptions()
+    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
 
     def floor(length: int) -> int:
         return floor_entries(length, policy, options.minimum)
 
     check_lengths(loaded, prompts, policy, floor)
     for prompt in prompts:
-        _check_fit(prompt, cake.fit_ratio, floor(prompt.length))
+        _check_fit(prompt, options.fit_ratio, floor(prompt.length))
     losses: list[Floats] = []
     with running(loaded.model):
         for done, prompt in enumerate(prompts):
-            losses += _losses(loaded, prompt, policy, cake, floor(prompt.length))
+            losses += _losses(loaded, prompt, policy, options, floor(prompt.length))
             if progress is not None:
                 progress(done + 1, len(prompts))
     if not losses:
@@ -154,10 +152,10 @@ def _check_fit(prompt: CalibrationPrompt, ratio: float, floor: int) -> None:
 
 
 def _losses(
-    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, cake: CakeOptions, floor: int
+    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions, floor: int
 ) -> list[Floats]:
     """Measure the loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
-    rows = CAKEAllocation(window=cake.window).needs(policy).query_rows
+    rows = CAKEAllocation(window=options.window).needs(policy).query_rows
 
     def look(observation: Observation) -> Dispersion:
         entropy, variance = dispersion(observation, rows)
@@ -172,7 +170,7 @@ def _losses(
         prompt.ids.to(loaded.device),
         refusal=prompt.refusal(loaded.name),
     )
-    budgets = [_budgets(passed.noted, pair, prompt.length, cake.fit_ratio, floor) for pair in PAIRS]
+    budgets = [_budgets(passed.noted, pair, prompt.length, options.fit_ratio, floor) for pair in PAIRS]
     losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.continuations if after.predicted]
     if not np.isfinite(losses).all():
         raise IncompatibleError(f"{loaded.name}: the model computes NaN after calibration context {prompt.context}")

@@ -7,7 +7,6 @@ prefill. So one pass over a prompt tells what is decided for it at all 99 global
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -61,8 +60,9 @@ def calibrate_dynamic(
             tables.add((1.0 - budgets / prompt.length).astype(np.float32), prompt.length, prompt.context)
             if progress is not None:
                 progress(done + 1, len(prompts))
-    settings = {"data": data.name, **allocation.parameters(), **asdict(options)}
-    seed, floor = settings.pop("seed"), tables.floor(tables.length)
+    how = {"protocol": options.protocol, "minimum": options.minimum}
+    settings = {"data": data.name, **allocation.parameters(), **how}
+    seed, floor = options.seed, tables.floor(tables.length)
     origin = profile_metadata(loaded, data, policy, allocation.name, seed, settings, tables.lengths, floor)
     spread = {
         "ratio_deviation": tables.deviation(),

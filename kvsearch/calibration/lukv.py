@@ -7,7 +7,7 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def calibrate_lukv(
     weights = _effect_weights(kept) if kept else np.ones(0)
     for measured in kept:
         summary.add(measured, weights)
-    settings = {"data": data.name, **{key: value for key, value in asdict(options).items() if key != "seed"}}
+    settings = {"data": data.name, **options.settings()}
     tables = summary.tables
     origin = profile_metadata(
         loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)

@@ -1,33 +1,163 @@
-"""Choices of a calibration."""
+"""The options of the calibration methods: one model per method, each option with its help text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
+from pydantic import Field, model_validator
+
+from kvsearch.config.options import Option, Params, Seeded, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan import PHASES, Phase
+from kvsearch.plan.fields import refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+
+if TYPE_CHECKING:
+    from kvsearch.budgets.adakv import AdaKVAllocation
+    from kvsearch.budgets.cake import CAKEAllocation
+    from kvsearch.budgets.dynamic import Allocation
+    from kvsearch.budgets.lava import LAVaAllocation
+    from kvsearch.calibration.data import CalibrationData
+    from kvsearch.policies import Policy
 
 Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
 Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
 Exponents = Literal["auto", "fixed", "fit"]
-Signal = Literal["cosine", "ppl", "entropy"]
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
 
 ANSWER_TOKENS = 128
-SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
-
-SIGNALS: tuple[Signal, ...] = get_args(Signal)
-
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
+UNRANKED = ("full",)
+LUKV, SHARED, CAKE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE"
+
+AnswerTokens = Annotated[
+    Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
+]
+Minimum = Annotated[
+    Number,
+    Field(ge=0, lt=1),
+    Option(
+        "The least share of a context that every head keeps, on top of protected entries; all but polykv.",
+        shown="lukv 0.01, others 0",
+    ),
+]
+ProtocolChoice = Annotated[
+    Protocol,
+    Option(
+        "All but lukv: a prompt is a context (question-agnostic), or a context with a question and all that leads to "
+        "the reply (question-aware)."
+    ),
+]
+FloorShare = Annotated[
+    Number,
+    Field(ge=0, le=1),
+    Option("lava, adakv: the share of a head's even budget that it keeps in any case.", panel=SHARED, shown="0.2"),
+]
 
 
-@dataclass(frozen=True)
-class LukvOptions:
-    """What the paper leaves open, and its ablations.
+class CalibrationOptions(Seeded):
+    """What all methods have: a policy, and its parameters where they differ from the method's own.
+
+    `unit` is what is counted while the method runs. `own_params` says whether `params` belong to `policy`, and not to
+    all policies that are measured. `protection` is by policy, where the method differs from it.
+    """
+
+    job: ClassVar[str] = "calibrate"
+    recipes: ClassVar[str | None] = "recipes"
+    example: ClassVar[str] = "policy: snapkv"
+    unit: ClassVar[str] = "questions"
+    own_params: ClassVar[bool] = True
+    protection: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv or polykv.")] = "lukv"
+    policy: Annotated[
+        str,
+        Option(
+            "Eviction policy the budgets are for; polykv: of strategies without a route.",
+            shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
+        ),
+    ] = "snapkv"
+    params: Annotated[
+        Params,
+        Option(
+            "A policy parameter, as in --set window=16; polykv: of all patterns that have it, or of one, as in --set "
+            "snapkv.window=16; repeatable.",
+            flag="--set",
+            metavar="KEY=VALUE",
+            repeated=True,
+        ),
+    ] = Field(default_factory=dict)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Return the options that belong to the method alone."""
+        own = next(one for one in cls.__mro__ if "method" in get_annotations(one))
+        known = own.model_fields if issubclass(own, CalibrationOptions) else {}
+        return [name for name in known if name not in CalibrationOptions.model_fields]
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a recipe has `stated` with what was `given` over it; settings of another policy are left out."""
+        policy = given.get("policy")
+        if cls.own_params and policy not in (None, stated.get("policy", cls.model_fields["policy"].default)):
+            stated.pop("params", None)
+        params, typed = stated.get("params", {}), given.get("params", {})
+        here = typed if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
+        return {**stated, **given, "params": {**params, **here} if isinstance(params, dict) else params}
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Raise the UsageError that names the first of the `given` options that the method lacks, or a wrong choice."""
+        for key, value in given.items():
+            if key not in cls.model_fields:
+                raise UsageError(
+                    f"method {cls.model_fields['method'].default} has no option "
+                    f"{key!r}{suggest(key, cls.option_names())}"
+                )
+            hint = get_args(cls.model_fields[key].annotation)
+            if key in cls.option_names() and hint and all(isinstance(one, str) for one in hint) and value not in hint:
+                raise UsageError(f"unknown {key} {value!r}{suggest(str(value), hint)}")
+
+    def make_policy(self) -> Policy:
+        """Return the policy with the method's protected entries, unless `params` differ.
+
+        Raises:
+            UsageError: an unknown policy or parameter, or one that cannot be calibrated.
+        """
+        from kvsearch.policies import create_policy, policy_class
+
+        if self.policy in UNRANKED:
+            raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
+        policy_class(self.policy)
+        return create_policy(self.policy, {**self.protection.get(self.policy, {}), **self.params})
+
+    def policies(self) -> list[Policy]:
+        """Return all policies that are measured, `make_policy` among them; UsageError as it raises them."""
+        return [self.make_policy()]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the method's own options, as they go into the provenance of a profile."""
+        return self.model_dump(include=set(self.option_names()))
+
+    def resolved(self) -> dict[str, Any]:
+        """Return everything that decides what is measured of given texts; UsageError as `make_policy`."""
+        return {
+            "method": self.method, "policy": self.policy, "params": self.make_policy().parameters(),
+            **self.model_dump(mode="json", include=set(self.option_names())),
+        }  # fmt: skip
+
+    def scope(self, data: CalibrationData) -> str:
+        """Return what of `data` is measured, in words."""
+        raise NotImplementedError(f"{type(self).__name__} does not say")
+
+
+class LukvOptions(CalibrationOptions):
+    """What LU-KV's paper leaves open, and its ablations.
 
     `normalization` makes layers comparable, which the paper asks for without saying how. "effect" measures it: a
     layer's importance adds up to what the answer loses when the layer sees only the protected entries of the context.
@@ -35,133 +165,147 @@ class LukvOptions:
     mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
 
     `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
-    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `minimum` is the least share
-    of the context every head keeps, `answer_tokens` the longest answer that is teacher-forced.
+    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking.
     """
 
-    normalization: Normalization = "effect"
-    aggregate: Aggregate = "ratios"
-    group: Group = "sum"
-    gap: bool = True
-    minimum: float = 0.01
-    answer_tokens: int = ANSWER_TOKENS
-    seed: int = 0
+    # App. E: four sinks; 32 recent tokens under SnapKV, one under policies that score every key
+    protection: ClassVar[dict[str, dict[str, Any]]] = {
+        "snapkv": {"sinks": 4},
+        "keydiff": {"sinks": 4, "window": 1},
+        "expected_attention": {"sinks": 4, "window": 1, "epsilon": 0.02},
+    }
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_minimum(self.minimum)
-        _check_answer_tokens(self.answer_tokens)
+    method: Literal["lukv"] = "lukv"
+    policy: str = "snapkv"
+    normalization: Annotated[
+        Normalization,
+        Option("What makes layers comparable: effect, layer, layer_max, output, residual or none.", panel=LUKV),
+    ] = "effect"
+    aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.", panel=LUKV)] = "ratios"
+    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
+    gap: Annotated[
+        bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
+    ] = True
+    minimum: Minimum = 0.01
+    answer_tokens: AnswerTokens = ANSWER_TOKENS
+
+    def scope(self, data: CalibrationData) -> str:
+        """See `CalibrationOptions.scope`."""
+        return f"{data.questions} questions"
 
 
-@dataclass(frozen=True)
-class DynamicOptions:
-    """How the decisions of a dynamic allocation are collected.
+class DynamicOptions(CalibrationOptions):
+    """What the methods have in common that decide budgets anew for every prompt: how decisions are collected.
 
-    `protocol` says what a prompt is: every context ("question-agnostic"), or every context with a question and all that
-    leads to the reply ("question-aware"). `minimum` is the least share of a prompt that every head keeps, on top of
-    the policy's protected entries; 0 is the rule as it runs.
+    `protocol` says what a prompt is: every context, or every context with a question and all that leads to the reply.
+    A `minimum` of 0 is the rule as it runs.
     """
 
-    protocol: Protocol = QUESTION_AGNOSTIC
-    minimum: float = 0.0
-    seed: int = 0
+    unit: ClassVar[str] = "prompts"
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_minimum(self.minimum)
+    method: str = "dynamic"
+    policy: str = "snapkv"
+    protocol: ProtocolChoice = QUESTION_AGNOSTIC
+    minimum: Minimum = 0.0
+
+    def make_allocation(self) -> Allocation:
+        """Return the rule that decides; UsageError if its options contradict each other."""
+        raise NotImplementedError(f"{type(self).__name__} names no rule")
+
+    def make_policy(self) -> Policy:
+        """See `CalibrationOptions.make_policy`; UsageError if the method cannot share the policy's entries, too."""
+        policy = super().make_policy()
+        self.make_allocation().check(policy, f"method {self.method}")
+        return policy
+
+    def scope(self, data: CalibrationData) -> str:
+        """See `CalibrationOptions.scope`."""
+        if self.protocol == QUESTION_AGNOSTIC:
+            return f"{len(data.contexts)} contexts without their questions"
+        return f"{data.questions} contexts with a question"
 
 
-@dataclass(frozen=True)
-class CakeOptions:
-    """Where CAKE's exponents tau1 and tau2 come from.
+class LavaOptions(DynamicOptions):
+    """LAVa: layers and heads, by the entropy of a layer and where its highest scores are."""
 
-    "auto" looks up what its authors tuned for the model and for budgets of `tuned_for` entries per kv head, 1 and 1 if
-    nothing; "fixed" takes `tau1` and `tau2`; "fit" chooses the pair that costs the answers least when `fit_ratio` of a
-    prompt is evicted, with `answer_tokens` of an answer at most. `window` is CAKE's: 0 means that of the policy.
+    method: Literal["lava"] = "lava"
+    policy: str = "lava"
+    floor_share: FloorShare = 0.2
+    layers: Annotated[
+        Literal["dynamic", "planned"], Option("lava: budgets of layers, dynamic or planned.", panel=SHARED)
+    ] = "dynamic"
+    heads: Annotated[Literal["dynamic", "equal"], Option("lava: budgets of heads, dynamic or equal.", panel=SHARED)] = (
+        "dynamic"
+    )
+
+    def make_allocation(self) -> LAVaAllocation:
+        """See `DynamicOptions.make_allocation`."""
+        from kvsearch.budgets.lava import LAVaAllocation
+
+        return LAVaAllocation(self.floor_share, self.heads, self.layers)
+
+
+class AdakvOptions(DynamicOptions):
+    """AdaKV: the heads of a layer, by where its highest scores are."""
+
+    method: Literal["adakv"] = "adakv"
+    policy: str = "snapkv"
+    floor_share: FloorShare = 0.2
+    variant: Annotated[Literal["exact", "kvpress"], Option("adakv: exact, or what kvpress computes.", panel=SHARED)] = (
+        "exact"
+    )
+    normalize: Annotated[Flag, Option("adakv: divide scores by the sum of their head.", panel=SHARED)] = False
+
+    def make_allocation(self) -> AdaKVAllocation:
+        """See `DynamicOptions.make_allocation`."""
+        from kvsearch.budgets.adakv import AdaKVAllocation
+
+        return AdaKVAllocation(self.floor_share, self.variant, self.normalize)
+
+
+class CakeOptions(DynamicOptions):
+    """CAKE: layers, by how dispersed their attention is and how much it shifts.
+
+    The exponents tau1 and tau2: "auto" looks up what its authors tuned for the model and for budgets of `tuned_for`
+    entries per kv head, 1 and 1 if nothing; "fixed" takes `tau1` and `tau2`; "fit" chooses the pair that costs the
+    answers least when `fit_ratio` of a prompt is evicted. `window` is CAKE's: 0 means that of the policy.
     """
 
-    exponents: Exponents = "auto"
-    tau1: float = 1.0
-    tau2: float = 1.0
-    window: int = 0
-    tuned_for: int = 1024
-    fit_ratio: float = 0.8
-    answer_tokens: int = ANSWER_TOKENS
+    # which way of coming by the exponents reads an option
+    sources: ClassVar[dict[str, Exponents]] = {
+        "tau1": "fixed", "tau2": "fixed", "tuned_for": "auto", "fit_ratio": "fit", "answer_tokens": "fit",
+    }  # fmt: skip
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_answer_tokens(self.answer_tokens)
-        if self.tuned_for < 1:
-            raise UsageError(f"tuned_for must be 1 entry or more, got {self.tuned_for}")
-        if not 0 < self.fit_ratio < 1:
-            raise UsageError(
-                f"fit_ratio {self.fit_ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth"
-            )
+    method: Literal["cake"] = "cake"
+    policy: str = "cake"
+    exponents: Annotated[
+        Exponents,
+        Option("Where tau1 and tau2 come from: auto (its authors' table), fixed or fit (measured here).", panel=CAKE),
+    ] = "auto"
+    tau1: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.", panel=CAKE)] = 1.0
+    tau2: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.", panel=CAKE)] = 1.0
+    window: Annotated[
+        Whole,
+        Field(ge=0),
+        Option("Last queries whose attention is looked at.", flag="--cake-window", panel=CAKE, shown="the policy's"),
+    ] = 0
+    tuned_for: Annotated[Whole, Field(ge=1), Option("With --exponents auto: entries per kv head.", panel=CAKE)] = 1024
+    fit_ratio: Annotated[
+        Number, Field(gt=0, lt=1), Option("With --exponents fit: the share that is evicted.", panel=CAKE)
+    ] = 0.8
+    answer_tokens: AnswerTokens = ANSWER_TOKENS
 
+    @model_validator(mode="after")
+    def _all_options_are_read(self) -> Self:
+        refuse(
+            ((name,), f"is read with exponents {source} only, and they are {self.exponents}")
+            for name, source in self.sources.items()
+            if source != self.exponents and getattr(self, name) != type(self).model_fields[name].default
+        )
+        return self
 
-@dataclass(frozen=True)
-class PolykvOptions:
-    """What is measured of every layer, phase and pattern, and how.
+    def make_allocation(self) -> CAKEAllocation:
+        """See `DynamicOptions.make_allocation`."""
+        from kvsearch.budgets.cake import CAKEAllocation
 
-    `base` is the pattern that strategies without a route use in all layers. Every pattern is tried at `budgets` entries
-    per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
-    "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the last
-    `entropy_rows` query rows of the prompt (phase "prefill") and of the rows of the continuation (phase "decode");
-    `literal_entropy` takes that of the mean row as well, as Eq. 4 reads, which needs prompts of one length.
-
-    `protocol` is that of `DynamicOptions`. `naive` runs the model once for everything that is tried. Prompts are read
-    `batch` at a time, with at most `max_memory` bytes besides the weights (None: what is free). `recorded` only goes
-    into the profile: the `route`, `budget_signal` and `phases` that a strategy made of it should use.
-    """
-
-    base: str = "snapkv"
-    budgets: tuple[int, ...] = (512,)
-    phases: tuple[Phase, ...] = PHASES["both"]
-    signals: tuple[Signal, ...] = SIGNALS
-    literal_entropy: bool = False
-    entropy_rows: int = 32
-    answer_tokens: int | None = ANSWER_TOKENS
-    protocol: Protocol = QUESTION_AGNOSTIC
-    naive: bool = False
-    batch: int = 8
-    max_memory: int | None = None
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_choices(self)
-        for name, known in (("phases", PHASES["both"]), ("signals", SIGNALS)):
-            _check_listed(name, getattr(self, name), known)
-        if not self.budgets or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
-            raise UsageError(f"budgets must be ascending entries per kv head, each once, got {list(self.budgets)}")
-        for name in ("entropy_rows", "answer_tokens", "batch", "max_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be 1 or more, got {value}")
-        if self.literal_entropy and "entropy" not in self.signals:
-            raise UsageError("literal_entropy is another reading of the signal entropy: ask for that, too")
-
-
-def _check_listed(name: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """UsageError if some of `values` are unknown or there twice, or there are none."""
-    unknown = [value for value in values if value not in known]
-    if unknown:
-        raise UsageError(f"{name} {unknown[0]!r} is unknown{suggest(unknown[0], known)}")
-    if len(set(values)) != len(values) or not values:
-        raise UsageError(f"{name} must name some of {', '.join(known)}, each once, got {list(values)}")
-
-
-def _check_choices(options: LukvOptions | DynamicOptions | CakeOptions | PolykvOptions) -> None:
-    for key, hint in get_type_hints(type(options)).items():
-        choices, value = get_args(hint) if get_origin(hint) is Literal else (), getattr(options, key)
-        if choices and value not in choices:
-            raise UsageError(f"{key} {value!r} is unknown{suggest(str(value), choices)}")
-
-
-def _check_minimum(minimum: float) -> None:
-    if not 0 <= minimum < 1:
-        raise UsageError(f"minimum {minimum} is outside [0, 1): it is a share of the context")
-
-
-def _check_answer_tokens(tokens: int) -> None:
-    if tokens < 1:
-        raise UsageError(f"answer_tokens must be 1 or more, got {tokens}")
+        return CAKEAllocation(self.tau1, self.tau2, self.window)

@@ -71,7 +71,7 @@ def _own(options: type[JobOptions]) -> Iterator[inspect.Parameter]:
     for name in sorted(offered, key=lambda name: not offered[name][1].argument):
         field, option = offered[name]
         kind = _kind(field, option)
-        required = field.is_required()
+        required = field.is_required() and options.recipes is None  # else a recipe may have it
         given = typer.Argument if option.argument else typer.Option
         flags = [] if option.argument else [option.called(name), *([option.short] if option.short else [])]
         about = given(*flags, **_about(field, option))
@@ -114,7 +114,7 @@ def _plain(annotation: Any) -> Any:
 
 def _shown_default(field: FieldInfo) -> Any:
     """The default as the help shows it; None where it is no plain value."""
-    return field.default if isinstance(field.default, KINDS) else None
+    return field.default if not field.is_required() and isinstance(field.default, KINDS) else None
 
 
 def _about(field: FieldInfo, option: Option) -> dict[str, Any]:

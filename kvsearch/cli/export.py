@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsearch.calibration.directory import profile_file
 from kvsearch.cli.common import Common, command
 from kvsearch.cli.strategies import comma_separated
-from kvsearch.jobs.calibrated import profile_file
 
 if TYPE_CHECKING:
     from kvsearch.plan import PhasePlan, Plan, Profile, Size

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsearch.calibration.directory import PROFILE
 from kvsearch.cli.common import Common, checked_plan, command
 from kvsearch.cli.plan_output import Force, Output, check_output, deliver
-from kvsearch.jobs.calibrated import PROFILE
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan

@@ -94,7 +94,7 @@ def _make(
 ) -> None:
     from kvsearch.budgets.pyramidkv import Pyramid
     from kvsearch.budgets.uniform import Uniform
-    from kvsearch.calibration.recipe import parse_setting
+    from kvsearch.config.options import parse_setting
     from kvsearch.plan import Size, phases_of
     from kvsearch.policies.registry import create_policy
     from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation

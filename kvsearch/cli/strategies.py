@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsearch.cli.calibrate import CONFIG, PROFILE
+from kvsearch.calibration.directory import PROFILE
 from kvsearch.errors import UsageError
+from kvsearch.runs.identity import CONFIG
 
 if TYPE_CHECKING:
     from kvsearch.cli.common import Common

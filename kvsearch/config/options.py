@@ -7,12 +7,13 @@ the Python API are all made of these fields. Defaults come first, then the recip
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvsearch.config.recipes import find_recipe, read_recipe
@@ -72,8 +73,16 @@ class JobOptions(Record):
         """Return the fields that are options, by name: those of the job first, then those it shares with others."""
         own = inspect.get_annotations(cls)
         names = sorted(cls.model_fields, key=lambda name: name not in own)
-        found = {name: (cls.model_fields[name], option_of(cls.model_fields[name])) for name in names}
-        return {name: (field, option) for name, (field, option) in found.items() if option is not None}
+        found = {name: cls._option(name) for name in names}
+        return {name: (cls.model_fields[name], option) for name, option in found.items() if option is not None}
+
+    @classmethod
+    def _option(cls, name: str) -> Option | None:
+        """Return how a field is offered: as it says, or as the class says whose field it narrows."""
+        models = [one for one in cls.__mro__ if issubclass(one, JobOptions) and name in one.model_fields]
+        fields = [one.model_fields[name] for one in models]
+        stated = (item for field in fields for item in field.metadata if isinstance(item, Option))
+        return next(stated, None)
 
     @classmethod
     def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
@@ -94,7 +103,7 @@ class JobOptions(Record):
         try:
             return model.model_validate(model.merged(dict(stated), typed))
         except ValidationError as error:
-            raise model.refusal(error, stated, path) from error
+            raise model.refusal(error, stated, typed, path) from error
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -107,11 +116,14 @@ class JobOptions(Record):
         return {**stated, **given}
 
     @classmethod
-    def refusal(cls, error: ValidationError, stated: Mapping[str, Any], path: Path | None) -> UsageError:
+    def refusal(
+        cls, error: ValidationError, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None
+    ) -> UsageError:
         """Say what is wrong with the recipe at `path` alone, or else with what was given."""
         if path is not None:
             try:
-                cls.model_validate(cls.merged(dict(stated), {}))
+                needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+                cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
             except ValidationError as alone:
                 shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
                 if shared:
@@ -135,9 +147,10 @@ class JobOptions(Record):
         return self.model_dump(mode="json", include=there | hidden, exclude_none=True)
 
 
-def option_of(field: FieldInfo) -> Option | None:
-    """Return how a field is offered on the command line; None: not at all."""
-    return next((item for item in field.metadata if isinstance(item, Option)), None)
+class Seeded(JobOptions):
+    """The seed of everything random."""
+
+    seed: Annotated[int, Field(ge=0), Option("Seed of everything random.")] = 0
 
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
@@ -165,7 +178,19 @@ def _listed(value: object) -> object:
 
 def _settings(value: object) -> object:
     """Settings as they are typed, ["window=16"], as a mapping."""
-    return dict(map(parse_setting, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        try:
+            return dict(map(parse_setting, value))
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+    return value
+
+
+def above_zero(gigabytes: float | None) -> float | None:
+    """Return gigabytes as they are; ValueError unless there are some."""
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
+        raise ValueError("must be above 0 GB")
+    return gigabytes
 
 
 def as_repeated(value: object) -> object:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvsearch.config.options import Option, Repeated
+from kvsearch.config.options import Option, Repeated, Seeded
 from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import ASKED, KEPT, Asking, Seeded, WithModel, WithTasks
+from kvsearch.jobs.groups import ASKED, KEPT, Asking, WithModel, WithTasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option, Params, Repeated, parse_setting
+from kvsearch.config.options import Option, Params, Repeated, Seeded, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
-from kvsearch.jobs.groups import ASKED, TASKS, Asking, Numbers, Seeded, TaskDetails, WithModel
+from kvsearch.jobs.groups import ASKED, TASKS, Asking, Numbers, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvsearch.config.options import JobOptions, Option
+from kvsearch.config.options import JobOptions, Option, above_zero
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
@@ -36,18 +35,6 @@ def _numbers(value: object) -> object:
 
 Numbers = BeforeValidator(_numbers)
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers]
-
-
-def _above_zero(gigabytes: float | None) -> float | None:
-    if gigabytes is not None and not 0 < gigabytes < math.inf:
-        raise ValueError("must be above 0 GB")
-    return gigabytes
-
-
-class Seeded(JobOptions):
-    """The seed of everything random."""
-
-    seed: Annotated[int, Field(ge=0), Option("Seed of everything random.")] = 0
 
 
 class Loading(JobOptions):
@@ -188,7 +175,7 @@ class Asking(JobOptions):
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.", panel=ASKED)] = 8
     max_memory: Annotated[
         float | None,
-        AfterValidator(_above_zero),
+        AfterValidator(above_zero),
         Option(
             "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
             metavar="GB",

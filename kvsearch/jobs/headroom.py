@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvsearch.config.options import Option
-from kvsearch.jobs.groups import ASKED, Seeded, WithModel
+from kvsearch.config.options import Option, Seeded
+from kvsearch.jobs.groups import ASKED, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 

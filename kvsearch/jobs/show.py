@@ -32,7 +32,7 @@ def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is n
         UsageError: no such file, a damaged one, or a plan for a profile that cannot judge it.
         IncompatibleError: the profile is of another model than the plan.
     """
-    from kvsearch.jobs.calibrated import profile_file
+    from kvsearch.calibration.directory import profile_file
     from kvsearch.plan.profile import load_profile
 
     file = profile_file(options.path)

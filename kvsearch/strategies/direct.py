@@ -11,7 +11,7 @@ import numpy as np
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.recipe import parse_setting
+from kvsearch.config.options import parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Phase, Plan, Size

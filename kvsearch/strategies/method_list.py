@@ -11,7 +11,7 @@ from typing import Any
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.recipe import parse_setting
+from kvsearch.config.options import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Size

@@ -14,7 +14,7 @@ from kvsearch.calibration.analysis import fit_gain
 from kvsearch.calibration.cake_exponents import PAIRS, PLAIN, Fit, calibrate_cake, fit_exponents
 from kvsearch.calibration.data import CalibrationData, Context
 from kvsearch.calibration.dynamic import calibrate_dynamic, even_budgets
-from kvsearch.calibration.options import CakeOptions, DynamicOptions
+from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -29,7 +29,7 @@ from tests.calibration.test_dynamic import uneven
 from tests.runtime.helpers import running
 
 POLICY: Policy = create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2})
-FIT = CakeOptions("fit")
+FIT = CakeOptions(exponents="fit")
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def lost_at_run_time(model: LoadedModel, data: CalibrationData, pair: tuple[floa
 
 @pytest.mark.parametrize("protocol", ["question-agnostic", "question-aware"])
 def test_the_loss_is_that_of_the_runtime(protocol: Any, model: LoadedModel, data: CalibrationData) -> None:
-    options = DynamicOptions(protocol)
-    found = fit_exponents(model, data, POLICY, FIT, options)
+    options = CakeOptions(exponents="fit", protocol=protocol)
+    found = fit_exponents(model, data, POLICY, options)
     assert found.loss.shape == (25, 4)
     for pair in (PLAIN, (0.5, 5.0), (2.0, 0.5)):
         expected = lost_at_run_time(model, data, pair, options)
@@ -134,7 +134,7 @@ def test_the_table_is_that_of_the_chosen_pair(profile: Profile, fit: Fit, model:
 
 
 def test_fixed_exponents(model: LoadedModel, data: CalibrationData) -> None:
-    made = calibrate_cake(model, data, POLICY, CakeOptions("fixed", 1.6, 0.4, 3))
+    made = calibrate_cake(model, data, POLICY, CakeOptions(exponents="fixed", tau1=1.6, tau2=0.4, window=3))
     settings = made.metadata.provenance.settings
     assert [settings[key] for key in ("exponents", "tau1", "tau2", "window")] == ["fixed", 1.6, 0.4, 3]
     assert fit_gain(made) is None
@@ -167,7 +167,7 @@ def test_two_passes_are_told_as_one(model: LoadedModel, data: CalibrationData) -
 
 
 def test_answers_are_cut(model: LoadedModel, data: CalibrationData, fit: Fit) -> None:
-    one = fit_exponents(model, data, POLICY, CakeOptions("fit", answer_tokens=1))
+    one = fit_exponents(model, data, POLICY, CakeOptions(exponents="fit", answer_tokens=1))
     assert bool((one.loss <= fit.loss + 1e-5).all())
     assert one.loss.sum() < fit.loss.sum()
 
@@ -175,14 +175,19 @@ def test_answers_are_cut(model: LoadedModel, data: CalibrationData, fit: Fit) ->
 def test_only_what_eviction_changes_is_measured(model: LoadedModel, data: CalibrationData) -> None:
     """With the question in the prompt, the first token of an answer is predicted before anything is evicted."""
     with pytest.raises(UsageError, match=r"^no answer is long enough to fit exponents: .* use protocol question-agn"):
-        fit_exponents(model, data, POLICY, CakeOptions("fit", answer_tokens=1), DynamicOptions("question-aware"))
+        fit_exponents(
+            model,
+            data,
+            POLICY,
+            CakeOptions(exponents="fit", answer_tokens=1, protocol="question-aware"),
+        )
 
 
 def test_a_ratio_below_what_is_always_kept(model: LoadedModel, data: CalibrationData) -> None:
     with pytest.raises(
         UsageError, match=r"^fit_ratio 0.95 keeps 3.\d+ entries per kv head .* below the 6 .* lower it$"
     ):
-        fit_exponents(model, data, POLICY, CakeOptions("fit", fit_ratio=0.95))
+        fit_exponents(model, data, POLICY, CakeOptions(exponents="fit", fit_ratio=0.95))
 
 
 def test_a_ratio_that_leaves_just_that(model: LoadedModel, data: CalibrationData) -> None:
@@ -190,7 +195,7 @@ def test_a_ratio_that_leaves_just_that(model: LoadedModel, data: CalibrationData
     words = " ".join(data.contexts[0].text.split()[:59])
     short = CalibrationData("short", data.prompt, (Context(words, data.contexts[0].questions),), data.sha256)
     assert (prompts_of(model, short)[0].length, (1 - 0.8) * 60 < 12) == (60, True)
-    found = fit_exponents(model, short, POLICY, FIT, DynamicOptions(minimum=0.2))
+    found = fit_exponents(model, short, POLICY, CakeOptions(exponents="fit", minimum=0.2))
     assert len({row.tobytes() for row in found.loss}) == 1
     assert found.chosen == PLAIN
 

@@ -257,7 +257,11 @@ def test_a_layer_that_shares_nothing_keeps_its_total(profiles: dict[str, Profile
 def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> None:
     told: list[tuple[int, int]] = []
     aware = calibrate_dynamic(
-        model, data, *METHODS["lava"], DynamicOptions("question-aware"), lambda done, total: told.append((done, total))
+        model,
+        data,
+        *METHODS["lava"],
+        DynamicOptions(protocol="question-aware"),
+        lambda done, total: told.append((done, total)),
     )
     assert aware.metadata.questions == 6
     assert aware.arrays["question_context"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -269,7 +273,7 @@ def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> No
 def test_fewer_questions_are_fewer_prompts(model: LoadedModel, data: CalibrationData) -> None:
     limited = data.limited(3)
     assert calibrate_dynamic(model, limited, *METHODS["cake"]).metadata.questions == 2
-    aware = calibrate_dynamic(model, limited, *METHODS["cake"], DynamicOptions("question-aware"))
+    aware = calibrate_dynamic(model, limited, *METHODS["cake"], DynamicOptions(protocol="question-aware"))
     assert aware.arrays["question_context"].tolist() == [0, 0, 1]
 
 

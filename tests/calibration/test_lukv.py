@@ -135,7 +135,7 @@ CHOICES = [
 def test_every_choice_makes_a_valid_profile(
     model: LoadedModel, data: CalibrationData, normalization: Any, aggregate: Any, group: Any, gap: bool
 ) -> None:
-    options = LukvOptions(normalization, aggregate, group, gap)
+    options = LukvOptions(normalization=normalization, aggregate=aggregate, group=group, gap=gap)
     made = calibrate_lukv(model, data, POLICY, options)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
@@ -148,12 +148,12 @@ def test_choices_matter(model: LoadedModel, data: CalibrationData) -> None:
     choices = [
         LukvOptions(),
         LAYER,
-        LukvOptions("none"),
-        LukvOptions("layer", "importance"),
-        LukvOptions("layer", group="max"),
-        LukvOptions("layer", gap=False),
-        LukvOptions("layer", answer_tokens=1),
-        LukvOptions("layer", minimum=0.2),
+        LukvOptions(normalization="none"),
+        LukvOptions(normalization="layer", aggregate="importance"),
+        LukvOptions(normalization="layer", group="max"),
+        LukvOptions(normalization="layer", gap=False),
+        LukvOptions(normalization="layer", answer_tokens=1),
+        LukvOptions(normalization="layer", minimum=0.2),
     ]
     tables = {calibrate_lukv(model, data, POLICY, made).arrays["evicted_ratio"].tobytes() for made in choices}
     assert len(tables) == len(choices)
@@ -163,10 +163,10 @@ def test_normalised_mass(model: LoadedModel, data: CalibrationData) -> None:
     """ "layer" gives every layer the same mass, "none" leaves importance as it is."""
     mass = calibrate_lukv(model, data, POLICY, LAYER).arrays["mass"]
     assert mass[..., -1].sum(-1) == pytest.approx(1.0)
-    plain = [item.importance for item in measured(model, data, LukvOptions("none"))]
-    mass = calibrate_lukv(model, data, POLICY, LukvOptions("none")).arrays["mass"]
+    plain = [item.importance for item in measured(model, data, LukvOptions(normalization="none"))]
+    mass = calibrate_lukv(model, data, POLICY, LukvOptions(normalization="none")).arrays["mass"]
     np.testing.assert_allclose(mass[..., -1], np.mean(plain, axis=0).sum(-1), rtol=1e-5)
-    for item in measured(model, data, LukvOptions("layer_max")):
+    for item in measured(model, data, LukvOptions(normalization="layer_max")):
         np.testing.assert_allclose(item.importance.max((1, 2)), item.scale, rtol=1e-6)
 
 
@@ -340,5 +340,5 @@ def test_a_model_that_computes_nan(where: str, normalization: Any, data: Calibra
     with torch.no_grad():
         model.model.get_submodule(where).weight[0] = float("nan")
     with pytest.raises(IncompatibleError, match="tiny: the model computes NaN on calibration context 0"):
-        calibrate_lukv(model, data, POLICY, LukvOptions(normalization))
+        calibrate_lukv(model, data, POLICY, LukvOptions(normalization=normalization))
     assert model.model.config._attn_implementation == "sdpa"

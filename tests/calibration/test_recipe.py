@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.calibration.methods import (
-    RECIPES,
-    AdakvRecipe,
-    CakeRecipe,
-    CalibrationRecipe,
-    DynamicRecipe,
-    LavaRecipe,
-    LukvRecipe,
-)
-from kvsearch.calibration.options import CakeOptions, DynamicOptions, LukvOptions
-from kvsearch.calibration.recipe import parse_setting, recipe_path, resolve_recipe
+from kvsearch.calibration.options import CakeOptions, DynamicOptions, LavaOptions, LukvOptions
+from kvsearch.config.options import parse_setting
 from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrate import (
+    METHODS,
+    CalibrateAdakv,
+    CalibrateCake,
+    CalibrateLava,
+    CalibrateLukv,
+    CalibrateOptions,
+)
 from kvsearch.policies import Policy, policy_names
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -62,22 +62,30 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrationRecipe:
+def resolve_recipe(
+    path: Path | str | None, values: dict[str, Any], settings: list[str], options: tuple[str, ...] | list[str] = ()
+) -> CalibrateOptions:
+    """What a recipe says, with what was typed over it."""
+    given = {"params": settings or None, "option": options or None, "model": "bundled", "output": Path("runs/x")}
+    return CalibrateOptions.of(path, **given, **values)
+
+
+def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrateOptions:
     """What the command line alone says."""
-    return resolve_recipe(None, values, settings, options)
+    return resolve_recipe(None, values, list(settings), options)
 
 
-def lukv(path: Path | None, values: dict[str, Any], settings: list[str]) -> LukvRecipe:
+def lukv(path: Path | None, values: dict[str, Any], settings: list[str]) -> CalibrateLukv:
     """A recipe of LU-KV."""
     recipe = resolve_recipe(path, values, settings)
-    assert isinstance(recipe, LukvRecipe)
+    assert isinstance(recipe, CalibrateLukv)
     return recipe
 
 
-def dynamic(method: str, *options: str, **values: Any) -> DynamicRecipe:
+def dynamic(method: str, *options: str, **values: Any) -> DynamicOptions:
     """A dynamic method with options that were typed."""
     recipe = typed(options=options, method=method, **values)
-    assert isinstance(recipe, DynamicRecipe)
+    assert isinstance(recipe, DynamicOptions)
     return recipe
 
 
@@ -87,8 +95,7 @@ def policy(name: str, *settings: str) -> Policy:
 
 def test_defaults() -> None:
     recipe = lukv(None, {"method": None, "policy": None, "normalization": None, "aggregate": None}, [])
-    assert recipe == LukvRecipe()
-    assert recipe.options(3) == LukvOptions(seed=3)
+    assert (recipe.settings(), recipe.policy, recipe.seed) == (LukvOptions().settings(), "snapkv", 0)
     assert recipe.make_policy().name == "snapkv"
 
 
@@ -123,18 +130,17 @@ def test_the_shipped_recipes(path: Path) -> None:
     recipe = resolve_recipe(path, {}, [])
     assert recipe.method == path.stem.partition("-")[0]
     made = recipe.make_policy()
-    if isinstance(recipe, LukvRecipe):
+    if isinstance(recipe, CalibrateLukv):
         assert made.sink_count == 4
         assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
-        assert recipe.options(0).normalization == recipe.normalization
-    elif isinstance(recipe, DynamicRecipe):
+    elif isinstance(recipe, DynamicOptions):
         assert made.window_count == 32
         assert recipe.make_allocation().name == recipe.method
 
 
 def test_the_ablations_of_lava_differ() -> None:
-    made = [resolve_recipe(recipe_path(name), {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
-    allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaRecipe)]
+    made = [resolve_recipe(name, {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
+    allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, CalibrateLava)]
     assert allocations == [LAVaAllocation(), LAVaAllocation(layers="planned"), LAVaAllocation(heads="equal")]
 
 
@@ -148,10 +154,10 @@ def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
         tmp_path, "policy: snapkv\nparams: {window: 8, sinks: 2}\nnormalization: layer\nminimum: 0.05\ngap: no\n"
     )
     plain = lukv(path, {"policy": None}, [])
-    assert plain.options(0) == LukvOptions("layer", gap=False, minimum=0.05)
+    assert plain.settings() == LukvOptions(normalization="layer", gap=False, minimum=0.05).settings()
     assert plain.make_policy().parameters()["window"] == 8
     over = lukv(path, {"policy": "snapkv", "normalization": "none"}, ["window=16"])
-    assert over.options(0) == LukvOptions("none", gap=False, minimum=0.05)
+    assert over.settings() == LukvOptions(normalization="none", gap=False, minimum=0.05).settings()
     assert over.params == {"window": 16, "sinks": 2}
 
 
@@ -257,22 +263,6 @@ def test_a_missing_recipe(tmp_path: Path) -> None:
         resolve_recipe(tmp_path / "nothing.yaml", {}, [])
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"normalization": "layers"}, r"normalization 'layers' is unknown; did you mean 'layer'\? \(known: effect, "),
-        ({"aggregate": "mean"}, r"aggregate 'mean' is unknown.*\(known: ratios, importance\)"),
-        ({"group": "mean"}, r"group 'mean' is unknown.*\(known: sum, max\)"),
-        ({"minimum": 1.0}, r"minimum 1.0 is outside \[0, 1\)"),
-        ({"minimum": float("nan")}, "minimum nan is outside"),
-        ({"answer_tokens": 0}, "answer_tokens must be 1 or more"),
-    ],
-)
-def test_options_that_do_not_exist(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        LukvOptions(**values)
-
-
 # --- dynamic methods ----------------------------------------------------------------------------------------------
 
 
@@ -286,35 +276,35 @@ def test_the_defaults_of_the_dynamic_methods() -> None:
         assert (recipe.method, recipe.make_policy().name) == (method, name)
         assert recipe.make_policy().sink_count == 0, "the rule as published, without LU-KV's sinks"
         assert recipe.make_allocation() == allocation
-        assert recipe.options(3) == DynamicOptions("question-agnostic", 0.0, 3)
+        assert (recipe.protocol, recipe.minimum, recipe.seed) == ("question-agnostic", 0.0, 0)
 
 
 def test_options_of_the_methods() -> None:
     lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
-    assert isinstance(lava, LavaRecipe)
+    assert isinstance(lava, CalibrateLava)
     assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")
-    assert lava.options(0) == DynamicOptions("question-aware", 0.05)
+    assert (lava.protocol, lava.minimum) == ("question-aware", 0.05)
     adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
-    assert isinstance(adakv, AdakvRecipe)
+    assert isinstance(adakv, CalibrateAdakv)
     assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress", normalize=True)
     cake = dynamic("cake", "exponents=fixed", "tau1=1.6", "tau2=2", "window=16")
-    assert isinstance(cake, CakeRecipe)
+    assert isinstance(cake, CalibrateCake)
     assert cake.make_allocation() == CAKEAllocation(1.6, 2.0, 16)
-    assert cake.cake_options() == CakeOptions("fixed", 1.6, 2.0, 16)
+    assert cake.settings() == CakeOptions(exponents="fixed", tau1=1.6, tau2=2.0, window=16).settings()
 
 
 def test_where_exponents_come_from() -> None:
     auto, fit = dynamic("cake", "tuned_for=128"), dynamic("cake", "exponents=fit", "answer_tokens=4", fit_ratio=0.9)
-    assert isinstance(auto, CakeRecipe)
-    assert isinstance(fit, CakeRecipe)
-    assert auto.cake_options() == CakeOptions("auto", tuned_for=128)
-    assert fit.cake_options() == CakeOptions("fit", fit_ratio=0.9, answer_tokens=4)
+    assert isinstance(auto, CalibrateCake)
+    assert isinstance(fit, CalibrateCake)
+    assert auto.settings() == CakeOptions(tuned_for=128).settings()
+    assert fit.settings() == CakeOptions(exponents="fit", fit_ratio=0.9, answer_tokens=4).settings()
 
 
 def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, "method: lava\npolicy: snapkv\nparams: {window: 8}\nfloor_share: 0.1\nheads: equal\n")
     recipe = resolve_recipe(path, {"method": "lava"}, ["sinks=2"], ["floor_share=0.3"])
-    assert isinstance(recipe, LavaRecipe)
+    assert isinstance(recipe, CalibrateLava)
     assert recipe.make_allocation() == LAVaAllocation(0.3, heads="equal")
     assert recipe.params == {"window": 8, "sinks": 2}
     assert resolve_recipe(path, {"policy": "lava"}, []).params == {}
@@ -322,8 +312,8 @@ def test_what_is_typed_comes_before_the_recipe(tmp_path: Path) -> None:
 
 def test_options_of_lukv_can_be_typed_the_same_way() -> None:
     recipe = typed(options=("minimum=0.1", "group=max"), normalization="layer")
-    assert isinstance(recipe, LukvRecipe)
-    assert recipe.options(0) == LukvOptions("layer", group="max", minimum=0.1)
+    assert isinstance(recipe, CalibrateLukv)
+    assert recipe.settings() == LukvOptions(normalization="layer", group="max", minimum=0.1).settings()
 
 
 def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
@@ -335,11 +325,11 @@ def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
     assert resolve_recipe(unstated, {}, []).method == "lukv"
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", METHODS)
 def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
     """config.json says everything, and saying everything again changes nothing."""
     recipe = typed(method=method)
-    path = write(tmp_path, yaml.safe_dump(recipe.model_dump()))
+    path = write(tmp_path, yaml.safe_dump(recipe.recorded()))
     assert resolve_recipe(path, {}, []) == recipe
 
 
@@ -359,8 +349,7 @@ def test_options_of_another_method_are_refused_by_name(method: str, key: str, va
         ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
         ("lava", ["layers"], "--option 'layers' is not of the form key=value"),
         ("lava", ["layers=planned", "heads=equal"], "shares nothing: use static"),
-        ("lava", ["policy=snapkv"], "method lava has no option 'policy'"),
-        ("lava", ["floor_share=1.5"], "floor_share: "),
+        ("lava", ["floor_share=1.5"], "--floor-share: "),
         ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
         ("adakv", ["normalize=1"], "normalize: "),
         ("adakv", ["protocol=question-awar"], "unknown protocol 'question-awar'; did you mean 'question-aware'?"),
@@ -384,17 +373,24 @@ def test_policies_whose_entries_cannot_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "problem"),
+    ("options", "values", "problem"),
     [
-        (lambda: DynamicOptions("aware"), "protocol 'aware' is unknown; did you mean 'question-aware'"),
-        (lambda: DynamicOptions(minimum=1.0), r"minimum 1.0 is outside \[0, 1\)"),
-        (lambda: CakeOptions("tuned"), "exponents 'tuned' is unknown"),
-        (lambda: CakeOptions(fit_ratio=1.0), r"fit_ratio 1.0 is outside \(0, 1\)"),
-        (lambda: CakeOptions(fit_ratio=float("nan")), "fit_ratio nan is outside"),
-        (lambda: CakeOptions(tuned_for=0), "tuned_for must be 1 entry or more"),
-        (lambda: CakeOptions(answer_tokens=0), "answer_tokens must be 1 or more"),
+        (LukvOptions, {"normalization": "layers"}, "normalization"),
+        (LukvOptions, {"minimum": float("nan")}, "minimum"),
+        (LukvOptions, {"answer_tokens": 0}, "answer_tokens"),
+        (LavaOptions, {"minimum": 1.0}, "minimum"),
+        (CakeOptions, {"exponents": "tuned"}, "exponents"),
+        (CakeOptions, {"exponents": "fit", "fit_ratio": float("nan")}, "fit_ratio"),
+        (CakeOptions, {"tuned_for": 0}, "tuned_for"),
     ],
 )
-def test_dynamic_options_that_do_not_exist(made: Any, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        made()
+def test_options_are_checked_when_they_are_made(options: Any, values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        options(**values)
+
+
+def test_the_defaults_of_options_are_those_of_allocations() -> None:
+    assert METHODS["lava"].model_fields["floor_share"].default == LAVaAllocation().floor_share
+    assert METHODS["adakv"].model_fields["floor_share"].default == AdaKVAllocation().floor_share
+    assert METHODS["adakv"].model_fields["variant"].default == AdaKVAllocation().variant
+    assert METHODS["cake"].model_fields["window"].default == CAKEAllocation().window

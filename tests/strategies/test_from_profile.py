@@ -199,9 +199,11 @@ def test_numbers_of_numpy_do_not_leak(plain: Size, numpy: Size) -> None:
 
 Calibration = Callable[[LoadedModel, CalibrationData, Policy], Profile]
 CALIBRATIONS: dict[str, Calibration] = {
-    "lukv": lambda model, data, policy: calibrate_lukv(model, data, policy, LukvOptions("layer")),
+    "lukv": lambda model, data, policy: calibrate_lukv(model, data, policy, LukvOptions(normalization="layer")),
     "lava": lambda model, data, policy: calibrate_dynamic(model, data, policy, LAVaAllocation()),
-    "cake": lambda model, data, policy: calibrate_cake(model, data, policy, CakeOptions("fit", fit_ratio=0.7)),
+    "cake": lambda model, data, policy: calibrate_cake(
+        model, data, policy, CakeOptions(exponents="fit", fit_ratio=0.7)
+    ),
     "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKVAllocation()),
 }
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import PolykvOptions
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.patterns import check_pattern
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -22,8 +22,8 @@ def checked_prompts(
     """Return the prompts that can be run; a `KvsearchWarning` if a budget evicts nothing from some of them.
 
     Raises:
-        UsageError: policies that cannot be tried, or without `options.base`; no prompt is longer than a budget; prompts
-            of different lengths, for the literal entropy; no token whose loss counts.
+        UsageError: policies that cannot be tried, or without `options.policy`; no prompt is longer than a budget;
+            prompts of different lengths, for the literal entropy; no token whose loss counts.
         IncompatibleError: a prompt and what follows do not fit the positions of the model.
     """
     check_policies(policies, options)
@@ -54,10 +54,10 @@ def check_policies(policies: Sequence[Policy], options: PolykvOptions) -> None:
     for number, policy in enumerate(policies):
         if policy.name in names[:number]:
             raise UsageError(f"the pattern {policy.name} is given twice: a pattern is tried with one setting")
-        check_pattern(policy, options.phases, min(options.budgets))
-    if options.base not in names:
+        check_pattern(policy, options.measured_phases, min(options.budgets))
+    if options.policy not in names:
         raise UsageError(
-            f"base {options.base!r}, for strategies without a route, is none of the patterns: name one of "
+            f"policy {options.policy!r}, for strategies without a route, is none of the patterns: name one of "
             f"{', '.join(names)}"
         )
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvsearch.calibration.options import PolykvOptions
+    from kvsearch.calibration.polykv.options import PolykvOptions
     from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.policies import Policy
 
@@ -91,12 +91,12 @@ class SweepWork:
 
         ablated = "cosine" in options.signals or "ppl" in options.signals
         used = policies if ablated else ()
-        needs = [policy.needs() for policy in used if "prefill" in options.phases]
-        needs += [decode_needs(policy) for policy in used if "decode" in options.phases]
+        needs = [policy.needs() for policy in used if "prefill" in options.measured_phases]
+        needs += [decode_needs(policy) for policy in used if "decode" in options.measured_phases]
         rows = [need.query_rows for need in needs] + [options.entropy_rows] * ("entropy" in options.signals)
         return cls(
             tuple((one.length, tuple(after.tokens.shape[1] for after in one.continuations)) for one in prompts),
-            tried=len(used) * len(options.phases) * len(options.budgets),
+            tried=len(used) * len(options.measured_phases) * len(options.budgets),
             losses="ppl" in options.signals,
             batch=options.batch,
             query_rows=max(rows, default=0),

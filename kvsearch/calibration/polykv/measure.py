@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import SAMPLES, PolykvOptions
+from kvsearch.calibration.directory import SAMPLES
 from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
 from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of
@@ -24,6 +24,7 @@ from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
 from kvsearch.calibration.polykv.layer_sweep import LayerSweep
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places, unfinished
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
@@ -47,7 +48,6 @@ def calibrate_polykv(
     data: CalibrationData,
     options: PolykvOptions,
     policies: Sequence[Policy],
-    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
     started: Callable[[], None] | None = None,
@@ -64,7 +64,7 @@ def calibrate_polykv(
     """
     prompts = checked_prompts(loaded, data, options, policies)
     shape = describe(loaded.model)
-    tried = Ablations(tuple(policies), options.budgets, options.phases, shape.full_layers, shape.kv_heads)
+    tried = Ablations(tuple(policies), options.budgets, options.measured_phases, shape.full_layers, shape.kv_heads)
     total, groups = sum(len(prompt.continuations) for prompt in prompts), _groups(loaded, prompts, policies, options)
     if started is not None:
         started()
@@ -79,7 +79,7 @@ def calibrate_polykv(
                     done.add(unfinished(measure(number), done.finished))
                 if progress is not None:
                     progress(len(done.finished), total)
-    return _profile(loaded, data, options, policies, seed, done)
+    return _profile(loaded, data, options, policies, done)
 
 
 class _Measure:
@@ -130,8 +130,8 @@ def _groups(
 ) -> int:
     """Return how many ablations the sweep can have at a time; UsageError if not one fits the memory that is allowed."""
     size, work = ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options)
-    if options.max_memory is not None:
-        return memory_of(size, work, options.max_memory).groups
+    if options.memory_bytes is not None:
+        return memory_of(size, work, options.memory_bytes).groups
     free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)
     return memory_of(size, work, max(free, memory_of(size, work).minimum)).groups
 
@@ -141,7 +141,6 @@ def _profile(
     data: CalibrationData,
     options: PolykvOptions,
     policies: Sequence[Policy],
-    seed: int,
     done: SampleFiles,
 ) -> Profile:
     arrays = done.gathered()
@@ -150,16 +149,16 @@ def _profile(
         arrays[LITERAL_ENTROPY] = np.array(
             [[literal_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
         )
-    base = next(policy for policy in policies if policy.name == options.base)
+    base = next(policy for policy in policies if policy.name == options.policy)
     settings: dict[str, Any] = {
         "data": data.name, "protocol": options.protocol, "answer_tokens": options.answer_tokens,
-        "entropy_rows": options.entropy_rows, "naive": options.naive, **options.recorded,
+        "entropy_rows": options.entropy_rows, "naive": options.naive, **options.for_strategies,
     }  # fmt: skip
     lengths = arrays[LENGTH].tolist()
-    origin = profile_metadata(loaded, data, base, "polykv", seed, settings, lengths, base.floor)
+    origin = profile_metadata(loaded, data, base, "polykv", options.seed, settings, lengths, base.floor)
     axes = SignalAxes(
         patterns=tuple(policy.spec for policy in policies),
-        phases=options.phases,
+        phases=options.measured_phases,
         budgets=options.budgets,
         protocol=options.protocol,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import PolykvOptions
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -53,7 +53,7 @@ class Measurement:
             "patterns": sha256_of([[policy.name, policy.parameters()] for policy in policies]),
             **{name: json.dumps(getattr(options, name)) for name in DECISIVE},
         }
-        by_layer = len(options.phases), len(describe(loaded.model).full_layers)
+        by_layer = len(options.measured_phases), len(describe(loaded.model).full_layers)
         whole = len(options.budgets), *by_layer, len(policies)
         shapes: dict[str, tuple[int, ...]] = {}
         if "cosine" in options.signals:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.calibration.options import PolykvOptions
 from kvsearch.calibration.polykv import cost
 from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate, memory_of
 from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import decoder
@@ -156,7 +156,7 @@ def test_the_work_of_a_calibration() -> None:
     assert found.prompts[1][1] == tuple(after.tokens.shape[1] for after in prompts[1].continuations)
     assert (found.tried, found.losses, found.batch) == (2 * 2 * 2, True, 3)
     assert (found.query_rows, found.column_sums) == (8, True)
-    one = SweepWork.of(prompts, policies[1:], PolykvOptions(phases=("decode",), signals=("cosine",)))
+    one = SweepWork.of(prompts, policies[1:], PolykvOptions(phases="decode", signals=("cosine",)))
     assert (one.tried, one.losses, one.query_rows, one.column_sums) == (1, False, 8, False)
     none = SweepWork.of(prompts, policies, PolykvOptions(signals=("entropy",), entropy_rows=5))
     assert (none.tried, none.losses, none.query_rows, none.column_sums) == (0, False, 5, False)
@@ -170,7 +170,7 @@ def test_a_calibration_runs_as_many_tokens_as_were_counted(family: str, naive: b
     """Counted at every layer, one prompt at a time, as batches are padded."""
     model, data = tiny.loaded(family), tiny.calibration_data(40, 50, questions=2)
     policies = [create_policy("tova"), create_policy("streaming", {"sinks": 2})]
-    options = PolykvOptions("tova", (8, 12), signals=signals, naive=naive, batch=1)
+    options = PolykvOptions(policy="tova", budgets=(8, 12), signals=signals, naive=naive, batch=1)
     seen = 0
 
     def count(_: Any, arguments: Any, keywords: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import SAMPLES, PolykvOptions
+from kvsearch.calibration.directory import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
@@ -32,8 +32,14 @@ def policies() -> tuple[Policy, ...]:
     )
 
 
+def changed(**changes: Any) -> PolykvOptions:
+    return PolykvOptions(**{**OPTIONS.model_dump(), **changes})
+
+
 def profile(data: CalibrationData = DATA, directory: Path | None = None, **changes: Any) -> Profile:
-    return calibrate_polykv(loaded(), data, replace(OPTIONS, **changes), policies(), directory=directory)
+    return calibrate_polykv(
+        loaded(), data, PolykvOptions(**{**OPTIONS.model_dump(), **changes}), policies(), directory=directory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +164,7 @@ def test_a_damaged_file_of_samples_is_refused(tmp_path: Path) -> None:
 
 
 def test_signals_that_were_not_asked_for_are_not_there() -> None:
-    found = profile(signals=("cosine",), phases=("prefill",), budgets=(8,))
+    found = profile(signals=("cosine",), phases="prefill", budgets=(8,))
     assert set(found.arrays) == {"cosine", "relative_error", "sample_tokens", "sample_length", "sample_context"}
     assert SignalTable(found).routes == ("cosine", "error")
     only = profile(signals=("entropy",))

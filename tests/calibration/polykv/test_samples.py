@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.numpy import load, save
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import SAMPLES, PolykvOptions
+from kvsearch.calibration.directory import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.samples import forget_samples, has_samples, kept_samples
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
@@ -36,7 +37,7 @@ def profile(
     started: Callable[[], None] | None = None,
     **changes: Any,
 ) -> Profile:
-    options = replace(OPTIONS, **changes)
+    options = PolykvOptions(**{**OPTIONS.model_dump(), **changes})
     return calibrate_polykv(model or loaded(), data, options, policies, directory=directory, started=started)
 
 

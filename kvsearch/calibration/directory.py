@@ -1,0 +1,101 @@
+"""The directory of a calibration: its configuration, what is finished of it, and the profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.files import TEMPORARY, read_bytes
+from kvsearch.plan.parsing import parse_json
+from kvsearch.runs.identity import CONFIG, RunConfig, read_config
+
+PROFILE = "profile.safetensors"
+SAMPLES = "samples"  # folder: what is finished of a PolyKV calibration
+HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
+
+
+class CalibratedModel(NamedTuple):
+    """The model that a calibration was told to measure, and how it was loaded; None where that is not known."""
+
+    name: str | None
+    dtype: str | None
+    revision: str | None
+
+
+def calibrated_model(directory: Path) -> CalibratedModel | None:
+    """Return which model was calibrated in `directory`, by this or an older version; None if none was.
+
+    Raises:
+        UsageError: the configuration is damaged.
+    """
+    path = directory / CONFIG
+    if not path.is_file():
+        return None
+    config = read_config(directory)
+    found: Any = config.content if config is not None else parse_json(read_bytes(path), str(path))
+    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict) or "method" not in found["recipe"]:
+        return None
+    told = (found.get(name) for name in ("model", "dtype", "revision"))
+    return CalibratedModel(*(value if isinstance(value, str) else None for value in told))
+
+
+def profile_file(path: Path) -> Path:
+    """Return the profile in a directory, or the file itself; UsageError if the calibration is unfinished."""
+    if not path.is_dir():
+        return path
+    unfinished = has_samples(path)
+    if (unfinished or not (path / PROFILE).exists()) and (calibrated := calibrated_model(path)) is not None:
+        kept = "nothing of it is kept"
+        if unfinished:
+            from kvsearch.calibration.polykv.samples import kept_samples
+
+            kept = f"what is kept of it: {questions(kept_samples(path))}"
+        raise UsageError(
+            f"the calibration in {path} is not finished, {kept}: repeat its command, kvsearch calibrate "
+            f"{calibrated.name or 'MODEL'} ... -o {path}, to go on"
+        )
+    return path / PROFILE
+
+
+def has_samples(directory: Path) -> bool:
+    """Tell whether samples of a calibration that is not finished are in `directory`."""
+    return any((directory / SAMPLES).glob("*.safetensors"))
+
+
+def questions(count: int) -> str:
+    """Return a number of questions in words."""
+    return "1 question" if count == 1 else f"{count} questions"
+
+
+def goes_on_in(directory: Path, config: RunConfig) -> bool:
+    """Tell whether an unfinished calibration is in `directory`, with the same configuration.
+
+    Raises:
+        UsageError: it has another configuration.
+    """
+    if not has_samples(directory) or not (directory / CONFIG).exists():
+        return False
+    there = read_config(directory)
+    found = "it was begun by another version of kvsearch" if there is None else config.difference(there)
+    if found is not None:
+        raise UsageError(
+            f"{directory} holds another unfinished calibration: {found}; repeat its command to go on with it, choose "
+            "another --output, or --force to start anew"
+        )
+    return True
+
+
+def check_new(directory: Path, force: bool) -> None:
+    """Raise UsageError if something else than a leftover configuration is in `directory` and `force` is off."""
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file: give a directory to write to")
+    if force or not directory.is_dir():
+        return
+    samples = directory / SAMPLES
+    empty = [samples] if samples.is_dir() and not any(samples.iterdir()) else []  # stopped before a sample was finished
+    left = [item for item in directory.iterdir() if item not in empty and not item.name.startswith(TEMPORARY)]
+    if any(item.name != CONFIG for item in left):
+        raise UsageError(
+            f"{directory} exists and is not empty: choose another directory, or --force to replace its results"
+        )

@@ -1,0 +1,287 @@
+"""kvsearch calibrate: measure which cache entries a model can live without, and write a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from kvsearch.calibration.directory import PROFILE, SAMPLES, check_new, goes_on_in, questions
+from kvsearch.calibration.options import (
+    AdakvOptions,
+    CakeOptions,
+    CalibrationOptions,
+    DynamicOptions,
+    LavaOptions,
+    LukvOptions,
+)
+from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.config.options import Option, parse_setting
+from kvsearch.errors import UsageError
+from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Progress, Talk
+from kvsearch.naming import suggest
+from kvsearch.plan.parsing import list_problems
+from kvsearch.runs.directory import begin
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.lock import locked
+
+if TYPE_CHECKING:
+    from kvsearch.calibration.data import CalibrationData
+    from kvsearch.calibration.polykv.cost import CostEstimate
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.plan import Profile
+
+DEFAULT_METHOD = "lukv"
+TFLOPS = 100.0
+
+
+class CalibrateOptions(WithModel, CalibrationOptions):
+    """Where a profile goes and what it is measured on; what is measured is the method's to say, see `METHODS`."""
+
+    output: Annotated[Path, Option("Directory for the profile.", short="-o", recorded=False)]
+    data: Annotated[Path | None, Option("Calibration file.", shown="the shipped one for this model")] = None
+    questions: Annotated[int | None, Field(ge=1), Option("Use only so many questions, and their contexts.")] = None
+    force: Annotated[bool, Option("Replace results already in the directory.", recorded=False)] = False
+    tflops: Annotated[
+        float | None,
+        Option(
+            "--dry-run of polykv: 10^12 operations a second that times are estimated for.",
+            metavar="TFLOPS",
+            shown=f"{TFLOPS:g}",
+            recorded=False,
+        ),
+    ] = None
+    option: Annotated[
+        tuple[str, ...],
+        Option(
+            "An option of the method by its name, as in --option floor_share=0.",
+            repeated=True,
+            recorded=False,
+            hidden=True,
+        ),
+    ] = ()
+
+    @classmethod
+    def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
+        """Return the options of all methods; those of one method where that is chosen."""
+        found = super().offered()
+        if cls is CalibrateOptions:
+            for method in METHODS.values():
+                found = {**found, **{name: item for name, item in method.offered().items() if name not in found}}
+        return found
+
+    @classmethod
+    def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
+        """See `JobOptions.of`; `option` has options of the method as key=value, which win over the others."""
+        options = dict(parse_setting(item, "--option") for item in given.pop("option", None) or ())
+        return super().of(recipe, **{**given, **options})
+
+    @classmethod
+    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:
+        """Return the model of the method that was given or that the recipe at `path` has stated.
+
+        Raises:
+            UsageError: they differ, there is no such method, or something is given that the method does not have.
+        """
+        known, typed = list(METHODS), given.get("method")
+        name = stated.get("method", typed or DEFAULT_METHOD)
+        if typed is not None and typed not in known:
+            raise UsageError(f"unknown method {typed!r}{suggest(typed, known)}")
+        if not isinstance(name, str) or name not in known:
+            problem = f"method: {name!r} is unknown{suggest(str(name), known)}"
+            raise UsageError(list_problems([problem], str(path)))
+        if typed not in (None, name):
+            raise UsageError(f"{path} is a recipe of method {name}, not {typed}: leave --method or --recipe out")
+        method = METHODS[name]
+        method.check_given(given)
+        return cast("type[Self]", method)
+
+    def configuration(self, texts: CalibrationData) -> RunConfig:
+        """Return the configuration of the run, on `texts`."""
+        content: dict[str, Any] = {
+            "model": self.model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
+            "recipe": self.resolved(), "seed": self.seed,
+        }  # fmt: skip
+        if isinstance(self, PolykvOptions):
+            content |= {"dtype": self.dtype, "revision": self.revision}  # a run that goes on must find them the same
+        return RunConfig(job="calibrate", options=self.recorded(), content=content)
+
+
+class CalibrateLukv(LukvOptions, CalibrateOptions):
+    """See `LukvOptions`."""
+
+
+class CalibrateLava(LavaOptions, CalibrateOptions):
+    """See `LavaOptions`."""
+
+
+class CalibrateCake(CakeOptions, CalibrateOptions):
+    """See `CakeOptions`."""
+
+
+class CalibrateAdakv(AdakvOptions, CalibrateOptions):
+    """See `AdakvOptions`."""
+
+
+class CalibratePolykv(PolykvOptions, CalibrateOptions):
+    """See `PolykvOptions`."""
+
+
+METHODS: dict[str, type[CalibrateOptions]] = {
+    "lukv": CalibrateLukv, "lava": CalibrateLava, "cake": CalibrateCake, "adakv": CalibrateAdakv,
+    "polykv": CalibratePolykv,
+}  # fmt: skip
+
+
+def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | None]:
+    """Return the configuration of the run and, of PolyKV, what it would cost.
+
+    Whatever would stop the calibration at its start is found out; errors as `calibrate`.
+    """
+    texts, config = _checked(options, talk, tflops=True)
+    goes_on = _goes_on(options, config)
+    if not isinstance(options, PolykvOptions):
+        return config.content, None
+    from kvsearch.calibration.polykv.checks import checked_prompts
+    from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate
+    from kvsearch.calibration.polykv.measurement import Measurement
+    from kvsearch.calibration.polykv.samples import SampleFiles
+    from kvsearch.runtime.plan_checks import warn_unfit
+
+    loaded, policies = options.load(options.model, talk), options.policies()
+    warn_unfit(loaded.model, policies)
+    prompts = checked_prompts(loaded, texts, options, policies)
+    rate = TFLOPS if options.tflops is None else options.tflops
+    found = estimate(ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options), rate, options.memory_bytes)
+    if goes_on:
+        SampleFiles(options.output / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
+    return {**config.content, "estimate": found.as_json()}, found
+
+
+@job(CalibrateOptions)
+def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
+    """Measure which cache entries a model can live without, and write a profile into `output`.
+
+    lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
+    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
+    interrupted goes on when the call is repeated.
+
+    Raises:
+        UsageError: options that do not go together, unreadable texts, or results of something else in `output`.
+        IncompatibleError: the model computes NaN, or a prompt does not fit it.
+        EnvironmentFault: the disk is full, or the model cannot be loaded here.
+    """
+    texts, config = _checked(options, talk)
+    with locked(options.output):
+        goes_on = _goes_on(options, config)
+        loaded = options.load(options.model, talk)
+
+        from kvsearch.plan.profile import save_profile
+        from kvsearch.runtime.plan_checks import warn_unfit
+
+        policies = options.policies()
+        warn_unfit(loaded.model, policies)
+        named = ", ".join(policy.name for policy in policies)
+        talk.say(f"calibrating {options.model} by {options.method} for {named} on {options.scope(texts)} "
+                 f"from {texts.name}")  # fmt: skip
+        config = config.model_copy(update={"execution": _environment(loaded)})
+        with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
+            profile = _measure(options, loaded, texts, progress, start)
+        save_profile(profile, options.output / PROFILE, overwrite=True)
+        if isinstance(options, PolykvOptions):
+            from kvsearch.calibration.polykv.samples import forget_samples
+
+            forget_samples(options.output)
+    return profile
+
+
+def _checked(options: CalibrateOptions, talk: Talk, *, tflops: bool = False) -> tuple[CalibrationData, RunConfig]:
+    """The texts and the configuration, once all is checked that can be without a model."""
+    from kvsearch.calibration.data import default_data, load_calibration_data
+
+    options.make_policy()
+    texts = load_calibration_data(options.data or default_data(options.model)).limited(options.questions)
+    if options.tflops is not None and not (tflops and isinstance(options, PolykvOptions)):
+        raise UsageError("--tflops is for what --dry-run says of method polykv: leave it out")
+    if isinstance(options, PolykvOptions):
+        for remark in options.remarks():
+            talk.warn(remark)
+    return texts, options.configuration(texts)
+
+
+def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:
+    """Whether an unfinished run goes on; UsageError if something else is in the directory."""
+    resumes = isinstance(options, PolykvOptions) and options.output.is_dir() and not options.force
+    if resumes and goes_on_in(options.output, config):
+        return True
+    check_new(options.output, options.force)
+    return False
+
+
+def _environment(loaded: LoadedModel) -> dict[str, Any]:
+    from kvsearch.evaluation.identity import environment
+
+    return environment(loaded)
+
+
+@contextmanager
+def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk: Talk) -> Iterator[Callable[[], None]]:
+    """Give what to call once all is checked: samples of another calibration go, and the configuration is written.
+
+    After Ctrl-C it says what of a PolyKV calibration is kept, and how to go on.
+    """
+    from kvsearch.calibration.polykv.samples import forget_samples, kept_samples
+
+    begun = goes_on
+
+    def start() -> None:
+        nonlocal begun
+        if not goes_on:
+            forget_samples(options.output)
+        begin(options.output, config)
+        begun = True
+
+    try:
+        yield start
+    except KeyboardInterrupt:
+        if isinstance(options, PolykvOptions):
+            if begun and (kept := kept_samples(options.output)):
+                how = "the same command, without --force," if options.force else "the same command"
+                talk.say(f"kept in {options.output}: {questions(kept)}; {how} goes on with the others")
+            else:
+                talk.say("no question is finished: the same command begins anew")
+        raise
+
+
+def _measure(
+    options: CalibrateOptions,
+    loaded: LoadedModel,
+    texts: CalibrationData,
+    progress: Progress,
+    start: Callable[[], None],
+) -> Profile:
+    """Run the method; `start` is called once all is checked."""
+    if isinstance(options, PolykvOptions):
+        from kvsearch.calibration.polykv.measure import calibrate_polykv
+
+        return calibrate_polykv(loaded, texts, options, options.policies(), progress, options.output, start)
+    start()
+    policy = options.make_policy()
+    if isinstance(options, LukvOptions):
+        from kvsearch.calibration.lukv import calibrate_lukv
+
+        return calibrate_lukv(loaded, texts, policy, options, progress)
+    if isinstance(options, CakeOptions):
+        from kvsearch.calibration.cake_exponents import calibrate_cake
+
+        return calibrate_cake(loaded, texts, policy, options, progress)
+    assert isinstance(options, DynamicOptions)
+    from kvsearch.calibration.dynamic import calibrate_dynamic
+
+    return calibrate_dynamic(loaded, texts, policy, options.make_allocation(), options, progress)
