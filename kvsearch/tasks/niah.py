@@ -42,7 +42,7 @@ _TITLE = re.compile(r"\W*(Mr|Mrs|Ms|Dr|St|Prof|[A-Z])\.$")
 _KEY = re.compile(r"length=(\d+) depth=(\d+)")
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """A place in the grid: context length in tokens, and how deep the needle is in it, 0 (top) to 100 (end)."""
 
     length: int
@@ -53,11 +53,11 @@ class Cell(NamedTuple):
         return f"length={self.length} depth={self.depth}"
 
     @classmethod
-    def parse(cls, key: str) -> Cell:
+    def parse(cls, key: str) -> GridCell:
         """The cell of an example's key; UsageError if it is none."""
         found = _KEY.fullmatch(key)
         if found is None:
-            raise UsageError(f"{key!r} is no key of a needle in a haystack, such as {Cell(1000, 50).key!r}")
+            raise UsageError(f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}")
         return cls(int(found[1]), int(found[2]))
 
 
@@ -102,9 +102,9 @@ class NiahTask:
         if self.needle.strip() in "".join(self._sentences):
             raise UsageError(f"{self._file} holds the needle already: give another text or needle")
 
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[GridCell, ...]:
         """The cells of the split, depths of the first length first."""
-        grid = [Cell(length, depth) for length in self.lengths for depth in self.depths]
+        grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
         return tuple(part(grid, self.split, self.shares, lambda cell: cell))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
@@ -131,7 +131,7 @@ class NiahTask:
     def score(self, reply: str, query: Query) -> float:
         return METRICS[self.metric](reply, query)
 
-    def _example(self, cell: Cell, sentences: Sequence[str], count: TokenCount) -> Example:
+    def _example(self, cell: GridCell, sentences: Sequence[str], count: TokenCount) -> Example:
         context = self._hidden(sentences, cell.depth)
         while count(context) > cell.length:  # the needle may break a token in two
             sentences = sentences[:-1]
@@ -170,7 +170,7 @@ class NiahTask:
         return tuple(_split("\n\n" + text))
 
 
-def spread(cells: Sequence[Cell], samples: int, seed: int) -> list[Cell]:
+def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
     """`samples` of the cells, all of them if there are no more, in their order.
 
     Of a whole grid, no length is taken more than once oftener than another, and no depth. Under one seed, fewer cells
@@ -178,7 +178,7 @@ def spread(cells: Sequence[Cell], samples: int, seed: int) -> list[Cell]:
     """
     if samples >= len(cells):
         return list(cells)
-    left, lengths, depths, chosen = _diagonals(cells, seed), Counter[int](), Counter[int](), set[Cell]()
+    left, lengths, depths, chosen = _diagonals(cells, seed), Counter[int](), Counter[int](), set[GridCell]()
     for _ in range(samples):
         cell = min(left, key=lambda some: lengths[some.length] + depths[some.depth])  # the first of the least
         left.remove(cell)
@@ -188,7 +188,7 @@ def spread(cells: Sequence[Cell], samples: int, seed: int) -> list[Cell]:
     return [cell for cell in cells if cell in chosen]
 
 
-def _diagonals(cells: Sequence[Cell], seed: int) -> list[Cell]:
+def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
     """The cells in an order in which all lengths, and all depths, come once before any comes again.
 
     That is so for whole grids: lengths and depths, shuffled, both advance at each step. After as many steps as both
@@ -200,7 +200,7 @@ def _diagonals(cells: Sequence[Cell], seed: int) -> list[Cell]:
     rng.shuffle(depths)
     period, present = math.lcm(len(lengths), len(depths)), set(cells)
     steps = range(len(lengths) * len(depths))
-    grid = (Cell(lengths[n % len(lengths)], depths[(n + n // period) % len(depths)]) for n in steps)
+    grid = (GridCell(lengths[n % len(lengths)], depths[(n + n // period) % len(depths)]) for n in steps)
     return [cell for cell in grid if cell in present]
 
 
@@ -217,10 +217,10 @@ def grid_of(samples: Iterable[Scored]) -> Grid:
     """Mean score of every cell; give the samples of one method. UsageError for samples of another task."""
     import numpy as np
 
-    means = mean_by(samples, lambda sample: Cell.parse(sample.key))
+    means = mean_by(samples, lambda sample: GridCell.parse(sample.key))
     depths = tuple(sorted({cell.depth for cell in means}))
     lengths = tuple(sorted({cell.length for cell in means}))
-    rows = [[means.get(Cell(length, depth), np.nan) for length in lengths] for depth in depths]
+    rows = [[means.get(GridCell(length, depth), np.nan) for length in lengths] for depth in depths]
     return Grid(depths, lengths, np.array(rows, dtype=np.float64).reshape(len(depths), len(lengths)))
 
 

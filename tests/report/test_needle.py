@@ -14,11 +14,11 @@ from rich.console import Console
 
 from kvsearch.evaluation.samples import Sample
 from kvsearch.report.needle import RAMP, _colour, grid_table, grids_json, needle_grids
-from kvsearch.tasks.niah import Cell, Grid
+from kvsearch.tasks.niah import Grid, GridCell
 
 
 def sample(method: str, length: int, depth: int, score: float, task: str = "niah") -> Sample:
-    key = Cell(length, depth).key
+    key = GridCell(length, depth).key
     numbers = (9, 9, 1, 5, 5.0, 5, 0.0, 0.0)
     return Sample(task, "retrieval", method, "question-agnostic", key, 0, "", score, "", False, *numbers)
 

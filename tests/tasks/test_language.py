@@ -16,8 +16,8 @@ from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.forms import EVIDENCE_SHARE
 from kvsearch.tasks.synthetic.language import (
     Document,
+    Evidence,
     Names,
-    Needles,
     bells,
     chains,
     code_facts,
@@ -27,7 +27,7 @@ from kvsearch.tasks.synthetic.language import (
     votes,
     whole_items,
 )
-from kvsearch.tasks.synthetic.suite import FORMS, SyntheticTask, synthetic_suite
+from kvsearch.tasks.synthetic.suite import FORMS, SyntheticTask
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from tests.examples import at_most, fixed
 from tests.tasks.solver import Sentence, answer, sentences
@@ -94,7 +94,7 @@ def test_documents_of_any_length(task: str, seed: int, length: int) -> None:
     assert all(q.answer == right_answer(task, document.words, q.prompt) for q in document.questions)
 
 
-def needles(kind: str, rng: random.Random, names: Names) -> Needles:
+def needles(kind: str, rng: random.Random, names: Names) -> Evidence:
     count = rng.randint(1, 6)
     return {
         "code": lambda: code_facts(rng, names, count),
@@ -226,10 +226,3 @@ def test_examples(task: str) -> None:
 def test_what_a_task_refuses(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         SyntheticTask(**{"name": "single", **changes})
-
-
-def test_an_unknown_suite() -> None:
-    with pytest.raises(
-        UsageError, match=r"unknown synthetic suite 'rule'; did you mean 'ruler'\? \(known: core, ruler\)"
-    ):
-        synthetic_suite(suite="rule")

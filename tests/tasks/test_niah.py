@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, Cell, NiahTask, grid_of, spread
+from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, grid_of, spread
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
 
@@ -52,12 +52,12 @@ def test_the_shipped_grid() -> None:
     task: Task = NiahTask()
     examples = task.examples(999, 0, count)
     assert [example.key for example in examples[:2]] == ["length=1000 depth=0", "length=1000 depth=11"]
-    assert [Cell.parse(example.key) for example in examples] == list(NiahTask().cells())
+    assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().cells())
     assert len(examples) == len(LENGTHS) * 10
     assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTHS
     assert list(examples) == list(task.examples(999, 1, count))
     for example in examples:
-        length, depth = Cell.parse(example.key)
+        length, depth = GridCell.parse(example.key)
         assert 0.93 * length <= count(example.context) <= length
         assert example.context.count(NEEDLE) == 1
         before, after = example.context.split(NEEDLE)
@@ -108,7 +108,7 @@ def test_titles_end_no_sentence(tmp_path: Path) -> None:
 
 def test_part_of_a_grid_by_hand() -> None:
     """Two lengths, four depths: the first diagonal has every depth once and every length twice."""
-    grid = [Cell(length, depth) for length in (10, 20) for depth in (0, 1, 2, 3)]
+    grid = [GridCell(length, depth) for length in (10, 20) for depth in (0, 1, 2, 3)]
     four = spread(grid, 4, 0)
     assert sorted(cell.depth for cell in four) == [0, 1, 2, 3]
     assert [cell.length for cell in four] == [10, 10, 20, 20]
@@ -120,7 +120,7 @@ def test_part_of_a_grid_by_hand() -> None:
 @at_most(60)
 @given(st.integers(1, 7), st.integers(1, 11), st.integers(0, 99), st.data())
 def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:
-    grid = [Cell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]
+    grid = [GridCell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]
     samples = data.draw(st.integers(1, len(grid)))
     some = spread(grid, samples, seed)
     assert len(set(some)) == len(some) == samples
@@ -130,8 +130,8 @@ def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st
         assert max(times) - min(times) <= 1
 
 
-@given(st.sets(st.builds(Cell, st.integers(1, 4), st.integers(0, 5)), min_size=1), st.integers(1, 24))
-def test_parts_of_what_is_no_whole_grid(cells: set[Cell], samples: int) -> None:
+@given(st.sets(st.builds(GridCell, st.integers(1, 4), st.integers(0, 5)), min_size=1), st.integers(1, 24))
+def test_parts_of_what_is_no_whole_grid(cells: set[GridCell], samples: int) -> None:
     some = spread(sorted(cells), samples, 3)
     assert set(some) <= cells
     assert len(set(some)) == len(some) == min(samples, len(cells))
@@ -140,7 +140,7 @@ def test_parts_of_what_is_no_whole_grid(cells: set[Cell], samples: int) -> None:
 def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.warns(KvsearchWarning, match="niah: 20 of 40 cells are asked.*: ask for 40 samples to fill the grid"):
         examples = NiahTask().examples(20, 0, count)
-    cells = [Cell.parse(example.key) for example in examples]
+    cells = [GridCell.parse(example.key) for example in examples]
     assert [[cell.length for cell in cells].count(length) for length in LENGTHS] == [5] * 4
     assert [[cell.depth for cell in cells].count(depth) for depth in DEPTHS] == [2] * 10
     NiahTask().examples(40, 0, count)
@@ -178,7 +178,7 @@ def test_needles_of_the_user(tmp_path: Path) -> None:
 
 
 def scored(length: int, depth: int, score: float) -> SimpleNamespace:
-    return SimpleNamespace(key=Cell(length, depth).key, score=score)
+    return SimpleNamespace(key=GridCell(length, depth).key, score=score)
 
 
 def test_grids_of_scores() -> None:
@@ -192,7 +192,7 @@ def test_grids_of_scores() -> None:
 
 @given(st.integers(1, 10**6), st.integers(0, 100))
 def test_keys_come_back(length: int, depth: int) -> None:
-    assert Cell.parse(Cell(length, depth).key) == (length, depth)
+    assert GridCell.parse(GridCell(length, depth).key) == (length, depth)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Prose:
         return interleave(self._rng, [[filler(self._rng, self._topic) for _ in range(count)], *groups])
 
 
-class Noise:
+class Repetition:
     """One sentence again and again, evidence anywhere between."""
 
     def __init__(self, rng: random.Random) -> None:

@@ -23,7 +23,7 @@ from kvsearch.tasks.synthetic.haystacks import FILLER_WORDS, Haystack, Prose, Se
 
 
 @dataclass(frozen=True)
-class Question:
+class WordQuestion:
     """One question about a document: the task it belongs to, the words asked and the words of the one right answer."""
 
     task: str
@@ -32,22 +32,22 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Needles:
+class Evidence:
     """Evidence sentences in their order of appearance, what may be asked about them, and how they may be mentioned."""
 
     sentences: tuple[Sentence, ...] = ()
-    questions: tuple[Question, ...] = ()
+    questions: tuple[WordQuestion, ...] = ()
     mentions: tuple[Sentence, ...] = ()
 
     @property
     def tokens(self) -> int:
         return sum(len(sentence) for sentence in self.sentences)
 
-    def asked_in(self, task: str) -> Needles:
+    def asked_in(self, task: str) -> Evidence:
         """The same evidence with all its questions in `task`."""
         return replace(self, questions=tuple(replace(question, task=task) for question in self.questions))
 
-    def unasked(self) -> Needles:
+    def unasked(self) -> Evidence:
         """The same evidence as a distractor."""
         return replace(self, questions=())
 
@@ -57,7 +57,7 @@ class Document:
     """A context in words (with the leading `<bos>`), its questions, and how many of its words are evidence."""
 
     words: Sentence
-    questions: tuple[Question, ...]
+    questions: tuple[WordQuestion, ...]
     evidence: int
 
 
@@ -78,27 +78,27 @@ class Names:
         return len(self._left.get(kind, pool))
 
 
-def code_facts(rng: random.Random, names: Names, count: int, task: str = "multikey") -> Needles:
+def code_facts(rng: random.Random, names: Names, count: int, task: str = "multikey") -> Evidence:
     """`count` facts `code KEY VALUE VALUE .`; one question a fact, asked in the order of `task`."""
     facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
-    return Needles(
+    return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
-        tuple(Question(task, ("?", "code", key), (a, b, ".")) for key, a, b in facts),
+        tuple(WordQuestion(task, ("?", "code", key), (a, b, ".")) for key, a, b in facts),
         tuple(("recall", "code", key, a, ".") for key, a, _ in facts),
     )
 
 
-def code_pairs(rng: random.Random, names: Names, count: int) -> Needles:
+def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
     """`count` code facts, asked two at a time in one question (multi-query)."""
     single = code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
     questions = [
-        Question("multiquery", ("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs
+        WordQuestion("multiquery", ("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs
     ]
-    return Needles(single.sentences, tuple(questions), single.mentions)
+    return Evidence(single.sentences, tuple(questions), single.mentions)
 
 
-def item_facts(rng: random.Random, names: Names, count: int) -> Needles:
+def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     """`count` items, each with three values told in three places; the question wants all three (multi-value)."""
     sentences: list[Sentence] = []
     questions, mentions = [], []
@@ -107,27 +107,27 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Needles:
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
         parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
         answer = (*(word for part in parts for word in part), ".")[1:]
-        questions.append(Question("multivalue", ("?", "item", key), answer))
+        questions.append(WordQuestion("multivalue", ("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
         sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
-    return Needles(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
+    return Evidence(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
 
 
-def whole_items(rng: random.Random, names: Names, count: int) -> Needles:
+def whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
     """`count` items, each with its three values told one after another: facts with long values."""
     items = [item_facts(rng, names, 1) for _ in range(count)]
-    return Needles(
+    return Evidence(
         tuple(tuple(word for part in _by_ordinal(item) for word in part) for item in items),
         tuple(question for item in items for question in item.questions),
         tuple(mention for item in items for mention in item.mentions),
     )
 
 
-def _by_ordinal(item: Needles) -> list[Sentence]:
+def _by_ordinal(item: Evidence) -> list[Sentence]:
     return sorted(item.sentences, key=lambda sentence: v.ORDINALS.index(sentence[2]))
 
 
-def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Needles:
+def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
     """`count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
     told: list[list[Sentence]] = []
     questions, mentions = [], []
@@ -139,12 +139,12 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Need
         )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
-        questions.append(Question("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))
+        questions.append(WordQuestion("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
-    return Needles(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
+    return Evidence(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
 
 
-def votes(rng: random.Random, count: int, candidates: int = 3) -> Needles:
+def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
     """`count` votes with one clear winner: at least two votes ahead (frequency)."""
     names = rng.sample(v.CANDIDATES, candidates)
     while True:
@@ -153,18 +153,18 @@ def votes(rng: random.Random, count: int, candidates: int = 3) -> Needles:
         if tally[0] >= tally[1] + 2:
             break
     winner = max(names, key=cast.count)
-    return Needles(tuple(("vote", name, ".") for name in cast), (Question("vote", ("?", "vote"), (winner, ".")),))
+    return Evidence(tuple(("vote", name, ".") for name in cast), (WordQuestion("vote", ("?", "vote"), (winner, ".")),))
 
 
-def bells(count: int) -> Needles:
+def bells(count: int) -> Evidence:
     """`count` strokes of a bell, 1 to 6; the question asks how many (word counting)."""
-    return Needles((("bell", "."),) * count, (Question("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+    return Evidence((("bell", "."),) * count, (WordQuestion("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
 def compose(
     rng: random.Random,
     length: int,
-    needles: Sequence[Needles],
+    needles: Sequence[Evidence],
     mentions: int = 0,
     tail_mentions: int = 0,
     haystack: type[Haystack] = Prose,

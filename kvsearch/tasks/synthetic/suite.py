@@ -40,8 +40,8 @@ from kvsearch.tasks.metrics import exact_match
 from kvsearch.tasks.synthetic.forms import GROWN, QUESTIONS_PER_CONTEXT, Builder, Form, codes_in
 from kvsearch.tasks.synthetic.language import (
     Document,
+    Evidence,
     Names,
-    Needles,
     chains,
     code_facts,
     code_pairs,
@@ -56,29 +56,29 @@ SPLITS = ("train", "calibrate", "select", "report")
 MENTIONS, TAIL_MENTIONS = 2, 1
 
 
-def _single(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _single(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     fact = code_facts(rng, names, 1, "single")
-    others = item_facts(rng, names, 1) if room >= fact.tokens + 15 else Needles()
+    others = item_facts(rng, names, 1) if room >= fact.tokens + 15 else Evidence()
     return [fact, others.unasked()]
 
 
-def _multikey(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _multikey(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [code_facts(rng, names, codes_in(room, names))]
 
 
-def _multiquery(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _multiquery(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [code_pairs(rng, names, codes_in(room, names))]
 
 
-def _multivalue(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _multivalue(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]
 
 
-def _chain(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _chain(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
 
 
-def _vote(rng: random.Random, names: Names, room: int) -> list[Needles]:
+def _vote(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     cast = votes(rng, 8)
     return [cast, code_facts(rng, names, codes_in(room - cast.tokens, names)).unasked()]
 
@@ -147,10 +147,3 @@ class SyntheticTask:
         form = FORMS[self.name]
         needles = form.build(rng, Names(rng), int(self.length * form.share))
         return compose(rng, self.length, needles, MENTIONS, TAIL_MENTIONS, form.haystack)
-
-
-def synthetic_suite(length: int = 1024, split: str = "report", suite: str = "core") -> list[SyntheticTask]:
-    """All tasks of a suite; UsageError for an unknown suite or split, or too short a length."""
-    if suite not in SUITES:
-        raise UsageError(f"unknown synthetic suite {suite!r}{suggest(suite, list(SUITES))}")
-    return [SyntheticTask(name, length, split) for name in SUITES[suite]]
