@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.measure import calibrate_polykv
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.patterns import candidates
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
