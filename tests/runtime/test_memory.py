@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsearch.policies import create_policy
-from kvsearch.runtime import PlanCache, Program, layer
+from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.storage import RaggedStore
 from tests.families import build, prompts
@@ -63,7 +63,7 @@ def dense_keys_alive(model: Any, monkeypatch: pytest.MonkeyPatch, **prefill: Any
     """How many layers' dense keys and values exist at each layer's attention, and what is left afterwards."""
     references: list[Any] = []
     alive: list[int] = []
-    inner = layer.dense_attention
+    inner = collector.dense_attention
 
     def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         references.extend([weakref.ref(key), weakref.ref(value)])
@@ -71,7 +71,7 @@ def dense_keys_alive(model: Any, monkeypatch: pytest.MonkeyPatch, **prefill: Any
         alive.append(sum(reference() is not None for reference in references) // 2)
         return output
 
-    monkeypatch.setattr(layer, "dense_attention", spy)
+    monkeypatch.setattr(collector, "dense_attention", spy)
     gc.disable()  # references must go by themselves
     try:
         with running(model, NAME):
