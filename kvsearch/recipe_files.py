@@ -14,7 +14,7 @@ from kvsearch.resources import resource
 
 
 def find_recipe(name: str, folder: str) -> Path:
-    """The file of that name or, for a bare name, the recipe that is shipped in `folder`; UsageError if there is none.
+    """Find the file of that name or, for a bare name, the recipe shipped in `folder`; UsageError if there is none.
 
     A name with a suffix is taken as a file without a look.
     """
@@ -28,7 +28,7 @@ def find_recipe(name: str, folder: str) -> Path:
 
 
 def read_recipe(path: Path, example: str) -> dict[str, Any]:
-    """The options of a recipe as they stand in the file; `example` is one of them, for whoever wrote no mapping.
+    """Return the options of a recipe as they stand in the file; `example` is one of them, for whoever wrote no mapping.
 
     Raises:
         UsageError: there is no such file, or it is no YAML, or no mapping.

@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(relative: str) -> Path:
-    """Path of a shipped file or folder, such as "data/bundled"; EnvironmentFault if the installation lacks it."""
+    """Return the path of a shipped file or folder, such as "data/bundled"; EnvironmentFault if it is missing."""
     for root in (_PACKAGE / "_resources", _PACKAGE.parent):
         path = root / relative
         if path.exists():

@@ -48,7 +48,7 @@ DEFAULT_WINDOW = 32
 
 
 def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2: float = 1.0) -> Floats:
-    """How much cache a layer wants: entropy ** (1 / tau1) * variance ** (1 / tau2) (CAKE).
+    """Return how much cache a layer wants: entropy ** (1 / tau1) * variance ** (1 / tau2) (CAKE).
 
     Args:
         entropy: -sum a * log(a) of the window rows' attention to the candidates, over heads, rows and keys, [L].
@@ -109,7 +109,7 @@ class CAKEAllocation(Allocation):
         return False
 
     def needs(self, policy: Policy) -> Needs:
-        """The window's query rows."""
+        """Return the window's query rows."""
         from kvsearch.policies.base import Needs
 
         return Needs(query_rows=self._rows(policy))

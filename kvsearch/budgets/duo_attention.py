@@ -12,7 +12,7 @@ from kvsearch.plan.rounding import largest_remainder
 
 
 def streaming_heads(gates: Floats, share: float, seed: int = 0) -> NDArray[np.bool_]:
-    """The round(share * L * Hkv) heads of `gates` [L, Hkv] with the lowest gates, halves rounded up, as [L, Hkv] bool.
+    """Mark the round(share * L * Hkv) heads with the lowest `gates` [L, Hkv], halves rounded up; returns [L, Hkv] bool.
 
     Equal gates are taken in an order drawn from `seed`.
 
@@ -33,7 +33,7 @@ def streaming_heads(gates: Floats, share: float, seed: int = 0) -> NDArray[np.bo
 def head_budgets(
     gates: Floats, share: float, sinks: int, recent: int, length: int, total: int | None = None, seed: int = 0
 ) -> Ints:
-    """Budgets in entries for prompts of `length` tokens, int64 [L, Hkv], none above `length`.
+    """Turn gates into budgets in entries for prompts of `length` tokens, int64 [L, Hkv], none above `length`.
 
     Streaming heads get `sinks` + `recent`. Retrieval heads get `length`, or, with `total`, equal parts of what that
     leaves, so that all budgets sum to `total`; never less than streaming heads.

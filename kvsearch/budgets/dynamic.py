@@ -64,7 +64,7 @@ class Allocation(ABC):
         """Whether the heads of a layer share what it has; if not, they get the same."""
 
     def needs(self, policy: Policy) -> Needs:  # noqa: ARG002
-        """What `weight` must be given of the prompt besides what the layer's policy needs."""
+        """Return what `weight` must be given of the prompt besides what the layer's policy needs."""
         from kvsearch.policies.base import Needs
 
         return Needs()
@@ -75,7 +75,7 @@ class Allocation(ABC):
         observation: Observation,  # noqa: ARG002
         scores: Sequence[Tensor],  # noqa: ARG002
     ) -> list[float]:
-        """How much the layer wants per sequence; called where layers are shared.
+        """Return how much the layer wants per sequence; called where layers are shared.
 
         `scores` are those of `policy`, per sequence [Hkv, candidates] fp32 in descending order.
         """
@@ -139,12 +139,12 @@ class Shares:
         self.demands[layer] = demand
 
     def open_to(self, layer: int) -> int:
-        """The most free entries that row `layer` can get, whatever the demands."""
+        """Return the most free entries that row `layer` can get, whatever the demands."""
         free = self.free[0 if self.allocation.shares_layers else layer]
         return int(min(free, self.rooms[layer].sum()))
 
     def most(self, layer: int) -> Ints:
-        """The most entries that the heads of row `layer` can still get, int64 [Hkv]: what it needs to hold on to.
+        """Return the most entries that the heads of row `layer` can still get, int64 [Hkv]: what it must hold on to.
 
         Exceeds, summed over the layers so far, what they share by less than one entry per head.
         """
@@ -157,7 +157,7 @@ class Shares:
         return bound
 
     def budgets(self) -> Ints:
-        """The final budgets, int64 [L, Hkv], once all layers have stated their demands.
+        """Return the final budgets, int64 [L, Hkv], once all layers have stated their demands.
 
         They sum to the planned total, or to the caps if these are less; `spare` [L, Hkv] is what is missing then, to
         be had while decoding.
@@ -178,7 +178,7 @@ class Shares:
         return self.floors + np.array(given, dtype=np.int64).reshape(self.floors.shape)
 
     def layer_budgets(self, layer: int) -> Ints:
-        """The final budgets of one row, int64 [Hkv], where layers share nothing."""
+        """Return the final budgets of one row, int64 [Hkv], where layers share nothing."""
         budgets: Ints = self.floors[layer] + self._split(layer, self.free[layer])
         return budgets
 
@@ -214,7 +214,7 @@ class Shares:
 def shared_budgets(
     allocation: Allocation, planned: Ints, floors: Ints, caps: Ints, demand: Callable[[int, int], LayerDemand]
 ) -> Ints:
-    """Budgets int64 [L, Hkv] of a prompt whose layers are all known; `demand(layer, free)` states theirs."""
+    """Return the budgets int64 [L, Hkv] of a prompt whose layers are all known; `demand(layer, free)` states theirs."""
     shares = Shares(allocation, planned, floors, caps)
     for layer in range(len(planned)):
         shares.add(layer, demand(layer, shares.open_to(layer)))
@@ -249,12 +249,12 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
 
 
 def allocation_names() -> list[str]:
-    """All names that `create_allocation` knows, sorted."""
+    """Return all names that `create_allocation` knows, sorted."""
     return sorted([STATIC, *BUILT_IN])
 
 
 def check_modes(name: str, layers: str, heads: str) -> None:
-    """UsageError if a mode is unknown, or nothing is dynamic."""
+    """Raise UsageError if a mode is unknown, or nothing is dynamic."""
     for option, value, known in (("layers", layers, get_args(Layers)), ("heads", heads, get_args(Heads))):
         if value not in known:
             raise UsageError(f"{option} must be {' or '.join(known)}, got {value!r}")

@@ -87,7 +87,7 @@ class LossCurves:
         return Joint(budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1))
 
     def curves(self, losses: Floats) -> tuple[Ints, Floats]:
-        """The knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]; see `allocate`."""
+        """Return the knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]."""
         known = np.array(self.budgets, dtype=np.int64)
         whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
         hull, first = convex(known.astype(np.float64), whole), self.budgets[0]
@@ -100,7 +100,7 @@ class LossCurves:
 
 
 def convex(at: Floats, values: Floats) -> Floats:
-    """The largest convex curves below `values` [L, N] at the places `at` [N], read there again."""
+    """Return the largest convex curves below `values` [L, N] at the places `at` [N], read there again."""
     return np.stack([_hull(at, row) for row in values]) if len(values) else values
 
 
@@ -115,14 +115,14 @@ def _hull(at: Floats, values: Floats) -> Floats:
 
 
 def _rises_above(at: Floats, values: Floats, first: int, middle: int, last: int) -> bool:
-    """Whether the middle point is on or above the line through the other two."""
+    """Return whether the middle point is on or above the line through the other two."""
     left = (values[middle] - values[first]) * (at[last] - at[first])
     right = (values[last] - values[first]) * (at[middle] - at[first])
     return bool(left >= right)
 
 
 def _bought(gain: Floats, knots: Ints, total: int, have: Ints, most: Ints) -> Ints:
-    """Entries of every layer, [L], from `have` to `most`: the best pieces of [L, K - 1] first, the rest at no gain."""
+    """Raise the entries of layers [L] from `have` towards `most`: the best pieces of [L, K - 1] first, then any."""
     ends = np.array([0, *knots[1:], max(int(most.max()), int(knots[-1]))])  # a cap may keep heads below the first knot
     room = np.diff(np.clip(ends, have[:, None], most[:, None]), axis=1)
     priced = np.concatenate([gain, np.zeros((len(gain), 1))], axis=1)

@@ -33,7 +33,7 @@ class Architecture:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the decoder (of the text part, if the model has several)."""
+    """Return the configuration of the decoder (of the text part, if the model has several)."""
     return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
 
 
@@ -94,7 +94,7 @@ def require_plain_rotary(model: nn.Module, what: str) -> None:
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The module that owns `layers` and `rotary_emb`."""
+    """Return the module that owns `layers` and `rotary_emb`."""
     found = [m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "rotary_emb")]
     if not found:
         raise IncompatibleError(f"{type(model).__name__}: no decoder with layers and rotary embedding found")
@@ -102,7 +102,7 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention module of every decoder layer."""
+    """Return the attention module of every decoder layer."""
     layers: Any = decoder(model).layers
     return [layer.self_attn for layer in layers]
 

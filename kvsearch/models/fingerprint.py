@@ -42,14 +42,14 @@ def fingerprint(model: Any, name: str | None = None, revision: str | None = None
 
 
 def config_hash(config: Any) -> str:
-    """SHA-256 of the configuration without what says only how or where it was loaded."""
+    """Return the SHA-256 of the configuration without what says only how or where it was loaded."""
     plain = json.loads(config.to_json_string(use_diff=False))
     return sha256_of({key: value for key, value in plain.items() if key not in VOLATILE})
 
 
 @torch.no_grad()
 def weights_hash(model: Any) -> str:
-    """SHA-256 over the names, shapes and sampled values of all parameters."""
+    """Return the SHA-256 over the names, shapes and sampled values of all parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)

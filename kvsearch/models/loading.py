@@ -139,7 +139,7 @@ def _refuse_broken_weights(name: str, model: Any) -> None:
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:
-    """The commit a hub model came from; None for local directories (config._commit_hash is gone in transformers 5)."""
+    """Return the commit of a hub model; None for local directories (config._commit_hash is gone in transformers 5)."""
     if Path(source).exists():
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -21,7 +21,7 @@ Scaling = Literal["fixed", "proportional"]
 
 
 def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
-    """Integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
+    """Return the integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
     "fixed" budgets are those of the plan, in the prefill phase clipped to `length`, unless `clip` is off; what that
     frees is not handed to other heads. "proportional" ones are
@@ -140,7 +140,7 @@ def merge(policies: Plan, budgets: Plan) -> Plan:
 
 
 def _entries(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
-    """The total of `heads` kv heads that one of three sizes stands for."""
+    """Return the total of `heads` kv heads that one of three sizes stands for."""
     if sum(size is not None for size in (total, budget, ratio)) != 1:
         raise UsageError("give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)")
     if length is not None and length < 1:
@@ -157,7 +157,7 @@ def _entries(heads: int, total: int | None, budget: int | None, ratio: float | N
 
 
 def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
-    """The most entries each head may be scaled to, [planned layers, Hkv]; without a `length` that of the plan holds."""
+    """Return the most a head may be scaled to, [planned layers, Hkv]; without `length` that of the plan holds."""
     budgets = _table(plan.phase(name))
     known = plan.length if length is None else length
     if known is None or (name == "decode" and scaling == "fixed"):
@@ -191,18 +191,18 @@ def _joined(policies: PhasePlan, budgets: PhasePlan, name: Phase) -> PhasePlan:
 
 
 def _phases(plan: Plan) -> dict[Phase, PhasePlan]:
-    """The phases the plan has; the first is the one its total belongs to."""
+    """Return the phases the plan has; the first is the one its total belongs to."""
     phases: dict[Phase, PhasePlan | None] = {"prefill": plan.prefill, "decode": plan.decode}
     return {name: phase for name, phase in phases.items() if phase is not None}
 
 
 def _table(phase: PhasePlan) -> Ints:
-    """Budgets [planned layers, Hkv]."""
+    """Return the budgets [planned layers, Hkv]."""
     return np.array([budget for budget in phase.budgets if budget is not None], dtype=np.int64)
 
 
 def _with_budgets(plan: Plan, tables: Mapping[Phase, Ints], **changes: Any) -> Plan:
-    """A plan with other budgets, [planned layers, Hkv] by phase."""
+    """Return a plan with other budgets, [planned layers, Hkv] by phase."""
     phases = {}
     for name, table in tables.items():
         rows = iter(table.tolist())

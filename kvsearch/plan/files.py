@@ -96,7 +96,7 @@ def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
 
 
 def check_target(path: str | Path) -> None:
-    """UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
+    """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
     _mode_of(Path(path).resolve())
 
 

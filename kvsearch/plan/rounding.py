@@ -117,7 +117,7 @@ def _fill(weights: Floats, total: int, low: Ints, high: Ints) -> Floats:
 
 
 def _take(priority: Floats, room: Ints, count: int) -> Ints:
-    """Which `count` units are taken when unit t of entry i has priority p_i - t, t < room_i; ties to the lower index.
+    """Take `count` units where unit t of entry i has priority p_i - t, t < room_i; ties to the lower index.
 
     All units above an integer level are taken; at the level each entry has one unit, and the largest fractions win.
     """

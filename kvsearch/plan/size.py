@@ -69,25 +69,25 @@ class Size:
         return "proportional" if self.budget is None else "fixed"
 
     def mean(self, length: int) -> float:
-        """Entries per kv head of a prompt of `length` tokens, before rounding."""
+        """Return the entries per kv head of a prompt of `length` tokens, before rounding."""
         return (1 - float(self.ratio or 0)) * length if self.budget is None else self.budget
 
     def total(self, length: int, heads: int) -> int:
-        """Entries of `heads` kv heads together for a prompt of `length` tokens.
+        """Return the entries of `heads` kv heads together for a prompt of `length` tokens.
 
         A budget counts in full where the prompt is shorter.
         """
         return self.budget * heads if self.budget is not None else round_half_up(self.mean(length) * heads)
 
     def held(self, length: int, heads: int) -> int:
-        """Entries that a method holds of the prompt at hand: the total, but at least one for each head."""
+        """Return the entries that a method holds of the prompt at hand: the total, but at least one for each head."""
         return max(self.total(length, heads), heads)
 
     def pool(self, metadata: ProfileMetadata) -> Pool:
-        """What the layers of a profile share, of prompts as long as its own where the size has no length."""
+        """Return what the layers of a profile share, of prompts as long as its own where the size has no length."""
         length, shape = self.length or metadata.length, metadata.shape
         return Pool(shape, self.total(length, shape[0] * shape[1]), length)
 
     def as_json(self) -> dict[str, int | float]:
-        """The one number that is given, by its name."""
+        """Return the one number that is given, by its name."""
         return {"budget": self.budget} if self.budget is not None else {"ratio": float(self.ratio or 0)}

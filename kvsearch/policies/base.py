@@ -29,7 +29,7 @@ class Needs:
     projection: bool = False  # norms of the values behind the output projection W_O
 
     def describe(self) -> list[str]:
-        """The needs in words, for people."""
+        """Return the needs in words, for people."""
         last = "last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows"
         words = [last] if self.query_rows else []
         if self.query_statistics_from is not None:
@@ -107,7 +107,7 @@ class Observation:
         return self.last_queries.shape[1] // self.keys.shape[1]
 
     def shared(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
-        """What `compute` returns, computed once per observation however many policies ask for it by `key`."""
+        """Return what `compute` returns, computed once per observation however many policies ask for it by `key`."""
         if key not in self._memo:
             self._memo[key] = compute()
         found: Shared = self._memo[key]
@@ -126,7 +126,7 @@ class Observation:
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def received(self) -> Tensor:
-        """Attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the query group."""
+        """Return the attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the group."""
         if self.column_sums is None:
             raise InternalError("a policy asked for attention column sums but did not declare that it needs them")
         return self.column_sums
@@ -158,7 +158,7 @@ class Policy(ABC):
     # --- the end of the prompt ------------------------------------------------------------------------------------
 
     def needs(self) -> Needs:
-        """What must be in the observation besides keys, values and validity."""
+        """Return what must be in the observation besides keys, values and validity."""
         return Needs()
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Policy(ABC):
         return max(1, self.sink_count + self.window_count)
 
     def protected(self, length: int) -> int:
-        """How many entries of a sequence of `length` tokens are protected."""
+        """Return how many entries of a sequence of `length` tokens are protected."""
         return min(length, self.sink_count + self.window_count)
 
     def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002

@@ -55,7 +55,7 @@ class CAKE(Policy):
         return "group"
 
     def step(self, step: Step) -> Tensor:
-        """The step's own row, pooled over what is held outside the window, [S, C] fp32; +inf elsewhere."""
+        """Return the step's own row, pooled over what is held outside the window, [S, C] fp32; +inf elsewhere."""
         positions = step.cached.positions
         outside = step.cached.held & (positions < (step.seen - self.window)[:, None])
         order = torch.argsort(positions, dim=-1)  # slots without an entry come first, the window last
@@ -65,7 +65,7 @@ class CAKE(Policy):
 
 
 def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of attention over the real rows of the window, each [B, Hkv, G, T] fp32.
+    """Return the mean and unbiased variance of attention over the real rows of the window, each [B, Hkv, G, T] fp32.
 
     The moments of the chunks of rows are merged pairwise (Chan et al. 1983), so that a small variance next to a large
     mean stays accurate. Computed once per observation and window.

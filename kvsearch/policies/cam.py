@@ -71,14 +71,14 @@ class CaM(Wrapper):
         return self.merge_prompt
 
     def start(self, observation: Observation) -> State:
-        """The base's state, and the attention that every entry received in the prompt where that has none."""
+        """Return the base's state, and the attention that every entry received in the prompt where that has none."""
         state = self.inner.start(observation)
         if self.base == "streaming":
             state.entries[MASS] = observation.received().clone()
         return state
 
     def step(self, step: Step) -> Tensor:
-        """The base's priority, [S, C] fp32; adds to the attention received where the base does not."""
+        """Return the base's priority, [S, C] fp32; adds to the attention received where the base does not."""
         priorities = self.inner.step(step)
         if self.base == "streaming":
             step.cached.state.entries[MASS] += step.row
@@ -120,7 +120,7 @@ class CaM(Wrapper):
         fold(cached.values, targets, own, into, sources, weight.expand(-1, len(offset)), active.flatten(1))
 
     def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
-        """What part of each value is added, [S, E] fp32: 0 or 1 as drawn, or the probability of 1."""
+        """Return what part of each value is added, [S, E] fp32: 0 or 1 as drawn, or the probability of 1."""
         mass = cached.state.entries[MASS]
         ahead = mass.gather(1, following.flatten(1)).view_as(inside).masked_fill(~inside, 0.0)
         mean = ahead.sum(-1) / inside.sum(-1)  # NaN where nothing follows

@@ -18,7 +18,7 @@ BUDGET = 1000  # entries, for what depends on the budget
 
 
 def catalog() -> tuple[list[PolicyFacts], list[PolicyFault]]:
-    """All registered policies by name, and those that cannot be used."""
+    """Return all registered policies by name, and those that cannot be used."""
     facts, faults = [], []
     for name in policy_names():
         try:
@@ -29,7 +29,7 @@ def catalog() -> tuple[list[PolicyFacts], list[PolicyFault]]:
 
 
 def describe_policy(name: str) -> PolicyFacts:
-    """What is known about one policy; the errors are those of `policy_class`."""
+    """Return what is known about one policy; the errors are those of `policy_class`."""
     found = policy_class(name)
     fields = dataclasses.fields(found)
     policy = None if any(map(is_required, fields)) else found()
@@ -69,7 +69,7 @@ def _decode_rule(policy: Policy) -> DecodeRule:
 
 
 def _evicts_nothing(policy: Policy) -> bool:
-    """Whether even a head with the smallest budget is exempt in the longest prompt."""
+    """Return whether even a head with the smallest budget is exempt in the longest prompt."""
     return policy.exempt(1, LONG)
 
 
@@ -84,7 +84,7 @@ def _parameter(field: dataclasses.Field[object]) -> Parameter:
 
 
 def _docstring(found: type[Policy]) -> str:
-    """The docstring of a class; empty where there is none but the signature that dataclasses put there."""
+    """Return the docstring of a class; empty where there is none but the signature that dataclasses put there."""
     text = inspect.cleandoc(found.__dict__.get("__doc__") or "")
     return "" if text.startswith(f"{found.__name__}(") else text
 

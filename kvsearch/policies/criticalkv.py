@@ -63,7 +63,7 @@ class CriticalKV(Wrapper):
         return dataclasses.replace(self.inner.needs(), projection=True)
 
     def first_stage(self, observation: Observation) -> Tensor:
-        """The base score, [B, Hkv, T] fp32."""
+        """Return the base score, [B, Hkv, T] fp32."""
         base = self.inner
         return observation.shared(("score", base), lambda: base.score(observation))
 

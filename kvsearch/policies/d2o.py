@@ -84,7 +84,7 @@ class D2O(H2O):
 
 
 def nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest cosine of the key in slot `source` [S, 1] to those of the slots that are `real` [S, C], and its slot.
+    """Return the largest cosine of the key in slot `source` [S, 1] to those in `real` slots [S, C], and its slot.
 
     Both [S, 1]; of equal ones the first position.
     """
@@ -98,7 +98,7 @@ def nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, 
 
 
 def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest cosine of each source's key to those of the targets, and which target that is (of equals the first).
+    """Return the largest cosine of each source's key to the targets', and which target that is (of equals the first).
 
     `keys` is [S, C, D], `sources` [S, E] and `targets` [S, R] are slots, `real` [S, R] bool says which targets count.
     """

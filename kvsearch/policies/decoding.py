@@ -22,7 +22,7 @@ class State:
     heads: dict[str, Tensor] = field(default_factory=dict)
 
     def changed(self, entries: Change, heads: Change) -> State:
-        """The state with every tensor replaced."""
+        """Return the state with every tensor replaced."""
         return State({k: entries(v) for k, v in self.entries.items()}, {k: heads(v) for k, v in self.heads.items()})
 
     def restore(self, before: State, rows: Tensor) -> None:
@@ -53,7 +53,7 @@ class Cached:
         return self.positions >= 0
 
     def segments(self, rows: slice | Tensor) -> Cached:
-        """Some of the segments: views for a slice, copies for indices."""
+        """Return some of the segments: views for a slice, copies for indices."""
         return replace(
             self,
             keys=self.keys[rows],
@@ -64,7 +64,7 @@ class Cached:
         )
 
     def staying(self, leaving: Tensor) -> Tensor:
-        """Slots whose entries stay when those in `leaving` [S, E] (-1: none) go, [S, C] bool."""
+        """Return the slots whose entries stay when those in `leaving` [S, E] (-1: none) go, [S, C] bool."""
         away = self.held.new_zeros(len(leaving), self.positions.shape[1] + 1)
         return self.held & ~away.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
 
@@ -86,42 +86,42 @@ class Step:
         return self.attention
 
     def at_newest(self, values: Tensor) -> Tensor:
-        """The entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
+        """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
         return values[torch.arange(len(self.newest), device=values.device), self.newest]
 
 
 def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
-    """Slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
+    """Return the slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
     key = positions.masked_fill(~chosen, torch.iinfo(positions.dtype).max)
     return torch.argsort(key, dim=-1, stable=True)
 
 
 def slots_of(chosen: Tensor, positions: Tensor) -> Tensor:
-    """The `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
+    """Return the `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
     order = by_position(positions, chosen)[:, : int(chosen.sum(-1).max())]
     return torch.where(chosen.gather(-1, order), order, -1)
 
 
 def entries_at(states: Tensor, slots: Tensor) -> Tensor:
-    """States [S, C, D] at slots [S, K], [S, K, D]."""
+    """Return the states [S, C, D] at slots [S, K], [S, K, D]."""
     return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:
-    """Slots that must not be evicted, [S, C] bool: the first `sinks` tokens and the last `recent` ones of a segment."""
+    """Mark slots that must not be evicted, [S, C] bool: the first `sinks` tokens of a segment, the last `recent`."""
     held = positions >= 0
     return held & ((positions < sinks[:, None]) | (positions >= (seen - recent)[:, None]))
 
 
 def lowest(priorities: Tensor, candidates: Tensor, positions: Tensor) -> Tensor:
-    """Slot of the candidate with the lowest priority in each segment, [S]; the later position among equals."""
+    """Return the slot of the lowest-ranked candidate in each segment, [S]; the later position among equals."""
     value = priorities.masked_fill(~candidates, float("inf"))
     tied = candidates & (value <= value.amin(-1, keepdim=True))
     return positions.masked_fill(~tied, -1).argmax(-1)
 
 
 def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [S] entries to keep in each segment, [S, C] bool: protected ones, then by priority.
+    """Return the `counts` [S] entries to keep in each segment, [S, C] bool: protected ones, then by priority.
 
     Ties go to the lower position.
     """

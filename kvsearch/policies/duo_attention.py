@@ -31,5 +31,5 @@ class DuoAttention(StreamingLLM):
         return self.window
 
     def exempt(self, budget: int, length: int) -> bool:
-        """A head with more than a streaming head's budget, if that covers the prompt."""
+        """Return whether a head has more than a streaming head's budget, and that covers the prompt."""
         return budget >= length and budget > self.sinks + self.window

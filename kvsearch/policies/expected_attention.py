@@ -69,7 +69,7 @@ class ExpectedAttention(Policy):
         return logits
 
     def _mean_rotation(self, observation: Observation, dim: int) -> Tensor:
-        """Mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
+        """Return the mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
         if observation.rotary is None:
             raise InternalError("ExpectedAttention was not given the model's rotary embedding")
         following = observation.seen if observation.next_position is None else observation.next_position

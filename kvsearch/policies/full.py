@@ -19,5 +19,5 @@ class FullKV(Policy):
         return observation.keys.new_zeros(observation.keys.shape[:3]).float()
 
     def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
-        """Every head, always."""
+        """Never evict, whatever the budget."""
         return True

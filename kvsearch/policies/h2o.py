@@ -41,17 +41,17 @@ class H2O(Policy):
         return Needs(column_sums=True)
 
     def score(self, observation: Observation) -> Tensor:
-        """Attention received so far, [B, Hkv, T] fp32."""
+        """Return the attention received so far, [B, Hkv, T] fp32."""
         return observation.received()
 
     def first_stage(self, observation: Observation) -> Tensor | None:
-        """How recent an entry is, where a share of the budget is for recent ones."""
+        """Return how recent an entry is, where a share of the budget is for recent ones."""
         if self.recent:
             return None
         return observation.index.float()[:, None].expand(observation.keys.shape[:3])
 
     def quota(self, budget: int) -> int:
-        """Sinks and recent entries where a share of the budget is for recent ones."""
+        """Return how many sinks and recent entries there are, where a share of the budget is for recent ones."""
         return 0 if self.recent else self.sinks + self._share_of(budget)
 
     def _share_of(self, budget: int) -> int:
@@ -68,15 +68,15 @@ class H2O(Policy):
         return "group"
 
     def recent_at(self, budget: int) -> int:
-        """The recent part of a budget, the newest entry at least."""
+        """Return the recent part of a budget, the newest entry at least."""
         return self.recent or max(1, self._share_of(budget))
 
     def start(self, observation: Observation) -> State:
-        """The attention that every entry received in the prompt."""
+        """Return the attention that every entry received in the prompt."""
         return State({MASS: observation.received().clone()})
 
     def step(self, step: Step) -> Tensor:
-        """Attention received, this step's included, [S, C] fp32."""
+        """Return the attention received, this step's included, [S, C] fp32."""
         mass = step.cached.state.entries[MASS]
         mass += step.row
         return mass

@@ -36,7 +36,7 @@ class Knorm(Policy):
         return True
 
     def start(self, observation: Observation) -> State:
-        """The norms of the prompt's keys."""
+        """Return the norms of the prompt's keys."""
         return State({NORM: _norms(observation.keys)})
 
     def step(self, step: Step) -> Tensor:

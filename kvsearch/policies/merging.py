@@ -10,7 +10,7 @@ from kvsearch.policies.tensors import Tensor, torch
 
 
 def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:
-    """Some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
+    """Yield some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
     step = max(1, SCRATCH_BYTES // size)
     for first in range(0, len(leaving), step):
         some = slice(first, first + step)
@@ -18,7 +18,7 @@ def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cache
 
 
 def taken(states: Tensor, slots: Tensor) -> Tensor:
-    """States [S, C, D] at slots [S, K], [S, K, D] fp32."""
+    """Return the states [S, C, D] at slots [S, K], [S, K, D] fp32."""
     return entries_at(states, slots).float()
 
 

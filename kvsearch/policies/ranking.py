@@ -31,7 +31,7 @@ def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:
 
 
 def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0) -> Tensor:
-    """Rank of every entry in its head, [B, Hkv, T] int32: 0 is kept first, padding comes last.
+    """Return the rank of every entry in its head, [B, Hkv, T] int32: 0 is kept first, padding comes last.
 
     Ties go to the lower position (stable descending sort). `scores` is [B, Hkv, T], `valid` [B, T] bool.
     """
@@ -45,7 +45,7 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
 
 
 def _inverse(permutation: Tensor) -> Tensor:
-    """Where each element went: the inverse of permutations along the last dimension."""
+    """Return where each element went: the inverse of permutations along the last dimension."""
     index = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
 
@@ -62,7 +62,7 @@ def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tens
 
 
 def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
-    """Scores [B, Hkv, T] whose best entries are those kept at `budgets` [B, Hkv]: the first stage's score +inf."""
+    """Return scores [B, Hkv, T] whose best entries are kept at `budgets` [B, Hkv]: +inf for the first stage's."""
     scores = scored(policy, observation)
     first = policy.first_stage(observation)
     if first is None:
@@ -73,12 +73,12 @@ def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tens
 
 
 def scored(policy: Policy, observation: Observation) -> Tensor:
-    """The policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried."""
+    """Return the policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried."""
     return observation.shared(("scores", _identity(policy)), lambda: policy.score(observation))
 
 
 def rank_scored(policy: Policy, observation: Observation) -> Tensor:
-    """Rank of every entry by the policy's score alone, [B, Hkv, T] int32, computed once per observation."""
+    """Return the rank of every entry by the policy's score alone, [B, Hkv, T] int32, computed once per observation."""
 
     def rank() -> Tensor:
         return rank_entries(scored(policy, observation), observation.valid, policy.sink_count, policy.window_count)
@@ -87,7 +87,7 @@ def rank_scored(policy: Policy, observation: Observation) -> Tensor:
 
 
 def _identity(policy: Policy) -> Hashable:
-    """What equal policies have in common; only the object itself where parameters cannot be hashed."""
+    """Return what equal policies have in common; only the object itself where parameters cannot be hashed."""
     try:
         hash(policy)
     except TypeError:
@@ -96,7 +96,7 @@ def _identity(policy: Policy) -> Hashable:
 
 
 def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
-    """Entries a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool: exactly min(real length, budget) a head.
+    """Mark what a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool: exactly min(real length, budget) a head.
 
     Exempt heads keep everything.
     """
@@ -114,7 +114,7 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
 
 
 def rank_under(policy: Policy, observation: Observation) -> Tensor:
-    """Rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
+    """Return the rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
 
     At every budget, the entries ranked below it are those of `keep_under`.
     """
@@ -148,7 +148,7 @@ def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> l
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
-    """Entries kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(real length, budget) per head."""
+    """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head."""
     return (ranks < budgets.to(ranks.device).view(-1, ranks.shape[1], 1)) & valid[:, None]
 
 

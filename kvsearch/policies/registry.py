@@ -36,7 +36,7 @@ BUILT_IN = {
 
 
 def policy_names() -> list[str]:
-    """All names that `create_policy` knows, sorted."""
+    """Return all names that `create_policy` knows, sorted."""
     return sorted({*BUILT_IN, *(point.name for point in third_party())})
 
 
@@ -46,12 +46,12 @@ def third_party() -> list[EntryPoint]:
 
 
 def package_of(point: EntryPoint) -> str:
-    """The distribution an entry point comes from, with its version, or else its module."""
+    """Return the distribution an entry point comes from, with its version, or else its module."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class registered under `name`.
+    """Return the class registered under `name`.
 
     Raises:
         UsageError: there is none; the message has the nearest names.
@@ -94,7 +94,7 @@ def policy_of(spec: PolicySpec) -> Policy:
 
 
 def is_required(parameter: dataclasses.Field[object]) -> bool:
-    """Whether a parameter has no default."""
+    """Return whether a parameter has no default."""
     return parameter.default is parameter.default_factory is dataclasses.MISSING
 
 

@@ -71,7 +71,7 @@ class Scissorhands(Policy):
         return observation.shared(("scissorhands", self.history), compute)
 
     def _rows(self, observation: Observation) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """The history, some kv heads and rows at a time.
+        """Yield the history, some kv heads and rows at a time.
 
         Yields (kv heads, index of every row's token [B, rows], whether entries are low [B, heads, rows, T] bool, their
         attention, mean over the group).

@@ -12,7 +12,7 @@ CACHE_BYTES = 8 * 2**20  # scratch of a chunk that a CPU's cache can hold
 
 
 def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
-    """Attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
+    """Yield the attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
 
     Yields (kv heads, probabilities [B, heads, G, rows, T] fp32), heads ascending and, within the same heads, rows in
     order. Rows that see nothing are all zero, padding keys get nothing.
@@ -49,12 +49,12 @@ def attention(logits: Tensor, scaling: float, softcap: float | None, hidden: Ten
 
 
 def window_size(observation: Observation, window: int) -> Tensor:
-    """How many of the last `window` query rows are real, [B] (at least 1)."""
+    """Return how many of the last `window` query rows are real, [B] (at least 1)."""
     return observation.seen.clamp(min=1, max=window)
 
 
 def mean_window_attention(observation: Observation, window: int, group: str = "mean") -> Tensor:
-    """Mean attention of the last `window` real query rows, [B, Hkv, T] fp32, aggregated over the query group.
+    """Return the mean attention of the last `window` real query rows, [B, Hkv, T] fp32, aggregated over the group.
 
     Shared between the policies that ask for the same window.
     """
@@ -68,7 +68,7 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
 
 
 def window_sums(observation: Observation, window: int) -> Tensor:
-    """Attention received from the last `window` query rows by every query head, [B, Hq, T] fp32."""
+    """Return the attention received from the last `window` query rows by every query head, [B, Hq, T] fp32."""
     batch, heads, length, _ = observation.keys.shape
     total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
     for part, probability in window_rows(observation, window):
@@ -77,7 +77,7 @@ def window_sums(observation: Observation, window: int) -> Tensor:
 
 
 def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
-    """Attention every key received from the last `rows` tokens, [B, Hkv, T] fp32, mean over the query group (H2O).
+    """Sum the attention of the last `rows` tokens to every key, [B, Hkv, T] fp32, mean over the query group (H2O).
 
     `queries` [B, Hq, rows, D] are the last tokens of `keys` [B, Hkv, T, D]; `valid` [B, T] bool. Works in chunks of
     query rows and only on the keys each chunk can see, so nothing of size T x T is made.

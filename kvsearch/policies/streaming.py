@@ -30,7 +30,7 @@ class StreamingLLM(Policy):
         return 1  # the newest entry; the rest of the recent entries follow from the score
 
     def score(self, observation: Observation) -> Tensor:
-        """The position itself: newer is better, [B, Hkv, T] fp32."""
+        """Return the position itself: newer is better, [B, Hkv, T] fp32."""
         batch, heads, length, _ = observation.keys.shape
         return torch.arange(length, device=observation.keys.device).float().expand(batch, heads, length)
 
@@ -39,5 +39,5 @@ class StreamingLLM(Policy):
         return True
 
     def step(self, step: Step) -> Tensor:
-        """The position, as in the prompt, [S, C] fp32."""
+        """Return the position, as in the prompt, [S, C] fp32."""
         return step.cached.positions.float()

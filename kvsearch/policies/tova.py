@@ -36,7 +36,7 @@ class TOVA(Policy):
         return Needs(query_rows=1)
 
     def score(self, observation: Observation) -> Tensor:
-        """Attention of the last row, mean over all heads, [B, Hkv, T] fp32."""
+        """Return the attention of the last row, mean over all heads, [B, Hkv, T] fp32."""
         groups = mean_window_attention(observation, 1)
         return groups.mean(1, keepdim=True).expand_as(groups)
 
@@ -49,5 +49,5 @@ class TOVA(Policy):
         return "layer"
 
     def step(self, step: Step) -> Tensor:
-        """The step's own row, [S, C] fp32."""
+        """Return the step's own row, [S, C] fp32."""
         return step.row

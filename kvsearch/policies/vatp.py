@@ -73,13 +73,13 @@ class VATP(Wrapper):
         return self.inner.score(observation).clamp(min=0.0) * observation.value_norms(1)
 
     def start(self, observation: Observation) -> State:
-        """The base's state and the norms of the prompt's values."""
+        """Return the base's state and the norms of the prompt's values."""
         state = self.inner.start(observation)
         state.entries[NORM] = observation.value_norms(1).clone()
         return state
 
     def step(self, step: Step) -> Tensor:
-        """The base's priority times value norm, [S, C] fp32; only the newest value's norm is computed."""
+        """Return the base's priority times value norm, [S, C] fp32; only the newest value's norm is computed."""
         norms = step.cached.state.entries[NORM]
         newest = step.at_newest(step.cached.values).float().norm(p=1, dim=-1)
         norms[torch.arange(len(norms), device=norms.device), step.newest] = newest

@@ -38,23 +38,23 @@ class Wrapper(Policy):
         return self.inner.needs()
 
     def score(self, observation: Observation) -> Tensor:
-        """The inner policy's score, [B, Hkv, T] fp32."""
+        """Return the inner policy's score, [B, Hkv, T] fp32."""
         return self.inner.score(observation)
 
     def first_stage(self, observation: Observation) -> Tensor | None:
-        """The inner policy's."""
+        """Return the inner policy's first stage."""
         return self.inner.first_stage(observation)
 
     def quota(self, budget: int) -> int:
-        """The inner policy's."""
+        """Return the inner policy's quota."""
         return self.inner.quota(budget)
 
     def exempt(self, budget: int, length: int) -> bool:
-        """The inner policy's."""
+        """Return the inner policy's exemption."""
         return self.inner.exempt(budget, length)
 
     def drop_at(self, budget: int) -> int:
-        """The inner policy's."""
+        """Return the inner policy's drops."""
         return self.inner.drop_at(budget)
 
     @property
@@ -70,13 +70,13 @@ class Wrapper(Policy):
         return self.inner.refresh_interval
 
     def recent_at(self, budget: int) -> int:
-        """The inner policy's."""
+        """Return the inner policy's recent entries."""
         return self.inner.recent_at(budget)
 
     def start(self, observation: Observation) -> State:
-        """The inner policy's."""
+        """Return the inner policy's state."""
         return self.inner.start(observation)
 
     def step(self, step: Step) -> Tensor:
-        """The inner policy's."""
+        """Return the inner policy's priorities."""
         return self.inner.step(step)

@@ -63,12 +63,12 @@ class Task(Protocol):
         ...
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
-        """The first `samples` examples of the split that `seed` names, or all if there are fewer.
+        """Return the first `samples` examples of the split that `seed` names, or all if there are fewer.
 
         Tasks that fill contexts to a length do so in the tokens of `count`.
         """
         ...
 
     def score(self, reply: str, query: Query) -> float:
-        """Quality of a reply to a query, 0 to 1."""
+        """Return the quality of a reply to a query, 0 to 1."""
         ...

@@ -43,7 +43,7 @@ class TaskOptions:
 
 
 def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task]:
-    """The tasks of a spec, each once. A plain number is a length, for those of them that have one.
+    """Return the tasks of a spec, each once. A plain number is a length, for those of them that have one.
 
     Raises:
         UsageError: an unknown kind or name, an option that none of the tasks reads, or one that a task cannot take or
@@ -59,18 +59,18 @@ def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task
 
 
 def find_entries(spec: str) -> list[Entry]:
-    """The entries of a spec, each once; UsageError for an unknown kind or name."""
+    """Return the entries of a spec, each once; UsageError for an unknown kind or name."""
     found = [entry for one in _split(spec) for entry in _of_kind(one)]
     return list({entry.spec: entry for entry in found}.values())
 
 
 def flag(option: str) -> str:
-    """What an option is called on the command line."""
+    """Return what an option is called on the command line."""
     return "--length" if option == "lengths" else "--" + option.replace("_", "-")
 
 
 def _split(spec: str) -> list[str]:
-    """The specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
+    """Return the specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
     specs: list[str] = []
     for piece in spec.split("+"):
         if specs and specs[-1].startswith(f"{JSONL}:") and piece.partition(":")[0] not in KINDS:

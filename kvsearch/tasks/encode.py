@@ -48,7 +48,7 @@ class Prompt:
     whole: str
 
     def with_question(self, question: Question) -> Tensor:
-        """Token ids of everything before the reply; the same under every protocol."""
+        """Return the token ids of everything before the reply; the same under every protocol."""
         return torch.cat([self.context, question.ids])
 
 
@@ -83,7 +83,7 @@ class TaskPrompts:
 
 
 def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
-    """What names the context of every task and key; equal names are one context, whose questions are not independent.
+    """Name the context of every task and key; equal names are one context, whose questions are not independent.
 
     Contexts are equal if their token ids are, before any cut. Where all of a task are, as with worked examples, they
     say nothing about its questions: then every key is a context of its own.
@@ -94,7 +94,7 @@ def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
 def encode_tasks(
     loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int = 0, max_length: int | None = None
 ) -> list[TaskPrompts]:
-    """Up to `samples` examples of every task, cut to what the model and `max_length` allow.
+    """Return up to `samples` examples of every task, cut to what the model and `max_length` allow.
 
     Raises:
         UsageError: two tasks of one name, a task without a usable question, one that fills contexts to a length above
@@ -111,12 +111,12 @@ def encode_tasks(
 
 
 def counter(tokenizer: Any) -> TokenCount:
-    """How many tokens a text has, without special ones."""
+    """Return a function that counts the tokens of a text, without special ones."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def most_tokens(model: Any, max_length: int | None = None) -> int | None:
-    """How many tokens prompt and reply may have together: what the model takes, or `max_length` where that is less."""
+    """Return how long prompt and reply may be together: what the model takes, or `max_length` where that is less."""
     limits = [limit for limit in (describe(model).max_positions, max_length) if limit]
     return min(limits, default=None)
 
@@ -155,7 +155,7 @@ def listed(excluded: dict[str, int]) -> str:
 
 
 def middle_cut(ids: Tensor, lead: int, room: int) -> Tensor:
-    """At most `room` of the token ids [T]: the first `lead`, and of the others half from the head, half from the tail.
+    """Cut token ids [T] to `room`: the first `lead` stay, and of the others half from the head, half from the tail.
 
     An odd one goes to the head.
     """
@@ -224,7 +224,7 @@ def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> 
 
 
 def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
-    """The answers that are not empty: metrics that look for an answer in the reply would always find an empty one."""
+    """Leave out empty answers: metrics that look for an answer in the reply would always find them."""
     usable = []
     for answer in query.answers:
         with suppress(EmptyTextError):
@@ -234,7 +234,7 @@ def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
 
 
 def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:
-    """The context cut so that the longest of its questions fits; all of them, under any protocol, see the same."""
+    """Cut the context so that the longest of its questions fits; all of them, under any protocol, see the same."""
     longest = max(questions, key=lambda question: len(question.ids) + question.query.max_new_tokens)
     room = limit - len(longest.ids) - longest.query.max_new_tokens
     if room < min(len(context), form.lead + 2):

@@ -45,7 +45,7 @@ class Entry:
 
 
 def own_file(path: str) -> Entry:
-    """The task of a user's file."""
+    """Return the task of a user's file."""
     return Entry(f"{JSONL}:{path}", partial(JsonlTask.load, path), {"split": "split"})
 
 

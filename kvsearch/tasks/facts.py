@@ -42,7 +42,7 @@ class TaskFacts:
 
 
 def describe_tasks(spec: str | None = None) -> list[TaskFacts]:
-    """Facts about the tasks of a spec, or about all there are; UsageError for an unknown kind or name."""
+    """Return the facts about the tasks of a spec, or about all there are; UsageError for an unknown kind or name."""
     entries = [*ENTRIES.values(), own_file(FILE)] if spec is None else find_entries(spec)
     return [_KINDS[entry.kind](entry) for entry in entries]
 

@@ -141,7 +141,7 @@ class Gsm8kTask:
         return tuple(self._example(position, row) for position, row in kept)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Up to `samples` problems, drawn without replacement if the split has more."""
+        """Return up to `samples` problems, drawn without replacement if the split has more."""
         return draw(self.rows, samples, seed)
 
     def score(self, reply: str, query: Query) -> float:

@@ -37,7 +37,7 @@ class Dataset:
 
 
 def load_rows(dataset: Dataset, source: str | Path | None = None, revision: str | None = None) -> list[Row]:
-    """Rows of `dataset` from `source`: a file, a folder, or a dataset id of the hub (by default its own).
+    """Return the rows of `dataset` from `source`: a file, a folder, or a dataset id of the hub (by default its own).
 
     Raises:
         UsageError: there is no such file, folder, dataset or revision, or it does not hold this dataset.
@@ -57,7 +57,7 @@ def load_rows(dataset: Dataset, source: str | Path | None = None, revision: str 
 
 
 def checked(rows: Sequence[Row], model: type[Checked], where: object) -> list[Checked]:
-    """Rows as `model`s.
+    """Return the rows as `model`s.
 
     Raises:
         UsageError: a column is missing, or rows hold something else than text, numbers or lists as `model` says.
@@ -79,7 +79,7 @@ def checked(rows: Sequence[Row], model: type[Checked], where: object) -> list[Ch
 
 
 def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], where: object) -> list[tuple[int, Checked]]:
-    """The rows without a `fault`, with their positions; a KvsearchWarning counts the others by what is wrong.
+    """Return the rows without a `fault`, with their positions; a KvsearchWarning counts the others by what is wrong.
 
     Raises:
         UsageError: there is none.
@@ -129,7 +129,7 @@ def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
 
 
 def _archive(dataset: Dataset, repo: str, revision: str | None) -> Path | None:
-    """The zip of a repository, fetched once; None if it has none."""
+    """Return the zip of a repository, fetched once; None if it has none."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 

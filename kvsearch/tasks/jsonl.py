@@ -92,7 +92,7 @@ class JsonlTask:
         return cls(name, _grouped(name, rows), metrics[0], prompts[0], categories[0], split, shares)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Up to `samples` contexts, drawn without replacement if the split has more."""
+        """Return up to `samples` contexts, drawn without replacement if the split has more."""
         return draw(part(self.rows, self.split, self.shares, lambda example: example.key), samples, seed)
 
     def score(self, reply: str, query: Query) -> float:
@@ -100,7 +100,7 @@ class JsonlTask:
 
 
 def _read(path: str | Path) -> tuple[list[JsonlRow], list[str]]:
-    """The good rows of a file, and what is wrong with the others."""
+    """Return the good rows of a file, and what is wrong with the others."""
     rows, problems = [], []
     for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
         if not line.strip():

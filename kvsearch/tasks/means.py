@@ -20,7 +20,7 @@ class Scored(Protocol):
 
 
 def mean_by(samples: Iterable[Scored], label: Callable[[Scored], Label]) -> dict[Label, float]:
-    """Mean score of the samples with the same label, in the order of the labels' first appearance."""
+    """Return the mean score of the samples with the same label, in the order of the labels' first appearance."""
     scores: dict[Label, list[float]] = {}
     for sample in samples:
         scores.setdefault(label(sample), []).append(sample.score)

@@ -54,7 +54,7 @@ class GridCell(NamedTuple):
 
     @classmethod
     def parse(cls, key: str) -> GridCell:
-        """The cell of an example's key; UsageError if it is none."""
+        """Return the cell of an example's key; UsageError if it is none."""
         found = _KEY.fullmatch(key)
         if found is None:
             raise UsageError(f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}")
@@ -103,12 +103,12 @@ class NiahTask:
             raise UsageError(f"{self._file} holds the needle already: give another text or needle")
 
     def cells(self) -> tuple[GridCell, ...]:
-        """The cells of the split, depths of the first length first."""
+        """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
         return tuple(part(grid, self.split, self.shares, lambda cell: cell))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
-        """Up to `samples` cells, in the order of `cells`.
+        """Return up to `samples` cells, in the order of `cells`.
 
         If there are more, a KvsearchWarning says so, and those taken cover lengths and depths as evenly as they can.
         Under one seed, fewer samples are some of more.
@@ -145,7 +145,7 @@ class NiahTask:
         return "".join([*sentences[:place], " ", self.needle.strip(), *sentences[place:]]).strip()
 
     def _fitting(self, length: int, count: TokenCount) -> Sequence[str]:
-        """The sentences that fill a context of `length` tokens together with the needle."""
+        """Return the sentences that fill a context of `length` tokens together with the needle."""
         sentences = list(self._sentences)
         while count(self._hidden(sentences, 100)) <= length:
             sentences *= 2
@@ -189,7 +189,7 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
 
 
 def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
-    """The cells in an order in which all lengths, and all depths, come once before any comes again.
+    """Return the cells in an order in which all lengths, and all depths, come once before any comes again.
 
     That is so for whole grids: lengths and depths, shuffled, both advance at each step. After as many steps as both
     repeat in, the next diagonal begins one depth further.
@@ -214,7 +214,7 @@ class Grid:
 
 
 def grid_of(samples: Iterable[Scored]) -> Grid:
-    """Mean score of every cell; give the samples of one method. UsageError for samples of another task."""
+    """Return the mean score of every cell; give the samples of one method. UsageError for samples of another task."""
     import numpy as np
 
     means = mean_by(samples, lambda sample: GridCell.parse(sample.key))

@@ -42,7 +42,7 @@ class PromptFormat:
 
     @classmethod
     def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
-        """The format that a task wants."""
+        """Return the format that a task wants."""
         return cls(tokenizer, task.prompt, task.chat)
 
     @property
@@ -56,19 +56,19 @@ class PromptFormat:
         return len(self._encode(self._head, special=not self.chat))
 
     def context(self, text: str) -> Tensor:
-        """Token ids [1, T] of everything before the question; EmptyTextError if there is nothing."""
+        """Return the token ids [1, T] of everything before the question; EmptyTextError if there is nothing."""
         ids = self._encode(self._head + text, special=not self.chat)
         if not ids:
             raise EmptyTextError("a context is empty once it is tokenised")
         return _row(ids)
 
     def question(self, text: str, prefix: str = "") -> Tensor:
-        """Token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning."""
+        """Return the token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning."""
         asked = "\n\n" + text + self._wrapped[1] if self.chat else self.plain.replace(PLACE, text)
         return _row(self._encode(asked + prefix, special=False))
 
     def answer(self, text: str, prefix: str = "") -> Tensor:
-        """Token ids [1, K] of an answer to be teacher-forced after `prefix`; EmptyTextError if there is none."""
+        """Return the token ids [1, K] of an answer, teacher-forced after `prefix`; EmptyTextError if there is none."""
         before = prefix or ("" if self.chat else self.plain)
         gap = " " if before and not before[-1].isspace() else ""
         ids = self._encode(gap + text, special=False) if not is_blank(text) else []  # the gap may be a token
@@ -77,7 +77,7 @@ class PromptFormat:
         return _row(ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of a reply."""
+        """Return the text of a reply."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
@@ -101,7 +101,7 @@ class PromptFormat:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """What comes before the first of `stops` in a reply, without leading white space; all of it, if none is there.
+    """Cut a reply at the first of `stops`, without leading white space; return all of it if none is there.
 
     A reply is left as it is where there are no `stops`. See `stop_at` for which places count.
     """
@@ -109,7 +109,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def stop_at(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of `stops` begins in a reply; None if none is there.
+    """Return where the first of `stops` begins in a reply; None if none is there.
 
     A stop of white space counts only after something else was said: a reply that begins with a newline goes on.
     """

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def read_file(path: Path) -> list[Row]:
-    """All rows of one file; its suffix says what it is.
+    """Return all rows of one file; its suffix says what it is.
 
     Raises:
         UsageError: another suffix, no such file, or content that is not what the suffix says.
@@ -28,7 +28,7 @@ def read_file(path: Path) -> list[Row]:
 
 
 def parse_rows(data: bytes, name: str) -> list[Row]:
-    """Rows of a JSON text: an array of objects, or an object per line.
+    """Return the rows of a JSON text: an array of objects, or an object per line.
 
     Raises:
         UsageError: not JSON, or a row that is not an object; the message names the line.
@@ -48,7 +48,7 @@ def parse_rows(data: bytes, name: str) -> list[Row]:
 
 
 def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
-    """Rows of the first of `members` (JSON Lines) that the zip archive `path` has.
+    """Return the rows of the first of `members` (JSON Lines) that the zip archive `path` has.
 
     Raises:
         UsageError: it has none of them, or is damaged.
@@ -64,12 +64,12 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `datasets` saved a dataset in this folder."""
+    """Return whether `datasets` saved a dataset in this folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def read_saved(folder: Path, split: str) -> list[Row]:
-    """Rows of a folder that `save_to_disk` of `datasets` wrote; of several splits, those of `split`.
+    """Return the rows of a folder that `save_to_disk` of `datasets` wrote; of several splits, those of `split`.
 
     Raises:
         UsageError: there is no such split, or the folder is damaged.

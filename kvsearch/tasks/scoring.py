@@ -9,7 +9,7 @@ ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
 
 
 def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
-    """The score of a reply to question `number` of the example `key`, in [0, 1].
+    """Return the score of a reply to question `number` of the example `key`, in [0, 1].
 
     Raises:
         UsageError: the metric cannot judge replies to this question, or gives something that is no score.

@@ -30,7 +30,7 @@ def check_split(split: str, shares: Shares) -> None:
 
 
 def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable]) -> list[Item]:
-    """The items of one split, in their order; "all" is all of them.
+    """Return the items of one split, in their order; "all" is all of them.
 
     The three splits are disjoint and cover the items, are the same in every run, and never divide a `group`, such as
     the questions about one document. `shares` are of the groups.

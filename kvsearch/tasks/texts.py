@@ -8,5 +8,5 @@ _UNSEEN = ("Cc", "Cf")  # control characters, and those of format: zero-width sp
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of a text can be seen: white space, control and zero-width characters."""
+    """Return whether nothing of a text can be seen: white space, control and zero-width characters."""
     return all(char.isspace() or unicodedata.category(char) in _UNSEEN for char in text)

@@ -40,8 +40,8 @@ from tests.examples import fixed
 DIM = 4
 MODEL_DIM = 5
 MISSING = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
-# subclasses run the same test function, which hypothesis takes for a mistake
-# no deadline here too: packages of others subclass the contract without the conftest of these tests
+# Subclasses run the same test function, which hypothesis takes for a mistake; those in packages of others have no
+# conftest that takes the deadline away.
 properties = settings(
     fixed, deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
 )

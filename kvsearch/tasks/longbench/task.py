@@ -103,11 +103,11 @@ class LongBenchTask:
         return tuple(self._example(position, row) for position, row in kept)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Up to `samples` rows, drawn without replacement if the split has more."""
+        """Return up to `samples` rows, drawn without replacement if the split has more."""
         return draw(self.rows, samples, seed)
 
     def score(self, reply: str, query: Query) -> float:
-        """The dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
+        """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
         if self.spec.first_line:
             reply = first_line(reply)
         return METRICS[self.spec.metric](reply, query)
@@ -143,7 +143,7 @@ class LongBenchTask:
 
 
 def by_bucket(samples: Iterable[Scored]) -> dict[str, float]:
-    """Mean score of the replies to LongBench-E per bucket of context lengths, shortest first."""
+    """Return the mean score of the replies to LongBench-E per bucket of context lengths, shortest first."""
     means = mean_by(samples, lambda sample: sample.key.partition("/")[0])
     return {bucket: means[bucket] for bucket in BUCKETS if bucket in means}
 

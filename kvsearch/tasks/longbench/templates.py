@@ -127,12 +127,12 @@ def parse_template(text: str, where: str) -> Template:
 
 
 def own_template(name: str) -> Template:
-    """The shipped prompt of a dataset."""
+    """Return the shipped prompt of a dataset."""
     return parse_template(TEMPLATES[name], name)
 
 
 def load_template(path: Path, name: str) -> Template:
-    """The prompt of dataset `name` in a JSON object of datasets and prompts, such as the official file.
+    """Return the prompt of dataset `name` in a JSON object of datasets and prompts, such as the official file.
 
     Raises:
         UsageError: there is no such file, it is not such an object, or the prompt lacks what the dataset needs.
@@ -152,7 +152,7 @@ def load_template(path: Path, name: str) -> Template:
 
 
 def _pieces(text: str, where: str) -> tuple[list[str], list[str]]:
-    """The fields of a prompt, and the text before, between and after them."""
+    """Return the fields of a prompt, and the text before, between and after them."""
     fields, literals = [], [""]
     try:
         for literal, name, form, conversion in string.Formatter().parse(text):

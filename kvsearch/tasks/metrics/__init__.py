@@ -91,7 +91,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def find_metric(name: str) -> Metric:
-    """The metric of that name; UsageError if there is none, EnvironmentFault if a package that it needs is missing."""
+    """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
     if name not in METRICS:
         raise UsageError(f"unknown metric {name!r}{suggest(name, list(METRICS))}")
     for module in NEEDS.get(name, ()):

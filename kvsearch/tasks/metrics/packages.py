@@ -19,7 +19,7 @@ PACKAGES = {
 
 @cache
 def optional(module: str) -> Any:
-    """A module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
+    """Return a module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
     try:
         found = import_module(module)
     except ImportError as error:

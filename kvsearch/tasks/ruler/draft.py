@@ -21,7 +21,7 @@ class Stream:
     index: int
 
     def rng(self, purpose: str = "facts") -> random.Random:
-        """A generator of its own for every purpose, the same at every call."""
+        """Return a generator of its own for every purpose, the same at every call."""
         return random.Random(f"{self.name}/{self.index}/{purpose}")
 
     def depths(self, needles: int) -> list[float]:
@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 def largest(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
-    """The largest number of units, or one close to it, whose `size` in tokens is at most `room`; never under `least`.
+    """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `least`.
 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
     """
@@ -76,7 +76,7 @@ def largest(size: Callable[[int], int], room: int, least: int, most: int | None 
 
 
 def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
-    """The sentences with every needle at its depth: 0 is before the first sentence, 1 after the last."""
+    """Return the sentences with every needle at its depth: 0 is before the first sentence, 1 after the last."""
     told = list(sentences)
     for depth, needle in sorted(needles, reverse=True):
         told.insert(int(len(sentences) * depth), needle)
@@ -84,5 +84,5 @@ def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> li
 
 
 def worked_example(context: str, question: str, prefix: str, answers: str) -> str:
-    """A prompt with its reply, to be put before the prompt that is asked."""
+    """Return a prompt with its reply, to be put before the prompt that is asked."""
     return f"{context}\n{question} {prefix} {answers}\n\n"

@@ -105,18 +105,18 @@ class CodedWords:
 
 
 def word_counts(n: int) -> list[int]:
-    """How often the words of ranks 1, 2, 3, ... come, as far as they do."""
+    """Return how often the words of ranks 1, 2, 3, ... come, as far as they do."""
     return [int(n / (ZETA * rank**2)) for rank in range(1, math.isqrt(int(n / ZETA)) + 1)]
 
 
 def _code(stream: Stream, words: int) -> list[str]:
-    """The first coded words of an example."""
+    """Return the first coded words of an example."""
     fresh = Fresh(stream.rng(), _CODE_INTRO + _CODE_QUESTION)
     return [fresh.draw(coded) for _ in range(words)]
 
 
 def _distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The first ten words of which none is part of another one, and all words of which none of the ten is a part."""
+    """Return the first ten words of which none is part of another, and all words of which none of the ten is a part."""
     chosen: list[str] = []
     for word in words:
         if not any(word in other or other in word for other in chosen):

@@ -33,7 +33,7 @@ class Noise:
     separator: ClassVar[str] = "\n"
 
     def sentences(self, units: int) -> list[str]:
-        """The lines of `units` sentences, of which the last one may be short."""
+        """Return the lines of `units` sentences, of which the last one may be short."""
         lines, rest = divmod(units, len(NOISE))
         return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
 
@@ -49,7 +49,7 @@ class Essay:
 
     @classmethod
     def load(cls, path: Path | None) -> Essay:
-        """The user's text file, or the story shipped with kvsearch; UsageError if it is no text or has no words."""
+        """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         file = resource(STORY) if path is None else path
         try:
             text = read_bytes(file).decode()
@@ -61,7 +61,7 @@ class Essay:
         return cls(words, tuple(_sentence_ends(words)), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
-        """The sentences of the first `units` words, of which the last one may be cut after a word."""
+        """Return the sentences of the first `units` words, of which the last one may be cut after a word."""
         copies, rest = divmod(units, len(self.words))
         whole = self._sentences(self.ends) * copies
         ends = self.ends[: bisect_right(self.ends, rest)]

@@ -29,7 +29,7 @@ class Fresh:
 
 
 def word(rng: random.Random) -> str:
-    """An adjective and a noun, as in quiet-harbor; no such word is part of another one."""
+    """Return an adjective and a noun, as in quiet-harbor; no such word is part of another one."""
     return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
 
 
@@ -59,13 +59,13 @@ def coded(rng: random.Random) -> str:
 
 @cache
 def words(kind: str) -> tuple[str, ...]:
-    """The nouns, adjectives or verbs shipped with kvsearch, in alphabetical order."""
+    """Return the nouns, adjectives or verbs shipped with kvsearch, in alphabetical order."""
     return tuple(resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
 
 
 @cache
 def vocabulary(least: int) -> tuple[str, ...]:
-    """At least `least` different words: all that are shipped, then pairs of nouns as in lanternriver."""
+    """Return at least `least` different words: all that are shipped, then pairs of nouns as in lanternriver."""
     found = dict.fromkeys((*words("nouns"), *words("adjectives"), *words("verbs")))
     rng = random.Random("pairs of nouns")
     while len(found) < least:
@@ -74,5 +74,5 @@ def vocabulary(least: int) -> tuple[str, ...]:
 
 
 def most_words() -> int:
-    """How many keys of `word` can be drawn before it takes long to find another one."""
+    """Return how many keys of `word` can be drawn before it takes long to find another one."""
     return len(words("adjectives")) * len(words("nouns")) // 2

@@ -23,7 +23,7 @@ class QaDocuments:
 
     @classmethod
     def of(cls, file: QaFile, split: str, shares: Shares) -> QaDocuments:
-        """The questions of one split, which shares no document that is asked about with another one."""
+        """Return the questions of one split, which shares no document that is asked about with another one."""
         return cls(file.documents, tuple(part(file.questions, split, shares, lambda asked: asked.own)))
 
     @property
@@ -31,7 +31,7 @@ class QaDocuments:
         return len(self.questions)
 
     def draft(self, stream: Stream) -> Draft:
-        """The question's own documents, then those of the same article, then any others, all in random order."""
+        """Return the question's own documents, then those of the same article, then any others, all in random order."""
         order = Stream(stream.name, 0).rng("questions").sample(range(self.size), self.size)
         question = self.questions[order[stream.index]]
 
@@ -51,7 +51,7 @@ class QaDocuments:
         )
 
     def _chosen(self, question: QaQuestion, units: int, rng: Random) -> list[int]:
-        """The numbers of `units` documents."""
+        """Return the numbers of `units` documents."""
         near = rng.sample(question.near, len(question.near))
         first = [*question.own, *near][:units]
         # so many that enough are left without those that come first

@@ -75,7 +75,7 @@ class RulerTask:
         return _KINDS[self.name].category
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
-        """The first `samples` examples of a seed; qa has no more than its file has questions for the split.
+        """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.
 
         Raises:
             UsageError: `length` is too short, a qa file too small, or a file cannot be used.
@@ -113,7 +113,7 @@ class RulerTask:
         return Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix)
 
     def _context(self, draft: Draft, count: TokenCount) -> str:
-        """The context of a draft, filled up to the length."""
+        """Return the context of a draft, filled up to the length."""
         rest = self._rest(draft, count)
         units = largest(lambda some: count(draft.context(some)), self.length - rest, draft.least, draft.most)
         context = draft.context(units)

@@ -40,7 +40,7 @@ class Chain:
         return f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {self.value} are"
 
     def hidden(self, depths: Sequence[float], units: int) -> str:
-        """The instruction and `units` sentences of noise, with the assignments in order at the depths."""
+        """Return the instruction and `units` sentences of noise, with the assignments in order at the depths."""
         sides = (self.value, *self.names)
         told = [f"LET {left} = {right}" for left, right in zip(self.names, sides, strict=False)]
         lines = insert(Noise().sentences(units), list(zip(sorted(depths), told, strict=True)))
@@ -65,7 +65,7 @@ class Tracing:
         )
 
     def _example(self, chain: Chain, shift: float) -> str:
-        """A solved chain of at most 500 tokens or a quarter of the length; its assignments are evenly spread."""
+        """Return a solved chain of at most 500 tokens or a quarter of the length; its assignments are evenly spread."""
         depths = [(place + shift) / VARIABLES for place in range(VARIABLES)]
 
         def example(units: int) -> str:

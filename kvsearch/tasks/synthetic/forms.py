@@ -32,7 +32,7 @@ class Form:
 
 
 def codes_in(room: int, names: Names) -> int:
-    """How many code facts fit into `room` words, as far as there are keys left."""
+    """Return how many code facts fit into `room` words, as far as there are keys left."""
     return max(0, min(room // CODE_WORDS, names.left("key", KEYS)))
 
 

@@ -30,7 +30,7 @@ def filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
 
 
 def interleave(rng: random.Random, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-    """A random merge of the groups that keeps the order inside each."""
+    """Return a random merge of the groups that keeps the order inside each."""
     order = [i for i, group in enumerate(groups) for _ in group]
     rng.shuffle(order)
     iterators = [iter(group) for group in groups]

@@ -44,11 +44,11 @@ class Evidence:
         return sum(len(sentence) for sentence in self.sentences)
 
     def asked_in(self, task: str) -> Evidence:
-        """The same evidence with all its questions in `task`."""
+        """Return the same evidence with all its questions in `task`."""
         return replace(self, questions=tuple(replace(question, task=task) for question in self.questions))
 
     def unasked(self) -> Evidence:
-        """The same evidence as a distractor."""
+        """Return the same evidence as a distractor."""
         return replace(self, questions=())
 
 
@@ -74,7 +74,7 @@ class Names:
         return self._left[kind].pop()
 
     def left(self, kind: str, pool: Sequence[str]) -> int:
-        """How many names of this kind are still free."""
+        """Return how many names of this kind are still free."""
         return len(self._left.get(kind, pool))
 
 
@@ -169,7 +169,7 @@ def compose(
     tail_mentions: int = 0,
     haystack: type[Haystack] = Prose,
 ) -> Document:
-    """A document of at most `length` words: the needles in order at random places, filled up with filler.
+    """Return a document of at most `length` words: the needles in order at random places, filled up with filler.
 
     `mentions` recall sentences go to random places after their fact, `tail_mentions` more to the last sentences.
     """
@@ -191,5 +191,5 @@ def compose(
 
 
 def _after_fact(told: Sequence[Sentence], mention: Sentence) -> int:
-    """The first place at which `mention` does not give its fact away."""
+    """Return the first place at which `mention` does not give its fact away."""
     return next(i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]) + 1

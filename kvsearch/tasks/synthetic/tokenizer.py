@@ -8,7 +8,7 @@ from kvsearch.tasks.synthetic import vocabulary as v
 
 
 def tokenizer() -> Any:
-    """A fast tokenizer that splits at white space and puts `<bos>` in front; unknown words become `<unk>`."""
+    """Return a fast tokenizer that splits at white space and puts `<bos>` in front; unknown words become `<unk>`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

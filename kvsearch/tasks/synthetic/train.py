@@ -113,7 +113,7 @@ def recall_batch(rng: np.random.Generator, rows: int, pairs: int, queries: int, 
 
 
 def training_document(rng: random.Random, length: int) -> Document:
-    """A random mixture of all kinds of evidence, from sparse to one third of the words."""
+    """Return a random mixture of all kinds of evidence, from sparse to one third of the words."""
     names = Names(rng)
     room = int(length * rng.choice((0.05, 0.1, 0.2, 0.33))) + 12
     makers = [
@@ -139,7 +139,7 @@ def training_document(rng: random.Random, length: int) -> Document:
 
 
 def encode(document: Document, questions: int) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
-    """Token ids, loss weights and the (task, start, end) of every answer, questions one after another."""
+    """Return the token ids, loss weights and the (task, start, end) of every answer, questions one after another."""
     words, weight = list(document.words), [TEXT_WEIGHT] * len(document.words)
     spans = []
     for question in document.questions[:questions]:
