@@ -85,7 +85,7 @@ class Studies:
             points = search_front(searches, executor, ledger, SearchLimits(), Unwatched())
         rows = []
         for point in points:
-            report = point.evolved.report
+            report = point.report
             scaled = [""] * 2 if EXPANDED not in report.labels else [shown(report, EXPANDED), gained(report, EXPANDED)]
             rows.append([str(point.budget), shown(report, EVOLVED), *scaled, shown(report, UNIFORM)])
         show(["budget", "direct", "scaled", "direct minus scaled", "uniform"], rows)
@@ -158,7 +158,8 @@ def run(prepared: PreparedSearch) -> tuple[Evolved, Spent]:
         with make_executor(prepared, LoadOptions()) as executor:
             outcome = prepared.search(executor, ledger, SearchLimits(), Unwatched())
         spent = ledger.spent
-    return prepared.decide(outcome), spent
+    choice = prepared.choose(outcome)
+    return Evolved(prepared, outcome, choice, prepared.report(choice)), spent
 
 
 def compared(report: PlanComparison) -> list[str]:

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.plan import Plan
     from kvsearch.report.table import Table
-    from kvsearch.search.evolve import PreparedSearch, Store, Stored
+    from kvsearch.search.evolve import Evolved, PreparedSearch, Store, Stored
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
-    from kvsearch.search.front import Point
     from kvsearch.search.ledger import Spent
 
 LIMITS = "When to stop"
@@ -152,10 +151,10 @@ class EvolveOptions(WithModel, TaskDetails, Asking, Seeded, EvolveSettings):
 
 @dataclass(frozen=True, eq=False)
 class Evolution:
-    """A finished search: a point for each budget, with what was chosen there, what it took, and what was written."""
+    """A finished search: what was found at each budget, and what it took."""
 
     options: EvolveOptions
-    points: list[Point]
+    found: list[Evolved]
     spent: Spent
 
     @property
@@ -166,21 +165,19 @@ class Evolution:
     @property
     def plans(self) -> dict[int, Plan]:
         """The plan that was chosen, by budget."""
-        return {point.budget: point.evolved.choice.plan for point in self.points}
+        return {one.budget: one.choice.plan for one in self.found}
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found."""
         from kvsearch.report.search import as_json, front_as_json
 
-        if self.is_front:
-            return front_as_json(self.points, self.spent)
-        return as_json(self.points[0].prepared, self.points[0].evolved, self.spent)
+        return front_as_json(self.found, self.spent) if self.is_front else as_json(self.found[0], self.spent)
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
         from kvsearch.report.search import front_tables, tables
 
-        return front_tables(self.points) if self.is_front else tables(self.points[0].prepared, self.points[0].evolved)
+        return front_tables(self.found) if self.is_front else tables(self.found[0])
 
     def remarks(self) -> Iterator[str]:
         """Say what was chosen and why, what it took, and where it was written."""
@@ -188,9 +185,8 @@ class Evolution:
         from kvsearch.search.ledger import FRONT, PLAN, REPORT
 
         directory, spent = self.options.output, self.spent
-        for point in self.points:
-            place = f"{point.budget} entries per kv head: " if self.is_front else ""
-            yield f"{place}{decision(point.evolved)}"
+        for one in self.found:
+            yield f"{f'{one.budget} entries per kv head: ' if self.is_front else ''}{decision(one)}"
         used = f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
         written = f"{directory / FRONT} and a plan for each budget"
         yield f"{used}; wrote {written if self.is_front else f'{directory / PLAN} and {directory / REPORT}'}"
@@ -221,7 +217,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     from kvsearch.runs.directory import write_json
     from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import Evolved
-    from kvsearch.search.front import Point, search_front
+    from kvsearch.search.front import search_front
     from kvsearch.search.ledger import FRONT, PLAN, REPORT, open_search, require_same
 
     searches, workers, limits = _prepared(options, talk), options.ray_workers(), options.limits
@@ -237,19 +233,19 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     ):
         store = _store(run.directory, talk)
         if options.budgets is not None:
-            points = search_front(searches, executor, run.ledger, limits, watcher, store)
-            for point in points:
-                save_plan(point.evolved.choice.plan, run.directory / f"plan-{point.budget}.json", overwrite=True)
+            found = search_front(searches, executor, run.ledger, limits, watcher, store)
+            for one in found:
+                save_plan(one.choice.plan, run.directory / f"plan-{one.budget}.json", overwrite=True)
         else:
             (search,) = searches
             outcome = search.search(executor, run.ledger, limits, watcher)
             executor.close()  # its memory is for the replies now
             choice = search.choose(outcome, store)
             save_plan(choice.plan, run.directory / PLAN, overwrite=True)
-            points = [Point(search, Evolved(outcome, choice, search.report(choice, store)))]
-        found = Evolution(options, points, run.ledger.spent)
-        write_json(run.directory / (FRONT if found.is_front else REPORT), found.as_json())
-        return found
+            found = [Evolved(search, outcome, choice, search.report(choice, store))]
+        result = Evolution(options, found, run.ledger.spent)
+        write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
+        return result
 
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
@@ -303,7 +299,7 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
 
     first = searches[0]
     return {
-        **environment(first.loaded),
+        **environment(first.base.loaded),
         "settings": first.as_json(),
         "budgets": [one.budget for one in searches],
         "policies": [{"name": one.name, "params": one.parameters()} for one in first.base.policies],

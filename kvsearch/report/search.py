@@ -11,7 +11,7 @@ from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.report.numbers import interval, percent
 from kvsearch.report.table import Table
 from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch
-from kvsearch.search.front import EXPANDED, Point
+from kvsearch.search.front import EXPANDED
 from kvsearch.search.ledger import Spent
 from kvsearch.search.start_plans import UNIFORM
 from kvsearch.strategies.methods import FULL
@@ -19,39 +19,35 @@ from kvsearch.strategies.methods import FULL
 SCHEMA, FRONT_SCHEMA = "kvsearch.evolution/1", "kvsearch.front/1"
 
 
-def as_json(prepared: PreparedSearch, evolved: Evolved, spent: Spent) -> dict[str, Any]:
+def as_json(evolved: Evolved, spent: Spent) -> dict[str, Any]:
     """Return everything that a search found; `spent` is what its first part took."""
-    return {
-        "schema": SCHEMA,
-        **_origin(prepared, spent),
-        "settings": prepared.as_json(),
-        **_found(prepared, evolved),
-    }
+    search = evolved.search
+    return {"schema": SCHEMA, **_origin(search, spent), "settings": search.as_json(), **_found(evolved)}
 
 
-def front_as_json(points: Sequence[Point], spent: Spent) -> dict[str, Any]:
+def front_as_json(found: Sequence[Evolved], spent: Spent) -> dict[str, Any]:
     """Return everything that a search at several budgets found, by budget."""
-    first = points[0].prepared
-    found = {str(point.budget): _found(point.prepared, point.evolved) for point in points}
-    return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": first.settings.as_json(), "budgets": found}
+    first = found[0].search
+    budgets = {str(one.budget): _found(one) for one in found}
+    return {"schema": FRONT_SCHEMA, **_origin(first, spent), "settings": first.settings.as_json(), "budgets": budgets}
 
 
-def _origin(prepared: PreparedSearch, spent: Spent) -> dict[str, Any]:
-    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in prepared.encoded.items()}
+def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
+    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in search.encoded.items()}
     return {
-        "model": prepared.loaded.name,
+        "model": search.base.loaded.name,
         "questions": questions,
         "evaluations": spent.evaluations,
         "tokens": spent.tokens,
     }
 
 
-def _found(prepared: PreparedSearch, evolved: Evolved) -> dict[str, Any]:
+def _found(evolved: Evolved) -> dict[str, Any]:
     choice, report = evolved.choice, evolved.report
     return {
         "ended": evolved.outcome.ended,
         "flat": evolved.outcome.flat,
-        "starts": {name: table.tolist() for name, table in prepared.starts.items()},
+        "starts": {name: table.tolist() for name, table in evolved.search.starts.items()},
         "finalists": {
             name: {"budgets": found.table.tolist(), "value": _number(found.value), "where": found.where,
                    "score": asdict(choice.comparison.score(name))}
@@ -76,28 +72,28 @@ def shares(report: PlanComparison) -> dict[str, Share | None]:
     }
 
 
-def tables(prepared: PreparedSearch, evolved: Evolved) -> list[Table]:
+def tables(evolved: Evolved) -> list[Table]:
     """Return the finalists on the split they were chosen by, and the result on the report split."""
-    return [_finalists(evolved), _report(prepared, evolved)]
+    return [_finalists(evolved), _report(evolved)]
 
 
-def front_tables(points: Sequence[Point]) -> list[Table]:
+def front_tables(found: Sequence[Evolved]) -> list[Table]:
     """Return score against size on the report split: the result of each budget, and the smallest plan scaled to it."""
-    report = points[0].evolved.report
+    report = found[0].report
     rows = [["full", "", _score(report, FULL), "", "", ""]]
-    for point in points:
-        prepared, result = point.prepared, point.evolved.report
+    for one in found:
+        result = one.report
         known = EXPANDED in result.labels
         rows.append(
             [
-                str(point.budget), f"{prepared.frame.total:,}", _score(result, EVOLVED),
+                str(one.budget), f"{one.search.frame.total:,}", _score(result, EVOLVED),
                 _score(result, EXPANDED) if known else "", _gain(result, EXPANDED) if known else "",
                 _score(result, UNIFORM),
             ]
         )  # fmt: skip
     columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
                "uniform"]  # fmt: skip
-    return [Table.plain(f"report split, {points[0].prepared.settings.protocol}", columns, rows)]
+    return [Table.plain(f"report split, {found[0].search.settings.protocol}", columns, rows)]
 
 
 def decision(evolved: Evolved) -> str:
@@ -122,13 +118,13 @@ def _finalists(evolved: Evolved) -> Table:
     return Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], rows)
 
 
-def _report(prepared: PreparedSearch, evolved: Evolved) -> Table:
+def _report(evolved: Evolved) -> Table:
     report, found = evolved.report, shares(evolved.report)
     rows: list[list[str]] = []
     for name in report.labels:
         gain = "" if name in (EVOLVED, FULL) else _gain(report, name)
         rows.append([name, _score(report, name), gain, _share(found.get(name))])
-    title = f"report split, {prepared.budget} entries per kv head, {prepared.settings.protocol}"
+    title = f"report split, {evolved.budget} entries per kv head, {evolved.search.settings.protocol}"
     return Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
 
 

@@ -23,11 +23,9 @@ from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import Progress
-from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
-from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor, Ints
@@ -70,15 +68,6 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Evolved:
-    """A finished search: how it went, what was chosen, and how that does on the report split."""
-
-    outcome: SearchOutcome
-    choice: Choice
-    report: PlanComparison
-
-
-@dataclass(frozen=True, eq=False)
 class PreparedSearch:
     """A search whose model, questions and start plans fit together; see `prepare_search`."""
 
@@ -89,10 +78,6 @@ class PreparedSearch:
     starts: Mapping[str, Ints]
     splits: Splits
     encoded: Mapping[str, list[TaskPrompts]]
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self.base.loaded
 
     def as_json(self) -> dict[str, Any]:
         """Return the size and the settings, for the configuration of the run and the provenance of its plans."""
@@ -125,15 +110,6 @@ class PreparedSearch:
         least = max(int(self.base.floors.max()), *(int(table.max()) for table in self.starts.values()))
         return np.full_like(self.base.floors, max(min(longest(self.samples), share), least))
 
-    def bank(
-        self, cap: int | None = None, max_memory: int | None = None, progress: Progress | None = None
-    ) -> CandidateBank:
-        """Read the prompts once for all candidates up to `cap`; see `CandidateBank` for the errors."""
-        full, most = self.settings.objective == "kl", self.cap if cap is None else cap
-        return CandidateBank(
-            self.loaded, self.base.by_layer, self.samples, most, full=full, max_memory=max_memory, progress=progress
-        )
-
     def search(
         self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
@@ -155,7 +131,7 @@ class PreparedSearch:
         self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: Store | None
     ) -> PlanComparison:
         """Score plans on a split; `name` is what their replies are kept under."""
-        prepared = prepare_plans(self.loaded, plans, tasks, self.asked)
+        prepared = prepare_plans(self.base.loaded, plans, tasks, self.asked)
         storing = store or (lambda _, __: nullcontext((None, None)))
         with storing(name, prepared.evaluation) as (replies, progress):
             return prepared.run(progress, replies)
@@ -163,7 +139,7 @@ class PreparedSearch:
     def choose(self, outcome: SearchOutcome, store: Store | None = None, name: str = "choice") -> Choice:
         """Choose the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
-        settings = self._origin(outcome)
+        settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
         result = self.compare(plans, self.splits.choice, name, store)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
@@ -177,17 +153,12 @@ class PreparedSearch:
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
         streaming, size = create_policy(STREAMING), Size(budget=self.budget)
         if self.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(self.loaded, streaming, size, ("prefill",), Uniform())
+            plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, ("prefill",), Uniform())
         return plans
 
     def report(self, choice: Choice, store: Store | None = None) -> PlanComparison:
         """Score the `contenders` on the third split."""
         return self.compare(self.contenders(choice), self.splits.report, "report", store)
-
-    def decide(self, outcome: SearchOutcome, store: Store | None = None) -> Evolved:
-        """Choose, then report."""
-        choice = self.choose(outcome, store)
-        return Evolved(outcome, choice, self.report(choice, store))
 
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {tuple(one.table.ravel()): one for one in outcome.pool}
@@ -203,8 +174,20 @@ class PreparedSearch:
                 found[f"#{len(found) - len(self.starts) + 1}"] = one
         return found
 
-    def _origin(self, outcome: SearchOutcome) -> dict[str, Any]:
-        return {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
+
+@dataclass(frozen=True, eq=False)
+class Evolved:
+    """A finished search: how it went, what was chosen, and how that does on the report split."""
+
+    search: PreparedSearch
+    outcome: SearchOutcome
+    choice: Choice
+    report: PlanComparison
+
+    @property
+    def budget(self) -> int:
+        """Entries per kv head, on average."""
+        return self.search.budget
 
 
 def prepare_search(
@@ -212,8 +195,8 @@ def prepare_search(
 ) -> PreparedSearch:
     """Draw the questions of all splits, and check that everything fits together.
 
-    `budget` is c, the entries that a kv head keeps on average.
-    `asked.samples` is how many contexts of every task each split has; `plans` are start plans by name.
+    `budget` is c, the entries that a kv head keeps on average, `asked.samples` is how many contexts of every task each
+    split has; `plans` are start plans by name.
 
     Raises:
         UsageError: too few questions, a question in two splits, a group size above the layers, a budget that leaves
@@ -231,7 +214,13 @@ def prepare_search(
         for name, tasks in (("search", splits.search), ("choice", splits.choice), ("report", splits.report))
     }
     prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded)
-    _check_splits(prepared)
+    if len(prepared.samples) < 2:
+        raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
+    for one in shared_questions(prepared.encoded):
+        raise UsageError(
+            f"{one.place} is in the {one.first} and in the {one.second} split: what is searched or chosen on must not "
+            "be reported on, give tasks with splits"
+        )
     check_budget(prepared)
     return prepared
 
@@ -258,13 +247,3 @@ def check_budget(prepared: PreparedSearch) -> None:
         raise UsageError(f"a budget of {budget} is what the policy always keeps: nothing is left to search, raise it")
     uniform = next(iter(prepared.starts.values()))
     next(stages_of(prepared.settings, prepared.frame, prepared.starts, lambda: uniform))
-
-
-def _check_splits(prepared: PreparedSearch) -> None:
-    if len(prepared.samples) < 2:
-        raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
-    for one in shared_questions(prepared.encoded):
-        raise UsageError(
-            f"{one.place} is in the {one.first} and in the {one.second} split: what is searched or chosen on must not "
-            "be reported on, give tasks with splits"
-        )

@@ -7,7 +7,7 @@ budget, and beside it the plan of the smallest budget scaled to that size (as Ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
@@ -31,19 +31,6 @@ from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.strategies.methods import FULL
 
 EXPANDED = "expanded"  # the plan of the smallest budget, scaled
-
-
-@dataclass(frozen=True, eq=False)
-class Point:
-    """One budget of a front, with how its search was prepared and what it found."""
-
-    prepared: PreparedSearch
-    evolved: Evolved
-
-    @property
-    def budget(self) -> int:
-        """Entries per kv head, on average."""
-        return self.prepared.budget
 
 
 def prepare_front(
@@ -76,7 +63,7 @@ def search_front(
     limits: SearchLimits,
     watcher: Watcher,
     store: Store | None = None,
-) -> list[Point]:
+) -> list[Evolved]:
     """Search and choose at every budget, then report on all; limits are for all budgets together.
 
     Errors are those of `Search.run`.
@@ -94,7 +81,7 @@ def search_front(
             contenders[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
         plans |= {f"{name}-{ready.budget}": plan for name, plan in contenders.items()}
     report = searches[0].compare(plans, searches[0].splits.report, "report", store)
-    return [Point(ready, Evolved(outcome, choice, _view(report, ready.budget))) for ready, outcome, choice in found]
+    return [Evolved(ready, outcome, choice, _view(report, ready.budget)) for ready, outcome, choice in found]
 
 
 def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSearch:

@@ -146,12 +146,13 @@ class Search:
     def _optimiser(self, stage: SearchStage, start: Ints) -> Optimiser:
         space, settings = stage.space, self.settings
         name = "golden" if space.dimension == 1 else settings.optimiser
+        seed = f"{settings.seed}/{self.name}{stage.name}"
         optimiser = create_optimiser(
             name,
             space.point_of(start),
             space.lower,
             space.upper,
-            _seed(settings.seed, self.name + stage.name),
+            int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"),  # the same on every machine
             settings.population if name in WITH_POPULATION else None,
             settings.sigma,
             tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
@@ -233,8 +234,3 @@ def _finite(values: Sequence[float]) -> list[float]:
         return list(values)
     worst = worst_of(values)
     return [value if math.isfinite(value) else worst for value in values]
-
-
-def _seed(seed: int, stage: str) -> int:
-    """Return a seed for every stage, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{stage}".encode()).digest()[:4], "big")

@@ -47,11 +47,11 @@ class WorkerBank:
     @classmethod
     def of(cls, prepared: PreparedSearch, options: LoadOptions, cap: int, max_memory: int | None = None) -> WorkerBank:
         """Return what a worker needs for the bank of a search."""
-        name = prepared.loaded.name
+        loaded = prepared.base.loaded
         return cls(
-            model=str(Path(name).resolve()) if Path(name).exists() else name,
+            model=str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name,
             options=options,
-            fingerprint=prepared.loaded.fingerprint,
+            fingerprint=loaded.fingerprint,
             policies=prepared.base.policies,
             tasks=tuple(prepared.splits.search),
             asked=prepared.asked,
@@ -100,10 +100,14 @@ def make_executor(
         EnvironmentFault: see `RayExecutor`.
         KvsearchError: see `CandidateBank`.
     """
-    most = prepared.cap if cap is None else cap
+    base, most = prepared.base, prepared.cap if cap is None else cap
     if workers is None:
-        return SerialExecutor(prepared.bank(most, max_memory, progress))
-    device = prepared.loaded.device.type
+        full = prepared.settings.objective == "kl"
+        bank = CandidateBank(
+            base.loaded, base.by_layer, prepared.samples, most, full=full, max_memory=max_memory, progress=progress
+        )
+        return SerialExecutor(bank)
+    device = base.loaded.device.type
     alone = replace(options, device=device, device_map=None)
     wanted = replace(workers, gpus=1.0) if device == "cuda" else workers
     return RayExecutor(WorkerBank.of(prepared, alone, most, max_memory), wanted)

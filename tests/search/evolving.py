@@ -11,6 +11,7 @@ from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.plan import Plan
 from kvsearch.policies import create_policy
+from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.ledger import SearchLedger
@@ -56,4 +57,10 @@ def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = 
     """All three parts."""
     with make_executor(prepared, LoadOptions(), workers) as executor, SearchLedger(ledger) as lines:
         outcome = prepared.search(executor, lines, SearchLimits(), Silent())
-    return prepared.decide(outcome)
+    return decide(prepared, outcome)
+
+
+def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:
+    """The second and the third part."""
+    choice = prepared.choose(outcome)
+    return Evolved(prepared, outcome, choice, prepared.report(choice))

@@ -22,7 +22,18 @@ from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
 from tests import tiny
-from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, LoadOptions, evolve, prepare, settings_of, splits
+from tests.search.evolving import (
+    BUDGET,
+    CONTEXTS,
+    POLICY,
+    QUESTIONS,
+    LoadOptions,
+    decide,
+    evolve,
+    prepare,
+    settings_of,
+    splits,
+)
 from tests.search.searching import Silent, told
 
 MODES: list[dict[str, Any]] = [
@@ -76,16 +87,16 @@ def test_all_finalists_have_the_same_size(found: tuple[PreparedSearch, Evolved])
 
 
 def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> None:
-    prepared, evolved = found
+    _, evolved = found
     names = ["full", "evolved", "uniform", "pyramid", "streaming"]
     assert list(evolved.report.labels) == names
-    data = as_json(prepared, evolved, Spent(3, 5, 7.0))
+    data = as_json(evolved, Spent(3, 5, 7.0))
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["report"]) == names
     assert list(data["gains"]) == list(data["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
     assert data["budgets"] == evolved.choice.table.tolist()
-    assert [len(table.groups[0].rows) for table in tables(prepared, evolved)] == [
+    assert [len(table.groups[0].rows) for table in tables(evolved)] == [
         len(evolved.choice.finalists), len(names),
     ]  # fmt: skip
     assert evolved.choice.name in decision(evolved)
@@ -128,7 +139,7 @@ def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path
         outcome = prepared.search(executor, ledger, SearchLimits(evaluations=1), Silent())
         assert ledger.spent.evaluations == 1
     assert outcome.ended == "1 candidates were evaluated, as many as allowed"
-    assert prepared.decide(outcome).choice.name in prepared.starts
+    assert decide(prepared, outcome).choice.name in prepared.starts
 
 
 @pytest.mark.parametrize("objective", ["nll", "metric"])

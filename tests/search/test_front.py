@@ -13,8 +13,8 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.report.search import front_as_json, front_tables
-from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.front import Point, prepare_front, search_front
+from kvsearch.search.evolve import Evolved, PreparedSearch
+from kvsearch.search.front import prepare_front, search_front
 from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
@@ -37,7 +37,7 @@ def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
 
 def run(
     searches: tuple[PreparedSearch, ...], path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
-) -> list[Point]:
+) -> list[Evolved]:
     with (
         make_executor(searches[0], LoadOptions(), cap=max(one.cap for one in searches)) as executor,
         SearchLedger(path) as ledger,
@@ -46,43 +46,43 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Point], Path, Silent]:
+def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Evolved], Path, Silent]:
     path, watcher = tmp_path_factory.mktemp("front") / "ledger.jsonl", Silent()
     return run(prepare(loaded, 24, 8, 16, 8), path, watcher), path, watcher
 
 
-def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Point], Path, Silent]) -> None:
+def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, watcher = found
     assert [point.budget for point in points] == list(BUDGETS)
-    assert [point.evolved.choice.plan.total for point in points] == [24 * budget for budget in BUDGETS]
+    assert [point.choice.plan.total for point in points] == [24 * budget for budget in BUDGETS]
     assert [stage for stage in watcher.stages if "start" in stage] == [f"budget {n}: start plans" for n in BUDGETS]
     assert watcher.ends == [f"budget {n}: all stages are finished" for n in BUDGETS]
 
 
-def test_each_begins_with_the_result_before(found: tuple[list[Point], Path, Silent]) -> None:
+def test_each_begins_with_the_result_before(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
-    assert "scaled-8" not in points[0].prepared.starts
+    assert "scaled-8" not in points[0].search.starts
     for before, point in pairwise(points):
-        scaled = point.prepared.frame.complete(before.evolved.choice.table)
-        assert any(np.array_equal(scaled, table) for table in point.prepared.starts.values())
-        scores = {name: point.evolved.choice.comparison.score(name).mean for name in point.evolved.choice.finalists}
-        assert scores[point.evolved.choice.name] == max(scores.values())
+        scaled = point.search.frame.complete(before.choice.table)
+        assert any(np.array_equal(scaled, table) for table in point.search.starts.values())
+        scores = {name: point.choice.comparison.score(name).mean for name in point.choice.finalists}
+        assert scores[point.choice.name] == max(scores.values())
 
 
-def test_the_report_is_asked_once_of_everything(found: tuple[list[Point], Path, Silent]) -> None:
+def test_the_report_is_asked_once_of_everything(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
-    assert len({id(point.evolved.report.comparison) for point in points}) == 1
-    assert "expanded" not in points[0].evolved.report.labels
+    assert len({id(point.report.comparison) for point in points}) == 1
+    assert "expanded" not in points[0].report.labels
     for point in points[1:]:
-        assert {"full", "evolved", "uniform", "pyramid", "streaming", "expanded"} <= set(point.evolved.report.labels)
+        assert {"full", "evolved", "uniform", "pyramid", "streaming", "expanded"} <= set(point.report.labels)
 
 
-def test_the_front_as_json_and_as_a_table(found: tuple[list[Point], Path, Silent]) -> None:
+def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
     data = front_as_json(points, Spent(1, 2, 3.0))
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["budgets"]) == ["8", "16", "24"]
-    assert data["budgets"]["16"]["budgets"] == points[1].evolved.choice.table.tolist()
+    assert data["budgets"]["16"]["budgets"] == points[1].choice.table.tolist()
     assert "expanded" in data["budgets"]["24"]["gains"]
     (table,) = front_tables(points)
     rows = [[cell.text for cell in row] for row in table.groups[0].rows]
@@ -93,21 +93,21 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Point], Path, Silent
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_front_that_is_cut_ends_the_same(
-    share: float, found: tuple[list[Point], Path, Silent], loaded: LoadedModel, tmp_path: Path
+    share: float, found: tuple[list[Evolved], Path, Silent], loaded: LoadedModel, tmp_path: Path
 ) -> None:
     points, whole, _ = found
     lines = whole.read_bytes().splitlines(keepends=True)
     (tmp_path / "l").write_bytes(b"".join(lines[: int(share * len(lines))]) + b'{"kind"')
     again = run(prepare(loaded, *BUDGETS), tmp_path / "l")
-    assert [told(one.evolved.outcome) for one in again] == [told(one.evolved.outcome) for one in points]
-    assert [one.evolved.choice.plan for one in again] == [one.evolved.choice.plan for one in points]
+    assert [told(one.outcome) for one in again] == [told(one.outcome) for one in points]
+    assert [one.choice.plan for one in again] == [one.choice.plan for one in points]
     assert timeless(tmp_path / "l") == timeless(whole)
 
 
 def test_limits_are_for_all_budgets_together(loaded: LoadedModel, tmp_path: Path) -> None:
     points = run(prepare(loaded, 8, 16), tmp_path / "l", limits=SearchLimits(evaluations=5))
-    assert [point.evolved.outcome.ended for point in points] == ["5 candidates were evaluated, as many as allowed"] * 2
-    assert points[1].evolved.choice.name in points[1].prepared.starts
+    assert [point.outcome.ended for point in points] == ["5 candidates were evaluated, as many as allowed"] * 2
+    assert points[1].choice.name in points[1].search.starts
 
 
 @pytest.mark.parametrize("budgets", [(16,), (16, 16)])

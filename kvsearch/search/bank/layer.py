@@ -49,16 +49,14 @@ class SuffixTokens:
         self.valid = torch.cat([self.valid, valid], 1)
         self.positions = torch.cat([self.positions, positions], 1)
         self.last = valid.shape[1]
-        self.seen = self._causal()
-        return positions
-
-    def _causal(self) -> Tensor | None:
         count = self.valid.shape[1]
         causal = causal_mask(self.last, count, self.valid.device)
         if bool(self.valid.all()):
-            return None if self.last == 1 else causal[None, None, None]
-        own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - self.last :]
-        return (causal & (self.valid[:, None] | own))[:, None, None]
+            self.seen = None if self.last == 1 else causal[None, None, None]
+        else:
+            own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - self.last :]
+            self.seen = (causal & (self.valid[:, None] | own))[:, None, None]
+        return positions
 
     def near(self, positions: Tensor, window: int) -> Tensor:
         """Tell which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""

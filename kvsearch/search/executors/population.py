@@ -13,21 +13,21 @@ import numpy as np
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
 from kvsearch.search.executors.base import Executor, Floats, Job, JobOutcome, Result, keys_of, results_of
 
-Keep = Callable[[Job, JobOutcome], None]
+Store = Callable[[Job, JobOutcome], None]
 _MESSAGES = 3
 
 
 def evaluate_all(
     executor: Executor,
     jobs: Sequence[Job],
-    keep: Keep | None = None,
+    store: Store | None = None,
     known: Mapping[str, Result] | None = None,
     generation: int | None = None,
 ) -> dict[int, JobOutcome]:
     """Evaluate jobs; a job that memory is too short for is halved, down to one candidate. The outcomes by job id.
 
     The outcome of a job has a row of values per candidate, NaN for one without any; its kind and message are those of
-    the first candidate that failed. `keep` is called for each part of a job as soon as it is finished, in any order.
+    the first candidate that failed. `store` is called for each part of a job as soon as it is finished, in any order.
 
     `known` are results by `candidate_key`: what they cover is not evaluated again, and the parts that are left are
     the same as if nothing were known. Which candidates are measured together decides the last bits of their values.
@@ -43,7 +43,7 @@ def evaluate_all(
     if executor.pending or len({job.id for job in jobs}) < len(jobs):
         raise InternalError("evaluate_all needs an executor without pending jobs, and jobs with different ids")
     size = sum(len(job.candidates) for job in jobs) if generation is None else generation
-    return _Population(executor, jobs, keep, known or {}, size).run()
+    return _Population(executor, jobs, store, known or {}, size).run()
 
 
 def worst_of(values: Iterable[float]) -> float:
@@ -83,9 +83,9 @@ class _Part(NamedTuple):
 
 class _Population:
     def __init__(
-        self, executor: Executor, jobs: Sequence[Job], keep: Keep | None, known: Mapping[str, Result], size: int
+        self, executor: Executor, jobs: Sequence[Job], store: Store | None, known: Mapping[str, Result], size: int
     ) -> None:
-        self._executor, self._jobs, self._keep, self._known, self._size = executor, jobs, keep, known, size
+        self._executor, self._jobs, self._store, self._known, self._size = executor, jobs, store, known, size
         self._results: dict[int, dict[int, Result]] = {job.id: {} for job in jobs}  # by job and number of the candidate
         self._cost = {job.id: (0.0, 0) for job in jobs}
         self._parts: dict[int, _Part] = {}
@@ -122,8 +122,8 @@ class _Population:
         outcome = outcome._replace(id=part.job.id, seconds=seconds, tokens=tokens)
         before = self._cost[part.job.id]
         self._cost[part.job.id] = (before[0] + seconds, before[1] + tokens)
-        if self._keep is not None:
-            self._keep(part.job, outcome)
+        if self._store is not None:
+            self._store(part.job, outcome)
         self._settle(part, results_of(outcome, len(part.job.candidates)))
 
     def _settle(self, part: _Part, results: Sequence[Result]) -> None:
