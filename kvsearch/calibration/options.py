@@ -31,6 +31,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 
 ANSWER_TOKENS = 128
+SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 UNRANKED = ("full",)
 LUKV, SHARED, CAKE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.directory import PROFILE, SAMPLES, check_new, goes_on_in, questions
+from kvsearch.calibration.directory import PROFILE, check_new, goes_on_in, questions
 from kvsearch.calibration.options import (
+    SAMPLES,
     AdakvOptions,
     CakeOptions,
     CalibrationOptions,

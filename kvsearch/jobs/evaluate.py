@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvsearch.config.options import Option, Repeated, Seeded
 from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import ASKED, KEPT, Asking, WithModel, WithTasks
+from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvsearch.tasks.base import Task
 
 COMPARED = "What is compared"
-PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
 
 
 class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):

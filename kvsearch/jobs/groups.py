@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
+PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
 
 
 def _numbers(value: object) -> object:

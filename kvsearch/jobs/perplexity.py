@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import UsageError
+from kvsearch.jobs.groups import PERPLEXITY
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def measure(options: EvaluateOptions, talk: Talk) -> MeasuredPerplexity:
 
 def _checked(options: EvaluateOptions) -> tuple[Contest, PerplexityText, int, int]:
     """What is compared, the text, and tokens of a context and of its continuation."""
-    from kvsearch.jobs.evaluate import PERPLEXITY
     from kvsearch.tasks.perplexity import PerplexityText
 
     for name in UNREAD:

@@ -304,9 +304,11 @@ def test_ctrl_c_in_the_middle_of_a_calibration(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
-    first = process.stderr.readline()  # said just before the first question
+    first = process.stderr.readline()
     assert "calibrating" in first
-    time.sleep(0.3)
+    while not (tmp_path / "run" / "config.json").exists():  # written just before the first question
+        assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, talk = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, talk

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.directory import SAMPLES
+from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
 from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of

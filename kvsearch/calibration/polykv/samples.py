@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kvsearch.calibration.directory import SAMPLES
+from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import atomic_write, read_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.directory import SAMPLES
+from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load, save
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.directory import SAMPLES
+from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.samples import forget_samples, has_samples, kept_samples
