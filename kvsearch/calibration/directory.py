@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kvsearch.plan.parsing import parse_json
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
 PROFILE = "profile.safetensors"
+_SAMPLE_FILE = re.compile(r"\d{6,}-\d{4,}\.safetensors")
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
@@ -60,7 +62,12 @@ def profile_file(path: Path) -> Path:
 
 def has_samples(directory: Path) -> bool:
     """Tell whether samples of a calibration that is not finished are in `directory`."""
-    return any((directory / SAMPLES).glob("*.safetensors"))
+    return bool(sample_files(directory / SAMPLES))
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """Return what a calibration has written into its folder of samples; whatever else is there is not ours."""
+    return sorted(path for path in folder.glob("*.safetensors") if _SAMPLE_FILE.fullmatch(path.name))
 
 
 def questions(count: int) -> str:

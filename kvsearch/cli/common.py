@@ -241,15 +241,3 @@ def checked_plan(path: Path) -> Plan:
     plan = load_plan(path)
     check_plan(plan, str(path))
     return plan
-
-
-def new_directory(path: Path, force: bool, config: str) -> Path:
-    """A directory to write results to; UsageError if more than a leftover `config` file is there and `force` is off."""
-    from kvsearch.errors import UsageError
-
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file: give a directory to write to")
-    if path.is_dir() and not force and any(item.name != config for item in path.iterdir()):
-        raise UsageError(f"{path} exists and is not empty: choose another directory, or --force to replace its results")
-    path.mkdir(parents=True, exist_ok=True)
-    return path

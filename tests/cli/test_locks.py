@@ -42,6 +42,11 @@ def refused_in(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch, *command:
         assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("more", [(), ("--force",), ("--method", "lava"), ("--method", "polykv", "--budgets", 64)])
+def test_calibrate(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]) -> None:
+    refused_in(tmp_path / "run", run, monkeypatch, "calibrate", "bundled", "-o", tmp_path / "run", *more)
+
+
 @pytest.mark.parametrize("more", [(), ("--force",)])
 def test_evaluate(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
     command = ("evaluate", "bundled", "--methods", "tova", "--budgets", 64, "-o", tmp_path / "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from kvsearch.calibration.directory import sample_files
 from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.errors import UsageError
@@ -22,7 +22,6 @@ from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS
 PROMPT, QUESTION = "prompt", "question"  # the place of a sample: number of the prompt and of its continuation
 ROW_SUM = "attention_sum"  # [P, L, N] over the samples of the batch, not an array by sample
 PLACES = (PROMPT, QUESTION, CONTEXT, LENGTH, TOKENS)  # [M] whole numbers
-_OURS = re.compile(r"\d{6,}-\d{4,}\.safetensors")
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -37,7 +36,7 @@ class SampleFiles:
 
     def __init__(self, folder: Path | None, measurement: Measurement) -> None:
         self.folder, self.measurement, self.parts = folder, measurement, list[Arrays]()
-        for path in _files(folder) if folder is not None else ():
+        for path in sample_files(folder) if folder is not None else ():
             part = _read(path, measurement)
             if again := sorted(self.finished & _pairs(part)):
                 raise _damaged(path, f"prompt {again[0][0]} with question {again[0][1]} is in another file, too")
@@ -64,20 +63,15 @@ class SampleFiles:
         return {name: array if name == ROW_SUM else array[order] for name, array in whole.items()}
 
 
-def has_samples(directory: Path) -> bool:
-    """Whether samples of a calibration that is not finished are in `directory`."""
-    return bool(_files(directory / SAMPLES))
-
-
 def kept_samples(directory: Path) -> int:
     """How many samples of a calibration that is not finished are in `directory`; UsageError if a file is damaged."""
-    return sum(len(_loaded(path)[0][PROMPT]) for path in _files(directory / SAMPLES))
+    return sum(len(_loaded(path)[0][PROMPT]) for path in sample_files(directory / SAMPLES))
 
 
 def forget_samples(directory: Path) -> None:
     """Remove the samples of a calibration in `directory`, and nothing else."""
     folder = directory / SAMPLES
-    for path in _files(folder):
+    for path in sample_files(folder):
         path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -117,11 +111,6 @@ def places(prompts: Iterable[int], question: int, contexts: Iterable[int], lengt
         CONTEXT: np.array(list(contexts), dtype=np.int32),
         LENGTH: np.array(list(lengths), dtype=np.int32),
     }
-
-
-def _files(folder: Path) -> list[Path]:
-    """What was written here; whatever else is in the folder is not ours."""
-    return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))
 
 
 def _pairs(part: Arrays) -> set[tuple[int, int]]:

@@ -13,6 +13,7 @@ import yaml
 from safetensors.numpy import save
 from typer.testing import CliRunner
 
+from kvsearch.calibration.directory import has_samples
 from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv import measure
 from kvsearch.calibration.polykv.options import PolykvOptions
@@ -414,6 +415,7 @@ def test_force_deletes_only_what_is_ours(run: Run, made: Calibrations, tmp_path:
     assert run("--budgets", 32, "--force")[0] == 0
     assert [path.read_text() for path in mine] == ["mine"] * 3
     assert made.calls[1][3] == 0
+    assert not has_samples(tmp_path / "run")  # a file of somebody else's makes no calibration unfinished
 
 
 def test_an_interruption_says_what_is_kept(run: Run, made: Calibrations, tmp_path: Path) -> None:
