@@ -34,7 +34,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.signals.dispersion import dispersion
-from kvsearch.signals.effect import divergence
+from kvsearch.signals.divergence import divergence
 
 Progress = Callable[[int, int], None]
 Pair = tuple[float, float]

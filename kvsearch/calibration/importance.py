@@ -17,7 +17,7 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
-from kvsearch.signals.effect import layer_effects
+from kvsearch.signals.divergence import divergence
 from kvsearch.signals.oracle import importance_rows
 
 
@@ -84,11 +84,10 @@ class ImportancePass(DensePass[RankedContext]):
     def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
         """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.
 
+        Attention norms differ between layers for reasons that do not reach the output, so the effect on it is measured
+        instead: one more pass over the K tokens for every layer that is measured.
         `tokens` [1, K] hold the answer from index `answer` on, `logits` [K, V] are theirs under the full cache.
         """
         predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
-
-        def without(row: int, keep: Tensor) -> Tensor:
-            return self.logits_seeing(tokens, {row: keep})[predicting]
-
-        return layer_effects(logits[predicting], without, protected)
+        without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
+        return torch.tensor([divergence(logits[predicting], changed) for changed in without])

@@ -28,7 +28,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.baselines import baselines, equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Task
-from kvsearch.tasks.encode import TaskPrompts, counter, encode, listed
+from kvsearch.tasks.encode import counter, encode, listed
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.readings import readings
 from kvsearch.tasks.texts import is_blank
@@ -65,19 +65,14 @@ def headroom(
     results: list[Sample] = []
     with running(loaded.model):
         for done, (task, example) in enumerate(examples):
-            prompts = _usable(loaded, task, example)
+            prompts = encode(loaded.tokenizer, task, [example])
+            if prompts.coverage.excluded:
+                raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
             batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
             results += answer_all(loaded, prompts, batch, dict(_programs(loaded, task, example, ratio)))
             if progress is not None:
                 progress(done + 1, len(examples))
     return results
-
-
-def _usable(loaded: LoadedModel, task: Task, example: Example) -> TaskPrompts:
-    prompts = encode(loaded.tokenizer, task, [example])
-    if prompts.coverage.excluded:
-        raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
-    return prompts
 
 
 def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:

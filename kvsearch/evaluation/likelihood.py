@@ -13,6 +13,7 @@ from kvsearch.evaluation.replies import NonFiniteError, left_padded, next_tokens
 from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import prefill_all
+from kvsearch.signals.perplexity import token_losses
 
 
 class Likelihood(NamedTuple):
@@ -98,8 +99,8 @@ class _Followers:
             predicted = logits[: 1 + len(fed)][-len(text) :].float()
             if not bool(predicted.isfinite().all()):
                 raise NonFiniteError(row)
-            chosen = predicted.log_softmax(-1).gather(1, text[:, None])
-            self._found[index] = Likelihood(float(chosen.sum()), bool((predicted.argmax(-1) == text).all()))
+            greedy = bool((predicted.argmax(-1) == text).all())
+            self._found[index] = Likelihood(-float(token_losses(predicted, text).sum()), greedy)
 
     def answers(self) -> list[Likelihood]:
         return [self._found[index] for index in range(len(self.texts))]

@@ -112,7 +112,8 @@ class Sharing:
         """Take in the prompt of a layer; `take` has its entries then, where layers share a pool after the last one."""
         layers = self.program.layers
         if index == layers[0]:
-            self._begin(observation)
+            self.waiting.clear()
+            self._phases = self._shares(observation.lengths.tolist())
         demands = LayerDemands(self.allocation, self._policy(index), observation)
         for phase in self._phases:
             if phase is not None and index in phase.rows:
@@ -120,7 +121,10 @@ class Sharing:
         if not self.waits:
             self._ready[index] = self._now(index, observation, rotary)
             return
-        self._trim()  # first, so that this layer's entries find room
+        prefill = self._phases.prefill
+        for earlier, (pool, _, _) in self.waiting.items():  # first, so that this layer's entries find room
+            if prefill is not None and earlier in prefill.rows:
+                pool.trim(prefill.most(earlier))
         self.waiting[index] = self._pool(index, observation, demands, rotary)
         if index == layers[-1]:
             self._finish()
@@ -138,11 +142,9 @@ class Sharing:
         """Return the bytes held for a layer until it takes them."""
         return self.waiting[index].pool.nbytes() if index in self.waiting else 0
 
-    def _begin(self, observation: Observation) -> None:
-        lengths = observation.lengths.tolist()
-        self.waiting.clear()
+    def _shares(self, lengths: Sequence[int]) -> Phases:
         prefill, decode = self.program.prefill, self.program.decode
-        self._phases = Phases(
+        return Phases(
             None if prefill is None else PhaseShares(self.allocation, prefill, lengths, lasting=False),
             None if decode is None else PhaseShares(self.allocation, decode, lengths, lasting=True),
         )
@@ -174,13 +176,6 @@ class Sharing:
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
         most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         return Waiting(EntryPool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
-
-    def _trim(self) -> None:
-        """Make the layers that have passed give up what they can no longer get."""
-        prefill = self._phases.prefill
-        for index, (pool, _, _) in self.waiting.items():
-            if prefill is not None and index in prefill.rows:
-                pool.trim(prefill.most(index))
 
     def _finish(self) -> None:
         prefill, decode = (None if phase is None else phase.budgets() for phase in self._phases)

@@ -27,10 +27,6 @@ def importance_rows(
         taken = scores.softmax(-1)[..., :context]
         if norms is not None:
             taken = taken * norms[:, part, :, None]
-        parts.append(_most_over_rows(taken, group))
+        over_group = taken.amax(2) if group == "max" else taken.sum(2)
+        parts.append(over_group.amax(2))
     return torch.cat(parts, 1)
-
-
-def _most_over_rows(taken: Tensor, group: str) -> Tensor:
-    """Reduce [B, heads, G, K, T] to [B, heads, T]: over the query group first, then to the largest row."""
-    return (taken.amax(2) if group == "max" else taken.sum(2)).amax(2)

@@ -23,7 +23,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.signals.effect import divergence
+from kvsearch.signals.divergence import divergence
 from tests import tiny
 from tests.calibration.test_dynamic import uneven
 from tests.runtime.helpers import running

@@ -15,7 +15,7 @@ from kvsearch.models.architecture import attention_modules, describe, output_wei
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.signals.effect import layer_effects
+from kvsearch.signals.divergence import divergence
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, reference, running
 
@@ -199,15 +199,16 @@ def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: 
         passed = pass_over(model, context, POLICY)
         found = passed.ask(question)
         everything = torch.ones_like(found.importance, dtype=torch.bool)
-
-        def without(layer: int, keep: Tensor) -> Tensor:
-            return passed.logits_seeing(question, {layer: keep})
-
-        assert layer_effects(found.logits, without, everything).tolist() == pytest.approx(
+        protected = passed.ranks() < POLICY.protected(CONTEXT)
+        assert passed.effects(question, 1, found.logits, everything).tolist() == pytest.approx(
             [0.0] * len(everything), abs=1e-5
         )
-        protected = passed.ranks() < POLICY.protected(CONTEXT)
-        assert float(layer_effects(found.logits, without, protected).min()) > 1e-3
+        effects = passed.effects(question, 1, found.logits, protected)
+        assert float(effects.min()) > 1e-3
+        assert effects.dtype == torch.float32
+        for layer, keep in enumerate(protected):
+            alone = passed.logits_seeing(question, {layer: keep})[:-1]
+            assert effects[layer] == divergence(found.logits[:-1], alone)
 
 
 def test_one_question_token_is_enough() -> None:

@@ -20,7 +20,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import NAME
-from kvsearch.signals.effect import divergence
+from kvsearch.signals.divergence import divergence
 from tests import tiny
 from tests.runtime.helpers import feed, reference, running
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvsearch.signals.effect import answer_divergences
+from kvsearch.signals.divergence import answer_divergences
 from kvsearch.signals.perplexity import answer_losses
 
 # two samples, two rows, three tokens; the first sample has one token of an answer, in the last row

@@ -32,7 +32,7 @@ from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.executors.base import Job
 from kvsearch.search.objectives import Objective, find_objective
-from kvsearch.signals.effect import answer_divergences
+from kvsearch.signals.divergence import answer_divergences
 from kvsearch.signals.perplexity import Floats, answer_losses
 
 Act = Callable[[Portion, list[int], slice], None]

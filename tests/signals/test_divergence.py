@@ -1,4 +1,4 @@
-"""What an answer loses without a layer's context: properties of the divergence, and which layers are asked for."""
+"""Properties of the divergence of next-token distributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.signals.effect import divergence, layer_effects
+from kvsearch.signals.divergence import divergence
 
 
 def logits(seed: int, rows: int = 4) -> Tensor:
@@ -51,19 +51,3 @@ def test_divergence_is_never_negative(seed: int) -> None:
 
 def test_no_rows_lose_nothing() -> None:
     assert divergence(logits(0)[:0], logits(1)[:0]) == 0.0
-
-
-def test_every_layer_is_asked_for_once_with_its_own_protected_entries() -> None:
-    protected = torch.rand(3, 2, 7, generator=torch.Generator().manual_seed(0)) < 0.5
-    asked: list[tuple[int, Tensor]] = []
-    full = logits(0)
-
-    def without(layer: int, keep: Tensor) -> Tensor:
-        asked.append((layer, keep))
-        return logits(layer)  # layer 0 changes nothing
-
-    effects = layer_effects(full, without, protected)
-    assert [layer for layer, _ in asked] == [0, 1, 2]
-    assert all(torch.equal(keep, protected[layer]) for layer, keep in asked)
-    assert effects.dtype == torch.float32
-    assert effects.tolist() == pytest.approx([0.0, divergence(full, logits(1)), divergence(full, logits(2))])

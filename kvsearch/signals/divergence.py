@@ -1,14 +1,7 @@
-"""What an answer loses when one layer may no longer see the context: the unit in which layers are compared.
-
-Attention norms differ between layers for reasons that do not reach the output. The effect is measured instead: one more
-pass over the K question and answer tokens for every layer, on the stored context, so it costs L * K token-layers more.
-"""
+"""How far next-token distributions move when a cache evicts: Kullback-Leibler divergence from the full cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from kvsearch.signals.perplexity import Floats, sum_answers
@@ -33,12 +26,3 @@ def answer_divergences(full: Tensor, changed: Tensor, answers: Tensor) -> Floats
 def _terms(full: Tensor, changed: Tensor) -> Tensor:
     """Return what each token of the vocabulary adds, by log-probabilities and logits."""
     return full.exp() * (full - changed.float().log_softmax(-1))
-
-
-def layer_effects(full: Tensor, without: Callable[[int, Tensor], Tensor], protected: Tensor) -> Tensor:
-    """Return what the answer diverges by when only layer l is reduced to its protected entries, [L] fp32.
-
-    `full` are the answer's logits under the full cache, [rows, vocabulary]; `without(l, keep)` those when layer l sees
-    the context entries `keep` [Hkv, T] bool only; `protected` is [L, Hkv, T] bool.
-    """
-    return torch.tensor([divergence(full, without(layer, keep)) for layer, keep in enumerate(protected)])
