@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-import typer
-
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
 from kvsearch.cli.render import show_view
+from kvsearch.config.options import JobOptions, Option
 
 
-@command
-def diff(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A plan.", show_default=False)],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another plan.", show_default=False)],
-    common: Common,
-) -> None:
+class DiffOptions(JobOptions):
+    """The plans to compare."""
+
+    job: ClassVar[str] = "plan diff"
+
+    before: Annotated[Path, Option("A plan.", metavar="A", argument=True)]
+    after: Annotated[Path, Option("Another plan.", metavar="B", argument=True)]
+
+
+@command(DiffOptions)
+def diff(options: DiffOptions, console: Console) -> None:
     """Show what differs between two plans: settings, policies and their parameters, and budgets layer by layer.
 
     Where the plans come from is not compared. A setting that one of them does not state is shown as -.
@@ -29,4 +34,5 @@ def diff(
     from kvsearch.plan import load_plan
     from kvsearch.report.differences import DifferenceView
 
-    show_view(DifferenceView.of((load_plan(before), load_plan(after)), (str(before), str(after))), common)
+    plans = load_plan(options.before), load_plan(options.after)
+    show_view(DifferenceView.of(plans, (str(options.before), str(options.after))), console)

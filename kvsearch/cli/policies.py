@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
+from kvsearch.config.options import JobOptions, Option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,11 +18,16 @@ OPEN = "depends on its parameters"
 WIDE = 120  # columns
 
 
-@command
-def policies(
-    common: Common,
-    name: Annotated[str | None, typer.Argument(help="Show this one in full.", show_default=False)] = None,
-) -> None:
+class PoliciesOptions(JobOptions):
+    """Which policy to show."""
+
+    job: ClassVar[str] = "policies"
+
+    name: Annotated[str | None, Option("Show this one in full.", argument=True)] = None
+
+
+@command(PoliciesOptions)
+def policies(options: PoliciesOptions, console: Console) -> None:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
     With --json and NAME, an object with these keys:
@@ -45,23 +50,23 @@ def policies(
     """
     from kvsearch.policies.catalog import catalog, describe_policy
 
-    if name is not None:
-        facts = describe_policy(name)
-        if common.as_json:
-            common.print_json(asdict(facts))
+    if options.name is not None:
+        facts = describe_policy(options.name)
+        if console.as_json:
+            console.print_json(asdict(facts))
         else:
-            _show(facts, common)
+            _show(facts, console)
         return
     known, faults = catalog()
-    if common.as_json:
-        common.print_json({"policies": [asdict(one) for one in known], "problems": [asdict(one) for one in faults]})
+    if console.as_json:
+        console.print_json({"policies": [asdict(one) for one in known], "problems": [asdict(one) for one in faults]})
         return
-    wide = common.out.width >= WIDE
-    common.out.print(_listing(known, wide))
+    wide = console.out.width >= WIDE
+    console.out.print(_listing(known, wide))
     if not wide:
-        common.say(f"needs and parameters: kvsearch policies NAME, or a terminal of {WIDE} columns")
+        console.say(f"needs and parameters: kvsearch policies NAME, or a terminal of {WIDE} columns")
     for fault in faults:
-        common.out.print(f"{fault.name} ({fault.package}): {fault.error}", markup=False, soft_wrap=True)
+        console.out.print(f"{fault.name} ({fault.package}): {fault.error}", markup=False, soft_wrap=True)
 
 
 def _listing(known: list[PolicyFacts], wide: bool) -> Table:
@@ -81,14 +86,14 @@ def _listing(known: list[PolicyFacts], wide: bool) -> Table:
     return table
 
 
-def _show(facts: PolicyFacts, common: Common) -> None:
+def _show(facts: PolicyFacts, console: Console) -> None:
     from kvsearch.cli.render import print_parts
     from kvsearch.report.screen import facts as lines_of
 
     for text in (facts.title, facts.formula):
         if text:
-            common.out.print(text, markup=False, soft_wrap=True)
-            common.out.print()
+            console.out.print(text, markup=False, soft_wrap=True)
+            console.out.print()
     prompt = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}[facts.stages]
     lines: dict[str, Any] = {
         "name": facts.name, "source": facts.source, "package": facts.package, "class": facts.implementation,
@@ -101,7 +106,7 @@ def _show(facts: PolicyFacts, common: Common) -> None:
         "always kept": OPEN if facts.sinks is None else f"{facts.sinks} first entries, {facts.window} most recent ones",
     }
     lines |= {f"parameter {one.name}": f"{one.type}, default {_value(one.default)}" for one in facts.parameters}
-    print_parts(lines_of(lines), common)
+    print_parts(lines_of(lines), console)
 
 
 def _needs(facts: PolicyFacts) -> str:

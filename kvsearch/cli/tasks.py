@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
-
-from kvsearch.cli.common import Common, command
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
+from kvsearch.config.options import JobOptions, Option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from kvsearch.tasks.facts import TaskFacts
 
 
-@command
-def tasks(
-    common: Common,
+class TasksOptions(JobOptions):
+    """Which tasks to show."""
+
+    job: ClassVar[str] = "tasks"
+
     spec: Annotated[
-        str | None,
-        typer.Argument(help="Show these only, as for --tasks of evaluate; a single one in full.", show_default=False),
-    ] = None,
-) -> None:
+        str | None, Option("Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
+    ] = None
+
+
+@command(TasksOptions)
+def tasks(options: TasksOptions, console: Console) -> None:
     """List the tasks that evaluate can ask, or show one in full.
 
     With --json, an object with tasks, a list of objects with these keys, and sets (names that stand for several tasks):
@@ -41,15 +45,15 @@ def tasks(
     from kvsearch.tasks.entries import SETS
     from kvsearch.tasks.facts import describe_tasks
 
-    found = describe_tasks(spec)
-    if common.as_json:
-        common.print_json({"tasks": [asdict(one) for one in found], "sets": SETS})
+    found = describe_tasks(options.spec)
+    if console.as_json:
+        console.print_json({"tasks": [asdict(one) for one in found], "sets": SETS})
     elif len(found) == 1:
-        _show(found[0], common)
+        _show(found[0], console)
     else:
-        common.out.print(_listing(found))
+        console.out.print(_listing(found))
         listed = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
-        common.say(f"sets: {listed}. One in full: kvsearch tasks SPEC")
+        console.say(f"sets: {listed}. One in full: kvsearch tasks SPEC")
 
 
 def _listing(found: list[TaskFacts]) -> Table:
@@ -69,7 +73,7 @@ def _kind(facts: TaskFacts) -> str:
     return facts.spec.partition(":")[0]
 
 
-def _show(facts: TaskFacts, common: Common) -> None:
+def _show(facts: TaskFacts, console: Console) -> None:
     from kvsearch.cli.render import print_parts
     from kvsearch.report.screen import facts as lines_of
 
@@ -78,4 +82,4 @@ def _show(facts: TaskFacts, common: Common) -> None:
         "needs": facts.needs or "no file of yours", "packages": ", ".join(facts.packages) or "none besides kvsearch",
         "options": " ".join(facts.options), "splits": f"{', '.join(facts.splits)}; default {facts.split}",
     }  # fmt: skip
-    print_parts(lines_of(lines), common)
+    print_parts(lines_of(lines), console)

@@ -281,7 +281,7 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
 
 def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     """Read start plans, by the names of their files."""
-    from kvsearch.runtime.plan_checks import load_checked_plan
+    from kvsearch.jobs.plans import checked_plan
     from kvsearch.search.start_plans import check_names
 
     check_names(path.stem for path in paths)
@@ -289,7 +289,7 @@ def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     for path in paths:
         if path.stem in found:
             raise UsageError(f"two start plans are called {path.stem}: rename one of the files")
-        found[path.stem] = load_checked_plan(path)
+        found[path.stem] = checked_plan(path)
     return found
 
 

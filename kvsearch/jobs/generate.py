@@ -31,9 +31,9 @@ class GenerateOptions(WithModel, Seeded):
     def read(self) -> tuple[Plan | None, str, str, str]:
         """Return plan, context, prompt and plain prompt format; UsageError if a file or a text is missing."""
         from kvsearch.evaluation.answer import example_for, read_text
-        from kvsearch.runtime.plan_checks import load_checked_plan
+        from kvsearch.jobs.plans import checked_plan
 
-        plan = None if self.plan is None else load_checked_plan(self.plan)
+        plan = None if self.plan is None else checked_plan(self.plan)
         context, prompt = (None if text is None else read_text(text) for text in (self.context, self.prompt))
         return plan, *example_for(self.model, context, prompt, self.seed)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.config.options import JobOptions, Option
+from kvsearch.jobs.plans import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
-    from kvsearch.plan import Plan
     from kvsearch.report.screen import View
 
 
@@ -37,22 +37,11 @@ def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is n
 
     file = profile_file(options.path)
     if file.suffix == ".json":
-        plan = _read_plan(file)
+        plan = checked_plan(file)
         from kvsearch.report.plan import PlanView
 
         return PlanView(plan)
     profile = load_profile(file)
     from kvsearch.report.profile import profile_view
 
-    return profile_view(profile, options.ratio, None if options.plan is None else _read_plan(options.plan))
-
-
-def _read_plan(path: Path) -> Plan:
-    """Read a plan and check its policies; what is wrong with the file is told before torch is loaded."""
-    from kvsearch.plan import load_plan
-
-    plan = load_plan(path)
-    from kvsearch.runtime.plan_checks import check_plan
-
-    check_plan(plan, str(path))
-    return plan
+    return profile_view(profile, options.ratio, None if options.plan is None else checked_plan(options.plan))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,6 @@ from torch import nn
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.architecture import attention_modules
-from kvsearch.plan.files import load_plan
 from kvsearch.plan.parsing import list_problems
 from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import policy_of
@@ -27,13 +25,6 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers call
 # directions, which do not change when every key gets the same length.
 BY_KEY_NORM = ("knorm",)
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-
-
-def load_checked_plan(path: Path) -> Plan:
-    """Read a plan file; UsageError for all that is wrong with it or its policies, so that no model is loaded for it."""
-    plan = load_plan(path)
-    check_plan(plan, str(path))
-    return plan
 
 
 def check_plan(plan: Plan, name: str) -> None:

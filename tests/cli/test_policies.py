@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.cli.common import Common, guarded
+from kvsearch.cli.console import Console
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Plan, save_plan
 from kvsearch.policies import registry
@@ -165,21 +165,21 @@ def test_recipes_are_checked_before_the_model_is_loaded(
 # --- warnings -----------------------------------------------------------------------------------------------------
 
 
-def warned(common: Common, capsys: pytest.CaptureFixture[str]) -> str:
+def warned(common: Console, capsys: pytest.CaptureFixture[str]) -> str:
     """What is shown of one of our warnings."""
-    assert guarded(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1), common) == 0
+    assert common.run(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1)) == 0
     return capsys.readouterr().err
 
 
 def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert warned(Common(), capsys) == "kvsearch: warning: no good\n"
-    assert warned(Common(quiet=True, log_file=tmp_path / "log.txt"), capsys) == ""
+    assert warned(Console(), capsys) == "kvsearch: warning: no good\n"
+    assert warned(Console(quiet=True, log_file=tmp_path / "log.txt"), capsys) == ""
     assert "WARNING no good" in (tmp_path / "log.txt").read_text()
 
 
 def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(RuntimeWarning, match="theirs"):
-        guarded(lambda: warnings.warn("theirs", RuntimeWarning, stacklevel=1), Common())
+        Console().run(lambda: warnings.warn("theirs", RuntimeWarning, stacklevel=1))
     assert "kvsearch" not in capsys.readouterr().err
 
 

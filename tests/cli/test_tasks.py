@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvsearch.cli import task_options
-from kvsearch.cli.common import Common, command
-from kvsearch.cli.task_options import TaskDetails
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
 from kvsearch.cli.tasks import tasks
+from kvsearch.config.options import Option
+from kvsearch.jobs.groups import TaskDetails, WithTasks
 from kvsearch.tasks.catalog import TaskOptions, flag
 from kvsearch.tasks.entries import ENTRIES, SETS
 
 USAGE = 2
 
 
-@command
-def probe(
-    *,
-    common: Common,
-    tasks: task_options.Tasks = "synthetic",
-    length: task_options.Length = None,
-    split: task_options.Split = None,
-    details: TaskDetails,
-) -> None:
+class Probe(WithTasks):
+    """Which tasks are asked."""
+
+    job: ClassVar[str] = "probe"
+
+    split: Annotated[str | None, Option("Part of the examples.")] = None
+
+
+@command(Probe)
+def probe(options: Probe, console: Console) -> None:
     """Print what was typed."""
-    options = {name: value for name, value in asdict(details.options(length, split)).items() if value is not None}
-    common.print_json({"tasks": tasks, **{name: _plain(value) for name, value in options.items()}})
+    made = asdict(options.task_options(options.split))
+    told = {name: _plain(value) for name, value in made.items() if value is not None}
+    console.print_json({"tasks": options.tasks, **told})
 
 
 def _plain(value: object) -> object:
@@ -53,9 +56,8 @@ def invoke(verb: object, *arguments: str, width: int = 160) -> tuple[int, str, s
 
 def test_every_option_of_tasks_has_its_flag() -> None:
     known = [field.name for field in fields(TaskOptions)]
-    own = [name for name in inspect.signature(TaskDetails.options).parameters if name != "self"]
-    taken = ["lengths" if name == "length" else name for name in own] + [field.name for field in fields(TaskDetails)]
-    assert sorted(taken) == sorted(known)
+    taken = ["lengths" if name == "length" else name for name in TaskDetails.model_fields]
+    assert sorted([*taken, "split"]) == sorted(known)
     _, out, _ = invoke(probe, "--help")
     assert [option for option in known if flag(option) not in out] == []
 
@@ -136,5 +138,5 @@ def test_an_unknown_one() -> None:
 
 
 def test_options_load_nothing_heavy() -> None:
-    code = "import sys, kvsearch.cli.tasks, kvsearch.cli.task_options; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvsearch.cli.tasks, kvsearch.jobs.groups; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

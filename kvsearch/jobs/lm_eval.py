@@ -1,0 +1,118 @@
+"""kvsearch lm-eval: tasks of lm-evaluation-harness under a plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.plans import checked_plan
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+
+if TYPE_CHECKING:
+    from kvsearch.lm_eval.tasks import TaskNames
+    from kvsearch.plan import Plan
+
+
+class LmEvalOptions(WithModel, Seeded):
+    """Which tasks of the harness are run under which plan."""
+
+    job: ClassVar[str] = "lm-eval"
+
+    plan: Annotated[Path, Option("A plan file.")]
+    tasks: Annotated[str, Option("Tasks, groups and tags of the harness, with commas; wildcards too.")]
+    limit: Annotated[int | None, Field(ge=1), Option("Documents per task; by default all.")] = None
+    num_fewshot: Annotated[
+        int | None, Field(ge=0), Option("Examples before each question; by default what the task says.")
+    ] = None
+    include_path: Annotated[
+        tuple[Path, ...], Repeated, Option("A folder with tasks of your own; repeatable.", repeated=True)
+    ] = ()
+    apply_chat_template: Annotated[bool, Option("Put prompts into the tokenizer's chat template.")] = False
+    max_length: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "Most tokens of prompt and reply together; longer prompts lose their beginning. At most, and by default, "
+            "what the model takes."
+        ),
+    ] = None
+    batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.")] = 8
+    log_samples: Annotated[Path | None, Option("Write every document to this JSONL file.", metavar="FILE")] = None
+
+
+def prepare_harness(offline: bool, quiet: bool, verbose: int) -> None:
+    """Set what the harness and its packages read once, when they are imported."""
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if quiet or not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
+    logging.getLogger("lm_eval").setLevel(logging.WARNING if verbose else logging.ERROR)
+
+
+def dry_run(options: LmEvalOptions) -> dict[str, Any]:
+    """Return what would be run, as JSON; errors as `lm_eval` before a model is loaded."""
+    _, names = _checked(options)
+    return {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
+
+
+@job(LmEvalOptions)
+def lm_eval(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return what the harness reports.
+
+    Raises:
+        UsageError: unknown tasks, a plan that cannot be used, or a file that cannot be written.
+        EnvironmentFault: the extra `lm-eval` is missing.
+    """
+    plan, names = _checked(options)
+    from kvsearch.lm_eval.tasks import evaluate_tasks
+    from kvsearch.plan.files import atomic_write
+
+    chosen = names.load()
+    with talk.progress("batches") as progress:
+        results: dict[str, Any] = evaluate_tasks(
+            options.load(options.model, talk), plan, chosen, limit=options.limit, num_fewshot=options.num_fewshot,
+            chat_template=options.apply_chat_template, samples=options.log_samples is not None, seed=options.seed,
+            batch=options.batch, max_length=options.max_length, progress=progress,
+        )  # fmt: skip
+    samples = results.pop("samples", {})
+    if options.log_samples is not None:
+        atomic_write(options.log_samples, "".join(_lines(samples)).encode())
+    for doubt in _doubts(results):
+        talk.warn(doubt)
+    return results
+
+
+def _checked(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
+    """The plan and the names of the tasks, once all is checked that can be without a model."""
+    from kvsearch.lm_eval.tasks import TaskNames
+    from kvsearch.plan.files import check_target
+
+    plan = checked_plan(options.plan)
+    if options.log_samples is not None:
+        check_target(options.log_samples)
+    return plan, TaskNames.find([name for name in options.tasks.split(",") if name], list(options.include_path))
+
+
+def _lines(samples: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    for task, rows in samples.items():
+        for row in rows:
+            yield json.dumps({"task": task, **row}, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def _doubts(results: dict[str, Any]) -> Iterator[str]:
+    """What a reader of the scores should know."""
+    for task, held in results["kvsearch"]["held"].items():
+        if held["truncated"]:
+            yield f"{task}: {held['truncated']} of {held['prompts']} prompts lost their beginning, they were too long"
+        if held["single_tokens"]:
+            yield f"{task}: {held['single_tokens']} of {held['prompts']} contexts are one token, nothing to compress"
