@@ -1,0 +1,28 @@
+"""A search from Python: keywords in, the result and the same files out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvsearch.jobs.evolve import EvolveOptions, dry_run, evolve
+from kvsearch.plan import load_plan
+from tests import tiny
+
+
+def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
+    tasks, directory = tiny.task_file(tmp_path / "mine.jsonl", 12, length=100, facts=3), tmp_path / "run"
+    found = evolve(
+        "bundled", budget=12, params={"window": 4}, group_size=2, generations=1, finalists=1, max_evals=3,
+        tasks=f"jsonl:{tasks}", samples=2, output=directory,
+    )  # fmt: skip
+    assert found.spent.evaluations == 3
+    assert found.plans == {12: load_plan(directory / "plan.json")}
+    assert found.as_json() == json.loads((directory / "report.json").read_text())
+    *_, last = found.remarks()
+    assert last.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
+    again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
+    assert again.recorded() == found.options.recorded()
+    content = json.loads((directory / "config.json").read_text())["content"]
+    assert {key: value for key, value in dry_run(again).items() if key != "questions"} == content
+    assert not (tmp_path / "again").exists()
