@@ -391,8 +391,8 @@ def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.Monke
 
 
 def wait_for_lines(directory: Path, lines: int, process: subprocess.Popen[str]) -> None:
-    ledger, deadline = directory / "ledger.jsonl", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+    ledger = directory / "ledger.jsonl"
+    while process.poll() is None:
         if ledger.exists() and ledger.read_bytes().count(b"\n") >= lines:
             return
         time.sleep(0.01)
@@ -416,7 +416,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_report(run: Run, tmp_path: Pat
     process = begun(directory)
     wait_for_lines(directory, lines + 2, process)
     process.send_signal(signal.SIGINT)
-    _, talk = process.communicate(timeout=60)
+    _, talk = process.communicate()
     assert process.returncode == INTERRUPTED, talk
     assert f"going on with {directory}" in talk
     assert f"replies are kept in {directory}: give the same command again to go on" in talk

@@ -97,9 +97,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory))]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 120
         while count_lines(directory / "ledger.jsonl") < kept and process.poll() is None:
-            assert time.monotonic() < end
             time.sleep(0.005)
     finally:
         process.send_signal(signal.SIGKILL)

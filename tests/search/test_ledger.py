@@ -6,9 +6,9 @@ import errno
 import json
 import math
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,27 +173,27 @@ def test_a_generation_goes_on_where_it_was_interrupted(tmp_path: Path, finished:
         assert found[number].kind == outcome.kind
 
 
-def test_what_is_spent_is_counted_over_sessions(tmp_path: Path) -> None:
-    path = tmp_path / "l"
+def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "l", SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("kvsearch.search.ledger.time", SimpleNamespace(monotonic=lambda: clock.now))
     with SearchLedger(path) as ledger:
         ledger.append("result", **result(*KEYS[:2]))
-        time.sleep(0.05)
+        clock.now += 5
         ledger.append("result", **result(KEYS[1], KEYS[2]))
         first = ledger.spent
         ledger.begin("the end")
     assert first[:2] == (3, 20)
-    assert first.seconds >= 0.05
-    time.sleep(0.2)  # no work on the run
+    assert first.seconds == 5
+    clock.now += 100  # no work on the run
     with SearchLedger(path) as ledger:
         second = ledger.spent
         assert second[:2] == (3, 20)
-        assert first.seconds <= second.seconds < first.seconds + 0.15
-        time.sleep(0.05)
-        assert ledger.spent.seconds >= second.seconds + 0.05
+        assert second.seconds == 5
+        clock.now += 2
+        assert ledger.spent.seconds == 7
         ledger.begin("again")
     ats = [json.loads(line)["at"] for line in path.read_text().splitlines()]
-    assert ats == sorted(ats)
-    assert ats[-1] >= first.seconds + 0.05
+    assert ats == [0, 5, 5, 7]
 
 
 # --- files that are damaged ----------------------------------------------------------------------------------------

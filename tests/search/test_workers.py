@@ -67,7 +67,7 @@ def test_two_workers_find_what_this_process_finds(loaded: LoadedModel, tmp_path:
     pytest.importorskip("ray")
     prepared = prepare(loaded, generations=1, together=2)
     alone = evolve(prepared, tmp_path / "alone")
-    wanted = RayWorkers(2, cpus=0.5, start_timeout=120.0)
+    wanted = RayWorkers(2, cpus=0.5, start_timeout=36_000)
     both = evolve(prepared, tmp_path / "both", wanted)
     assert told(both.outcome) == told(alone.outcome)
     assert both.choice.plan == alone.choice.plan

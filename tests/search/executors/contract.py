@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,8 @@ def expected(one: Job) -> list[list[float]]:
 def collect(executor: Executor, count: int) -> dict[int, JobOutcome]:
     """Poll until `count` outcomes are there."""
     found: dict[int, JobOutcome] = {}
-    end = time.monotonic() + 60
     while len(found) < count:
-        assert time.monotonic() < end, "outcomes are missing"
+        assert executor.pending, "outcomes are missing"
         for outcome in executor.poll(timeout=5):
             assert outcome.id not in found
             found[outcome.id] = outcome
@@ -61,10 +59,9 @@ class ExecutorContract:
         assert executor.pending == 0
 
     def test_nothing_pending_gives_nothing_at_once(self, executor: Executor) -> None:
-        start = time.monotonic()
+        """A wait would never end."""
         assert executor.poll() == []
-        assert executor.poll(timeout=60) == []
-        assert time.monotonic() - start < 5
+        assert executor.poll(timeout=10**6) == []
 
     def test_an_id_is_free_again_once_its_outcome_was_handed_out(self, executor: Executor) -> None:
         executor.submit(job(1, 8))

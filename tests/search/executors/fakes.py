@@ -14,6 +14,7 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.search.executors import Job
 from kvsearch.search.executors.base import Floats, Ints
 
+AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together
 TOKENS = 10  # per candidate
 NO_MEMORY, BROKEN, NAN, INFINITE, WRONG, MISSHAPEN, SLOW, DEADLY, DEADLY_ONCE = range(901, 910)
@@ -65,7 +66,7 @@ class Fake:
         if WRONG in firsts:
             raise UsageError("sample 7 has no answer: leave it out")
         if SLOW in firsts:
-            time.sleep(60)
+            time.sleep(AGES)
         marker = self._folder / "died"
         if DEADLY in firsts or (DEADLY_ONCE in firsts and not marker.exists()):
             marker.touch()
@@ -114,5 +115,5 @@ def _take(folder: Path, places: int) -> bool:
 
 def hang() -> Fake:
     """A worker that does not start in time."""
-    time.sleep(60)
+    time.sleep(AGES)
     raise AssertionError
