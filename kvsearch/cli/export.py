@@ -9,7 +9,7 @@ import typer
 
 from kvsearch.calibration.directory import profile_file
 from kvsearch.cli.common import Common, command
-from kvsearch.cli.strategies import comma_separated
+from kvsearch.jobs.calibrated import comma_separated
 
 if TYPE_CHECKING:
     from kvsearch.plan import PhasePlan, Plan, Profile, Size

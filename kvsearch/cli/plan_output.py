@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsearch.cli.common import Common
+from kvsearch.plan.files import check_output as check_output
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="The plan file.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Replace the plan file.")]
-
-
-def check_output(output: Path, force: bool) -> None:
-    """UsageError if no plan can be written to `output`, found out before there is one."""
-    from kvsearch.errors import UsageError
-    from kvsearch.plan.files import check_target
-
-    if not force and output.exists():
-        raise UsageError(f"{output} exists: choose another file, or --force to replace it")
-    check_target(output)
 
 
 def deliver(plan: Plan, output: Path, force: bool, common: Common) -> None:

@@ -151,18 +151,9 @@ class WithTasks(TaskDetails):
         return find_tasks(self.tasks, self.task_options(split))
 
 
-class Asking(JobOptions):
-    """How questions are asked, and how many at a time."""
+class Batching(JobOptions):
+    """How long prompts may be, and how many are asked at a time."""
 
-    protocol: Annotated[
-        Protocol,
-        BeforeValidator(find_protocol),
-        Option(
-            "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
-            "context and question are compressed as one.",
-            panel=ASKED,
-        ),
-    ] = QUESTION_AGNOSTIC
     max_length: Annotated[
         int | None,
         Field(ge=1),
@@ -189,3 +180,17 @@ class Asking(JobOptions):
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+
+
+class Asking(Batching):
+    """How questions are asked, and how many at a time."""
+
+    protocol: Annotated[
+        Protocol,
+        BeforeValidator(find_protocol),
+        Option(
+            "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
+            "context and question are compressed as one.",
+            panel=ASKED,
+        ),
+    ] = QUESTION_AGNOSTIC

@@ -95,6 +95,13 @@ def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
     return EnvironmentFault(f"cannot write {path}: {(error.strerror or str(error)).lower()}, {remedy}, then {then}")
 
 
+def check_output(path: Path, force: bool) -> None:
+    """Raise UsageError if there can be no new file at `path`, or is one already and `force` is off."""
+    if not force and path.exists():
+        raise UsageError(f"{path} exists: choose another file, or --force to replace it")
+    check_target(path)
+
+
 def check_target(path: str | Path) -> None:
     """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
     _mode_of(Path(path).resolve())

@@ -11,7 +11,7 @@ from kvsearch.report.numbers import bounds, percent
 from kvsearch.report.screen import screen_table
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
 SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
@@ -41,6 +41,12 @@ def validation_tables(found: Validation, at: AtBudget) -> tuple[Group, Group]:
         _titled(title, SCORES, scores, "random: mean of the random controls\n"),
         _titled("forward minus its controls, in points", GAINS, gains, note),
     )
+
+
+def parts(found: Validation, at: AtBudget) -> Iterator[RenderableType]:
+    """Yield both tables at one size, and why every signal got its verdict."""
+    yield from validation_tables(found, at)
+    yield from verdict_lines(at)
 
 
 def verdict_lines(at: AtBudget) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvsearch.cli.select import select
+from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_profile
 from kvsearch.runtime.plan_checks import check_plan
@@ -57,7 +57,7 @@ def calibrated(directory: Path, profile: bytes) -> Path:
     """What a calibration leaves."""
     directory.mkdir(parents=True)
     (directory / "profile.safetensors").write_bytes(profile)
-    (directory / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {}, "seed": 0}))
+    (directory / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}))
     return directory
 
 
@@ -226,7 +226,7 @@ def test_replies_cannot_be_kept_in_a_file(
     directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found out before the model is loaded."""
-    monkeypatch.setattr(sys.modules["kvsearch.cli.select"], "load_calibrated", None)
+    monkeypatch.setattr(SelectOptions, "load_calibrated", None)
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
         refused(choose, USAGE, "file is a file, name a directory", *command(directory, questions, "--run", place))

@@ -8,46 +8,51 @@ from typing import Any
 
 import pytest
 
-from kvsearch.cli.common import Common
-from kvsearch.cli.strategies import load_calibrated
 from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrated import load_calibrated
+from kvsearch.jobs.groups import Loading
+from kvsearch.jobs.talk import Silent
 from tests.plan.builders import make_profile
 
+TALK = Silent()
+RECIPE = {"recipe": {"method": "polykv"}}
 
-class Loading(Exception):
+
+class Asked(Exception):
     """What was to be loaded, and how."""
 
-    def __init__(self, model: str, common: Common) -> None:
+    def __init__(self, model: str, **loading: Any) -> None:
         super().__init__(model)
-        self.model, self.common = model, common
+        self.model, self.loading = model, loading
 
 
 @pytest.fixture(autouse=True)
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(common: Common, model: str) -> None:
-        raise Loading(model, common)
+    def load(options: Loading, name: str, talk: object, **instead: Any) -> None:
+        assert talk is TALK
+        raise Asked(name, **{**options.loading().__dict__, **instead})
 
-    monkeypatch.setattr(Common, "load", load)
+    monkeypatch.setattr(Loading, "load", load)
 
 
 def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
-    with pytest.raises(Loading) as found:
-        load_calibrated(Common(**options), directory, typed, make_profile())
-    return found.value.model, found.value.common.dtype, found.value.common.revision
+    with pytest.raises(Asked) as found:
+        load_calibrated(Loading(**options), directory, typed, make_profile(), TALK)
+    return found.value.model, found.value.loading["dtype"], found.value.loading["revision"]
 
 
 def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b", "dtype": "bfloat16", "revision": "v1"}))
+    (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b", "dtype": "bfloat16", "revision": "v1"}))
     assert asked_for(tmp_path) == ("a/b", "bfloat16", "v1")
     assert asked_for(tmp_path, dtype="float32", revision="v2") == ("a/b", "float32", "v2")
     assert asked_for(tmp_path, "c/d") == ("c/d", "bfloat16", None)
 
 
 def test_older_calibrations_say_less(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
+    (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
     assert asked_for(tmp_path) == ("a/b", "auto", None)
 
 
 def test_a_directory_that_names_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not say which model was calibrated: give --model"):
-        load_calibrated(Common(), tmp_path, None, make_profile())
+        load_calibrated(Loading(), tmp_path, None, make_profile(), TALK)

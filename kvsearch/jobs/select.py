@@ -1,0 +1,205 @@
+"""kvsearch select: choose the strategy of a calibration on fresh questions, or fall back to the best baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from kvsearch.config.options import Option
+from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrated import OnSignals, comma_separated, load_signals
+from kvsearch.jobs.groups import ASKED
+from kvsearch.jobs.public import job
+from kvsearch.jobs.stages import kept_replies
+from kvsearch.jobs.talk import Silent, Talk
+
+if TYPE_CHECKING:
+    from kvsearch.choose.select import Kept, PreparedSelection
+    from kvsearch.choose.selection import Selection
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.plan import Profile, Size
+
+ALL = "all"
+CHOICE = "What is chosen from, and how"
+
+
+class SelectOptions(OnSignals):
+    """What is chosen from, by which questions, and where the choice is written."""
+
+    job: ClassVar[str] = "select"
+
+    output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
+    budget: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Entries to keep per kv head, on average.", shown="the one that was measured"),
+    ] = None
+    phases: Annotated[
+        str,
+        Option(
+            "When to evict: prefill, decode or both; all tries the three, each against baselines of its own phases.",
+            panel=CHOICE,
+        ),
+    ] = "prefill"
+    explore: Annotated[
+        str,
+        Option(
+            "Candidates: paper (the paper's signals), standard, or full (every signal for every use).",
+            metavar="LEVEL",
+            panel=CHOICE,
+        ),
+    ] = "standard"
+    routes: Annotated[
+        str | None,
+        Option(
+            "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
+            metavar="NAME,...",
+            panel=CHOICE,
+            shown="those of --explore",
+        ),
+    ] = None
+    allocators: Annotated[
+        str | None,
+        Option(
+            "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen, "
+            "also to a power: nll-chosen^2, nll-chosen^0.5.",
+            metavar="NAME,...",
+            panel=CHOICE,
+            shown="those of --explore",
+        ),
+    ] = None
+    top: Annotated[int, Option("Candidates that reach the second stage.", panel=CHOICE)] = 5
+    margin: Annotated[
+        float | None,
+        Option(
+            "Accept a mean lead above this in the second stage, whether or not it may be chance; 0.01 is one point.",
+            panel=CHOICE,
+            shown="a lead beyond chance",
+        ),
+    ] = None
+    samples: Annotated[int, Field(ge=2), Option("Contexts per task in each of the two splits.", panel=ASKED)] = 20
+    run: Annotated[
+        Path | None,
+        Option(
+            "Keep replies and selection.json here; the same command goes on where it stopped.",
+            metavar="DIR2",
+            shown="DIR/selection/SIZE-PROTOCOL-PHASES",
+            recorded=False,
+        ),
+    ] = None
+    force: Annotated[
+        bool, Option("Replace the plan file, and replies to other questions in the run's directory.", recorded=False)
+    ] = False
+
+    def size(self, profile: Profile) -> Size:
+        """Return the size that was given, or the one that was measured; UsageError if there are several of these."""
+        from kvsearch.plan import Size
+        from kvsearch.signals.table import SignalTable
+
+        measured = SignalTable(profile).axes.budgets
+        if self.budget is not None or self.ratio is not None:
+            return Size(self.budget, self.ratio)
+        if len(measured) > 1:
+            known = ", ".join(map(str, measured))
+            raise UsageError(
+                f"signals were measured at {known} entries per kv head: say how many to keep with --budget"
+            )
+        return Size(budget=measured[0])
+
+    def phase_settings(self) -> tuple[str, ...]:
+        """Return the phase settings to try; UsageError if there is none of that name."""
+        from kvsearch.naming import suggest
+        from kvsearch.plan import PHASES
+
+        if self.phases not in (*PHASES, ALL):
+            raise UsageError(f"unknown phases {self.phases!r}{suggest(self.phases, [*PHASES, ALL])}")
+        return tuple(PHASES) if self.phases == ALL else (self.phases,)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A finished selection, the file of its plan, and the file of everything that was found."""
+
+    selection: Selection
+    plan: Path
+    file: Path
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found."""
+        from kvsearch.report.selection import as_json
+
+        return {**as_json(self.selection), "plan": str(self.plan)}
+
+
+def dry_run(options: SelectOptions, talk: Talk | None = None) -> dict[str, Any]:
+    """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
+    prepared, place = _prepared(options, talk or Silent())
+    fields = [one.field for one in prepared.evaluations]
+    counted = {
+        field.phases: {
+            "candidates": len(field.candidates), "baselines": list(field.baselines), "notes": list(field.notes),
+        }
+        for field in fields
+    }  # fmt: skip
+    return {"phases": counted, "most_replies": prepared.replies, "run": str(place)}
+
+
+@job(SelectOptions)
+def select(options: SelectOptions, talk: Talk) -> Selected:
+    """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
+
+    The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
+    kept, too: the same call goes on where it stopped.
+
+    Raises:
+        UsageError: no calibration, options that do not go together, or too few questions.
+        IncompatibleError: model, profile and questions do not fit together.
+    """
+    from kvsearch.plan import canonical_json, save_plan
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.report.selection import FILE, as_json
+    from kvsearch.runs.lock import locked
+    from kvsearch.runtime.plan_checks import check_plan
+
+    prepared, place = _prepared(options, talk)
+
+    def keep(stage: str, evaluation: Evaluation) -> Kept:
+        kept, config = place / stage, prepared.config(evaluation)
+        what = f"{kept.parent.name}, {kept.name}: batches"
+        return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
+
+    with locked(place):
+        result = prepared.run(keep)
+        check_plan(result.plan, f"the plan for {options.output}")
+        save_plan(result.plan, options.output, overwrite=options.force)
+        atomic_write(place / FILE, canonical_json(as_json(result)))
+    return Selected(result, options.output, place / FILE)
+
+
+def _prepared(options: SelectOptions, talk: Talk) -> tuple[PreparedSelection, Path]:
+    """Check everything and load the model; return the selection, and the directory that it is kept in."""
+    from kvsearch.choose.acceptance import Rule
+    from kvsearch.choose.candidates import explore
+    from kvsearch.choose.select import prepare_selection
+    from kvsearch.choose.splits import Questions
+    from kvsearch.evaluation.reply_store import check_place
+    from kvsearch.plan.files import check_output
+    from kvsearch.runs.lock import refuse_locked
+
+    profile = load_signals(options.directory)
+    rule, size, phases = Rule(options.top, margin=options.margin), options.size(profile), options.phase_settings()
+    routes = comma_separated("--routes", options.routes)
+    allocators = comma_separated("--allocators", options.allocators)
+    explored = explore(profile, size, options.explore, routes, allocators)
+    questions = Questions(options.find_tasks("select"), options.find_tasks("report"))
+    settings = options.settings(profile)
+    check_output(options.output, options.force)
+    name = f"{size.budget or size.ratio}-{settings.protocol}-{options.phases}"
+    place = options.run or options.directory / "selection" / name
+    check_place(place)
+    refuse_locked(place)
+    loaded = options.load_calibrated(profile, talk)
+    return prepare_selection(loaded, profile, size, questions, settings, phases, explored, rule), place
