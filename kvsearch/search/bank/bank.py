@@ -25,7 +25,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
-from kvsearch.search.bank.memory import SampleWork, Sizes, Splitting, blocks, check_fits
+from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample
@@ -34,8 +34,6 @@ from kvsearch.search.executors.base import Job
 from kvsearch.search.objectives import Objective, find_objective
 from kvsearch.signals.divergence import answer_divergences
 from kvsearch.signals.perplexity import Floats, answer_losses
-
-Act = Callable[[Portion, list[int], slice], None]
 
 
 class CandidateBank:
@@ -270,7 +268,7 @@ class CandidateBank:
                 )
         return np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
 
-    def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[SampleWork], act: Act) -> None:
+    def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[SampleWork], act: Act[Portion]) -> None:
         """Run `act` on all candidates and samples, as many together as memory permits."""
         if not len(table):
             return

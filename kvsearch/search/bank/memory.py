@@ -145,13 +145,7 @@ class Splitting:
     def __init__(self) -> None:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
-    def run(
-        self,
-        block: SampleBlock,
-        candidates: int,
-        load: Callable[[list[int]], T],
-        act: Callable[[T, list[int], slice], None],
-    ) -> None:
+    def run(self, block: SampleBlock, candidates: int, load: Callable[[list[int]], T], act: Act[T]) -> None:
         """Run `act` on what was loaded of the samples, for all candidates, some at a time; pieces may be done twice.
 
         Where memory runs out, half as many candidates are tried, down to one, then half of the samples. The error for
@@ -168,11 +162,7 @@ class Splitting:
             self.run(SampleBlock(half, block.candidates), candidates, load, act)
 
     def _tried(
-        self,
-        block: SampleBlock,
-        candidates: int,
-        load: Callable[[list[int]], T],
-        act: Callable[[T, list[int], slice], None],
+        self, block: SampleBlock, candidates: int, load: Callable[[list[int]], T], act: Act[T]
     ) -> Exception | None:
         """Return the error if memory ran out for one candidate."""
         loaded: list[T] = []
