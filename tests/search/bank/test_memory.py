@@ -54,7 +54,7 @@ def test_more_of_anything_takes_more() -> None:
         SampleWork(100, 30, 5, 6, 2),
         SampleWork(100, 30, 5, 5, 3),
     ):
-        other = LLAMA.need(SampleWork(*more))
+        other = LLAMA.need(more)
         assert (other.shared, other.each) != (need.shared, need.each)
         assert other.shared >= need.shared
         assert other.each >= need.each
