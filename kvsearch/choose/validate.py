@@ -192,7 +192,7 @@ class PreparedValidation:
 
 
 def _named(typed: str) -> list[tuple[Kind, str]]:
-    """The kinds of a signal as it was typed."""
+    """Return the kinds of a signal as it was typed."""
     kind, colon, name = typed.rpartition(":")
     if colon and kind not in KINDS:
         raise UsageError(f"unknown kind of signal {kind!r} in {typed!r}{suggest(kind, KINDS)}")
@@ -217,7 +217,10 @@ def _phase_settings(table: SignalTable, typed: Sequence[str] | None) -> list[Pha
 
 
 def _names(use: SignalUse, permutations: int) -> Compared:
-    """Controls that do not depend on the signal have the same names for all signals, so they run once."""
+    """Name what a signal is judged by.
+
+    Controls that do not depend on the signal have the same names for all signals, so they run once.
+    """
     signal, kind, phases = use
     own = f"{signal} {kind}"
     chance = "random patterns" if kind == "route" else f"{own} permuted"
@@ -232,7 +235,7 @@ def _names(use: SignalUse, permutations: int) -> Compared:
 def _strategies(
     table: SignalTable, use: SignalUse, names: Compared, size: Size, seed: int
 ) -> dict[str, dict[Phase, Chosen]]:
-    """What a use is judged by, by name."""
+    """Make what a signal is judged by, by name."""
     forward, inverse = _directions(use)
     uniform = Strategy(route=None, phases=use.phases)
     if use.kind == "route":
@@ -250,7 +253,7 @@ def _strategies(
 
 
 def _directions(use: SignalUse) -> tuple[Strategy, Strategy]:
-    """The strategy of a signal and its inverse; whatever the signal does not choose is as in the uniform control."""
+    """Return the strategy of a signal and its inverse; all else is as in the uniform control."""
     signal, kind, phases = use
     if kind == "route":
         return Strategy(signal, phases=phases), Strategy(signal, phases=phases, inverse_route=True)
@@ -260,7 +263,7 @@ def _directions(use: SignalUse) -> tuple[Strategy, Strategy]:
 def _random(
     table: SignalTable, kind: Kind, forward: Mapping[Phase, Chosen], rng: np.random.Generator
 ) -> dict[Phase, Chosen]:
-    """Random patterns of every phase under the forward budgets, or these budgets in a random order of the layers.
+    """Draw random patterns of every phase under the forward budgets, or these budgets in a random order of the layers.
 
     The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
     order keep them.
@@ -277,12 +280,12 @@ def _random(
 
 
 def _candidates(table: SignalTable) -> list[PolicySpec]:
-    """The patterns that a route may choose."""
+    """Return the patterns that a route may choose."""
     return [pattern for pattern in table.axes.patterns if pattern.name != FULL]
 
 
 def _check_floors(table: SignalTable, size: Size) -> None:
-    """UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
+    """Raise UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
     given = int(size.pool(table.profile.metadata).mean)
     for pattern in _candidates(table):
         least = policy_of(pattern).floor

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
+    from kvsearch.cli.console import Console
     from kvsearch.report.screen import View
 
 
-class Page(Protocol):
-    """Where a command prints its result."""
-
-    @property
-    def as_json(self) -> bool: ...
-
-    @property
-    def out(self) -> Console: ...
-
-    def print_json(self, data: Any) -> None:
-        """Print a result as JSON."""
-        ...
-
-
-def show_view(view: View, console: Page) -> None:
+def show_view(view: View, console: Console) -> None:
     """Print a view, as JSON if that is wanted."""
     if console.as_json:
         console.print_json(view.as_json())
@@ -33,7 +20,7 @@ def show_view(view: View, console: Page) -> None:
         print_parts(view.parts(), console)
 
 
-def print_parts(parts: Iterable[RenderableType], console: Page) -> None:
+def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
     """Print lines, which are never broken, and tables."""
     for part in parts:
         if isinstance(part, str):

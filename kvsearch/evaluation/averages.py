@@ -41,7 +41,7 @@ class SizeBlock:
         raise InternalError("a block without a mean over all tasks")
 
     def difference(self, row: Row, label: str) -> Difference:
-        """A method minus the subject: the paired difference, and the questions it wins, ties and loses."""
+        """Return a method minus the subject: the paired difference, and the questions it wins, ties and loses."""
         found = row.differences[label]
         # 0.0 - x, not -x: there is a zero with a sign
         mean, low, high = (0.0 - value for value in (found.mean, found.high, found.low))
@@ -49,7 +49,7 @@ class SizeBlock:
 
 
 def named_averages(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
-    """The tasks of every average: of all tasks ("macro"), and of papers, where their LongBench datasets are there."""
+    """Return the tasks of every average: of all tasks ("macro"), and of papers, where their datasets are there."""
     found = {MACRO: tuple(task.name for task in tasks)}
     known = {task.name for task in tasks if isinstance(task, LongBenchTask)}
     return found | {name: datasets for name, datasets in AVERAGES.items() if known.issuperset(datasets)}
@@ -63,7 +63,7 @@ def blocks_of(
     seed: int = 0,
     contexts: Contexts | None = None,
 ) -> list[SizeBlock]:
-    """A block per size, in the order of the contenders; `subject` is a name, `contexts` are as for `summarize`."""
+    """Return a block per size, in the order of the contenders; `subject` is a name, `contexts` as for `summarize`."""
     others = [contender for contender in contenders if contender.name != FULL]
     found = []
     for size, group in groupby(others, key=lambda contender: contender.size):

@@ -33,15 +33,15 @@ class PlanComparison:
     labels: Mapping[str, str]
 
     def score(self, name: str) -> Estimate:
-        """The mean over all tasks with its 95% interval."""
+        """Return the mean over all tasks with its 95% interval."""
         return self._block(name).overall.scores[self.labels[name]]
 
     def by_task(self, name: str) -> dict[str, float]:
-        """The mean of every task."""
+        """Return the mean of every task."""
         return {row.task: row.scores[self.labels[name]].mean for row in self._block(name).rows if row.kind == "task"}
 
     def gain(self, name: str, others: Sequence[str]) -> Difference:
-        """What `name` scores above the mean of `others`, paired by question, with its 95% interval."""
+        """Return what `name` scores above the mean of `others`, paired by question, with its 95% interval."""
         weights: dict[str, float] = {self.labels[name]: 1.0}
         for other in others:
             label = self.labels[other]
@@ -54,7 +54,7 @@ class PlanComparison:
         return self.comparison.averages[MACRO]
 
     def _block(self, name: str) -> SizeBlock:
-        """Where its scores are: contenders of another size are in another block."""
+        """Return where its scores are: contenders of another size are in another block."""
         return next(block for block in self.comparison.blocks if self.labels[name] in block.overall.scores)
 
 

@@ -60,7 +60,7 @@ class DifferenceView:
                 yield self._budgets(phase, layers)
 
     def _budgets(self, phase: Phase, layers: Sequence[int]) -> Table:
-        """Sums of the layers that differ, their heads' budgets where these are not the same in a layer, and totals."""
+        """Return sums of the layers that differ, their heads' budgets where these differ in a layer, and totals."""
         parts = [getattr(plan, phase) for plan in self.plans]
         rows = [[None if part is None else part.budgets[layer] for part in parts] for layer in layers]
         by_head = any(len(set(budget)) > 1 for row in rows for budget in row if budget)

@@ -78,7 +78,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
             "full_differences": differences(block, FULL),
         }  # fmt: skip
 
-    told: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "schema": SCHEMA, "model": result.model, **asdict(result.settings), "subject": result.subject,
         "phases": result.phases, "environment": dict(result.environment), "most_tokens": result.most_tokens,
         "tasks": [{**asdict(covered), "metric": result.metrics[covered.task]} for covered in result.coverage],
@@ -89,10 +89,10 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
     }  # fmt: skip
     grids = needle_grids(result.samples)
     if grids:
-        told["needle"] = grids_json(grids)
+        whole["needle"] = grids_json(grids)
     if losses is not None:
-        told["losses"] = losses_json(losses)
-    return told
+        whole["losses"] = losses_json(losses)
+    return whole
 
 
 def find_columns(name: str) -> Columns:
@@ -177,11 +177,11 @@ def held_table(result: Comparison) -> Table:
 
     def row(name: str, label: str) -> list[Cell]:
         held = result.held[label]
-        told = (
+        cells = (
             name, f"{held.entries:.0f}", f"{held.entries / full.entries:.3f}", f"{held.bytes / 1024:.1f}",
             f"{held.bytes / full.bytes:.3f}", f"{held.most:.0f}",
         )  # fmt: skip
-        return [Cell(text) for text in told]
+        return [Cell(text) for text in cells]
 
     groups = [Group("", [row(FULL, FULL)])]
     groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in result.blocks]

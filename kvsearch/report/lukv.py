@@ -53,8 +53,8 @@ class LukvView:
         if self.plan is not None:
             metadata.model.require(self.plan.model, "this profile")
             if (name := self.plan.allocation.name) != STATIC:
-                told = f"the loss shown for the plan is that of its budgets without allocation {name}"
-                warnings.warn(told, KvsearchWarning, stacklevel=2)
+                warning = f"the loss shown for the plan is that of its budgets without allocation {name}"
+                warnings.warn(warning, KvsearchWarning, stacklevel=2)
             budgets, length = self.plan.budgets("prefill"), self.plan.length or metadata.length
             everything = (length,) * metadata.model.kv_heads  # what a layer outside the plan keeps
             kept = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)

@@ -101,11 +101,11 @@ def perplexity_table(result: Perplexity, phases: str | None = None) -> Table:
     rows = perplexity_rows(result)
     for row in rows:
         found, full = row.difference, rows[0]
-        told = ("-", "-")
+        lost = ("-", "-")
         if found is not None:
-            told = interval(found, "+.4f", unit=1), f"{found.better} / {found.equal} / {found.worse}"
+            lost = interval(found, "+.4f", unit=1), f"{found.better} / {found.equal} / {found.worse}"
         table.add_row(
-            row.method, interval(row.perplexity, ".3f", unit=1), interval(row.nll, ".4f", unit=1), *told,
+            row.method, interval(row.perplexity, ".3f", unit=1), interval(row.nll, ".4f", unit=1), *lost,
             f"{row.entries:.0f}", f"{row.entries / full.entries:.3f}", f"{row.bytes / 1024:.1f}", f"{row.most:.0f}",
         )  # fmt: skip
     return table

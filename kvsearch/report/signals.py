@@ -61,15 +61,15 @@ class SignalsView:
     def parts(self) -> Iterator[RenderableType]:
         """See `View.parts`."""
         table, metadata, axes = self.table, self.table.profile.metadata, self.table.axes
-        told = {
+        stated = {
             "model": metadata.model.short(), "method": metadata.method, "questions": metadata.questions,
             "policy": f"{metadata.policy.name} {metadata.policy.params}, where no signal chooses",
             "length": f"{metadata.length} tokens", "data": metadata.provenance.settings.get("data"),
             "protocol": axes.protocol, "signals": ", ".join([*table.routes, *self._entropy(axes.phases[0])]),
         }  # fmt: skip
         if self._perplexity is not None:
-            told["perplexity"] = f"{self._perplexity:.6g} under the full cache"
-        yield from facts(told)
+            stated["perplexity"] = f"{self._perplexity:.6g} under the full cache"
+        yield from facts(stated)
         measures = [name for name in PREFERRED if name in table.routes] or list(table.routes)
         layers = [str(layer) for layer in metadata.layers]
         for phase in axes.phases:
