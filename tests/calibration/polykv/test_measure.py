@@ -137,11 +137,11 @@ def test_one_context_is_kept_question_by_question(tmp_path: Path) -> None:
 
 def test_little_is_kept_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replays of a layer have in common, as much again as its cache and more, is there for one layer at a time."""
-    from kvsearch.runtime import stream
+    from kvsearch.runtime.replay import Shared
 
     alive: list[int] = []
     made: list[Any] = []
-    original = stream.Shared.of
+    original = Shared.of
 
     def counted(*args: Any) -> Any:
         found = original(*args)
@@ -150,7 +150,7 @@ def test_little_is_kept_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         alive.append(sum(one() is not None for one in made))
         return found
 
-    monkeypatch.setattr(stream.Shared, "of", counted)
+    monkeypatch.setattr(Shared, "of", counted)
     profile()
     assert max(alive) <= 2
 
