@@ -67,7 +67,7 @@ def test_calibrate_export_and_show(
     method: str, run: Run, calibrated_by: Calibrated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = calibrated_by("--method", method)
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text())["content"]
     assert (config["recipe"]["method"], config["recipe"]["protocol"]) == (method, "question-agnostic")
     assert config["recipe"]["policy"] == {"adakv": "snapkv"}.get(method, method)
     made = profile_in(directory)

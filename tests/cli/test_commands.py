@@ -48,7 +48,7 @@ def test_version(run: Run) -> None:
 
 
 def test_calibrate_writes_config_and_profile(calibrated: Path) -> None:
-    assert json.loads((calibrated / "config.json").read_text())["recipe"]["policy"] == "snapkv"
+    assert json.loads((calibrated / "config.json").read_text())["content"]["recipe"]["policy"] == "snapkv"
     assert (calibrated / "profile.safetensors").stat().st_size > 1000
 
 
