@@ -213,7 +213,7 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
         (("--protocol", "aware"), "unknown protocol 'aware'; did you mean 'question-aware'"),
         (("--ratio", "0.5"), "give either a ratio"),
         (("--tasks", "gsm"), "unknown task 'gsm'"),
-        (("--max-memory", "0"), "--max-memory 0 must be above 0 GB"),
+        (("--max-memory", "0"), "--max-memory: must be above 0 GB"),
         (("-o", "/no/such/plan.json"), "its folder does not exist"),
     ],
 )
