@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -38,7 +37,7 @@ def main() -> None:
 
     def timed(naive: bool) -> tuple[Profile, float]:
         started = time.perf_counter()
-        found = calibrate_polykv(loaded, data, replace(options, naive=naive), policies)
+        found = calibrate_polykv(loaded, data, options.model_copy(update={"naive": naive}), policies)
         return found, time.perf_counter() - started
 
     calibrate_polykv(loaded, data.limited(1), options, policies)  # the first pass of a process is slow
