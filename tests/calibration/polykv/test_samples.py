@@ -75,7 +75,7 @@ def half() -> LoadedModel:
     ("changes", "part"),
     [
         ({"budgets": (8, 16)}, "budgets"),
-        ({"phases": ("decode",)}, "phases"),
+        ({"phases": "decode"}, "phases"),
         ({"signals": ("cosine", "ppl")}, "signals"),
         ({"entropy_rows": 9}, "entropy_rows"),
         ({"answer_tokens": 100}, "answer_tokens"),
@@ -102,7 +102,7 @@ def test_samples_of_another_measurement_are_refused(changes: dict[str, Any], par
 
 def test_what_decides_nothing_may_change(finished: Path) -> None:
     """Batches, memory, and what is only recorded: all samples are taken over, so the model is not run."""
-    found = profile(finished, batch=3, max_memory=10**9, base="tova", recorded={"route": "ppl"})
+    found = profile(finished, batch=3, max_memory=1, policy="tova", route="ppl")
     assert found.metadata.policy.name == "tova"
     assert found.arrays["nll"].tobytes() == profile(finished).arrays["nll"].tobytes()
 
@@ -172,13 +172,16 @@ def test_a_file_says_what_it_was_measured_of(part: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"base": "h2o"}, "base 'h2o', for strategies without a route, is none of the patterns: name one of snapkv, t"),
+        (
+            {"policy": "h2o"},
+            "policy 'h2o', for strategies without a route, is none of the patterns: name one of snapkv, t",
+        ),
         ({"policies": (*POLICIES, POLICIES[1])}, "the pattern tova is given twice"),
         ({"policies": (*POLICIES, create_policy("full"))}, "policy full: it agrees with itself"),
         ({"policies": (create_policy("snapkv"), POLICIES[1])}, "it always keeps 32 entries .* than a budget of 8"),
         ({"policies": ()}, "there are no patterns"),
         ({"budgets": (8, 64)}, "nothing is evicted at a budget of 64"),
-        ({"max_memory": 1000}, "--max-memory is 1e-06 GB"),
+        ({"max_memory": 1e-6}, "--max-memory is 1e-06 GB"),
     ],
 )
 def test_nothing_starts_before_all_is_checked(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
