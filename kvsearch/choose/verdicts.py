@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
+from kvsearch.calibration.directory import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
@@ -25,7 +26,7 @@ from kvsearch.runs.identity import difference
 if TYPE_CHECKING:
     from kvsearch.strategies.from_signals import Strategy
 
-SCHEMA, FILE, PROFILE = "kvsearch.validation/2", "validation.json", "profile.safetensors"
+SCHEMA, FILE = "kvsearch.validation/2", "validation.json"
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
 Verdict = Literal["useful", "useless", "harmful"]

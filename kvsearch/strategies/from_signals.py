@@ -29,6 +29,7 @@ from kvsearch.strategies.build import Chosen, build_plan
 Ints = NDArray[np.int64]
 
 UNIFORM = "uniform"
+SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
 FULL = PolicySpec(name="full")
 
 
@@ -113,7 +114,7 @@ def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
-    settings["signal_budget"] = table.nearest(_pool(profile, size).mean)
+    settings[SIGNAL_BUDGET] = table.nearest(_pool(profile, size).mean)
     return plan_of(profile, chosen, size, settings)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
+from kvsearch.calibration.directory import PROFILE
 from kvsearch.config.options import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
@@ -21,7 +22,6 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import policy_class, policy_names, policy_of
 from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe
 
-PROFILE = "profile.safetensors"
 BETA = "beta"  # the option of the pyramid
 Settings = Mapping[str, Any]
 

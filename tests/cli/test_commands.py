@@ -31,14 +31,17 @@ VERBS = (
     "calibrate", "export", "validate", "select", "evaluate", "generate", "show", "headroom", "lm-eval", "policies",
     "tasks", "doctor",
 )  # fmt: skip
+WITH_MODEL = ("calibrate", "validate", "select", "evaluate", "generate", "headroom", "lm-eval", "doctor")
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
     code, out, _ = run(verb, "--help")
     assert code == 0
-    for option in ("--device", "--dtype", "--seed", "--offline", "--json", "--quiet", "--log-file", "--dry-run"):
+    for option in ("--json", "--quiet", "--log-file"):
         assert option in out
+    for option in ("--device", "--dtype", "--offline"):
+        assert (option in out) == (verb in WITH_MODEL)
 
 
 def test_version(run: Run) -> None:

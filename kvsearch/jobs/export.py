@@ -1,0 +1,172 @@
+"""kvsearch export: turn a profile into a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from kvsearch.config.options import Option
+from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrated import comma_separated
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.written import PlanOptions, Sized
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan, Profile, Size
+    from kvsearch.strategies.from_signals import Strategy
+
+PANEL = "PolyKV"
+
+
+def _names(typed: object) -> object:
+    return comma_separated("--exclude", typed) if isinstance(typed, str) else typed
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False  # 0 is
+
+
+class ExportOptions(PlanOptions, Sized):
+    """The profile, the size of the plan, and how PolyKV's signals become one."""
+
+    job: ClassVar[str] = "export"
+
+    profile: Annotated[Path, Option("Directory or file that `calibrate` wrote.", argument=True)]
+    ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1.")] = None
+    budget: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Entries to keep per kv head, on average.", shown="polykv: that of the calibration"),
+    ] = None
+    length: Annotated[int | None, Field(ge=1), Option("Prompt length the integer budgets are for.")] = None
+    route: Annotated[
+        str | None,
+        Option(
+            "What every layer chooses its pattern by: cosine, error, ppl or nll; none: --policy everywhere.",
+            panel=PANEL,
+            shown="as calibrated, or the first that was measured",
+        ),
+    ] = None
+    budget_signal: Annotated[
+        str | None,
+        Option(
+            "What shares the budget out between layers: uniform, entropy, ppl, error, cosine, nll or one of these "
+            "with -chosen or -mean.",
+            panel=PANEL,
+            shown="as calibrated, or uniform",
+        ),
+    ] = None
+    phases: Annotated[
+        str | None,
+        Option("When to evict: prefill, decode or both.", panel=PANEL, shown="as calibrated, or prefill"),
+    ] = None
+    inverse_route: Annotated[bool, Option("A control: the worst pattern.", panel=PANEL)] = False
+    inverse_budgets: Annotated[bool, Option("A control: least for the most sensitive.", panel=PANEL)] = False
+    policy: Annotated[
+        str | None, Option("With --route none: the pattern of all layers.", panel=PANEL, shown="as calibrated")
+    ] = None
+    exclude: Annotated[
+        tuple[str, ...] | None,
+        BeforeValidator(_names),
+        Option("Patterns that no layer may take.", metavar="NAME,...", panel=PANEL),
+    ] = None
+    least: Annotated[
+        int | None,
+        Field(ge=0),
+        Option("Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean"),
+    ] = None
+    full_layers: Annotated[
+        int | None,
+        Field(ge=0),
+        Option("So many layers keep the whole cache, at its full cost.", panel=PANEL, shown="none"),
+    ] = None
+    allow_harmful: Annotated[bool, Option("Use signals that `validate` judged harmful.", panel=PANEL)] = False
+
+    def make(self, talk: Talk) -> Plan:
+        """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
+        from kvsearch.calibration.directory import profile_file
+        from kvsearch.plan import load_profile
+        from kvsearch.strategies.from_profile import plan_from_profile
+
+        profile = load_profile(profile_file(self.profile))
+        if profile.metadata.signals is not None:
+            return self._of_signals(profile, talk)
+        of_polykv = ((name, option) for name, (_, option) in self.offered().items() if option.panel == PANEL)
+        unused = [option.called(name) for name, option in of_polykv if _is_given(getattr(self, name))]
+        if unused:
+            raise UsageError(
+                f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
+                f"{profile.metadata.method}"
+            )
+        return plan_from_profile(profile, self.size)
+
+    def _of_signals(self, profile: Profile, talk: Talk) -> Plan:
+        from kvsearch.choose import verdicts
+        from kvsearch.runtime.plan_checks import check_plan
+        from kvsearch.strategies.from_signals import strategy_plan
+
+        size = self.size_in(profile)
+        strategy = self.strategy(profile)
+        plan = strategy_plan(profile, strategy, size)
+        check_plan(plan, "the plan of this strategy")
+        directory = self.profile if self.profile.is_dir() else self.profile.parent
+        warning = None
+        if (directory / verdicts.FILE).exists():
+            warning = verdicts.harmful(directory, strategy, size.pool(profile.metadata).mean)
+        if warning is not None and not self.allow_harmful:
+            raise UsageError(f"{warning}; --allow-harmful to write it all the same")
+        if warning is not None:
+            talk.warn(warning)
+        return plan
+
+    def size_in(self, profile: Profile) -> Size:
+        """Return the size that was asked for, or the budget that was measured, where it is one."""
+        measured = profile.metadata.signals.budgets if profile.metadata.signals else ()
+        if self.budget is not None or self.ratio is not None:
+            return self.size
+        if len(measured) == 1:
+            return self.model_copy(update={"budget": measured[0]}).size
+        raise UsageError(
+            f"give --budget or --ratio: the profile was measured at {', '.join(map(str, measured))} entries per kv head"
+        )
+
+    def strategy(self, profile: Profile) -> Strategy:
+        """Return what was asked for, or else what the calibration was told, or else the defaults of a strategy."""
+        from kvsearch.signals.table import SignalTable
+        from kvsearch.strategies.from_signals import UNIFORM, Strategy
+
+        route = next(iter(SignalTable(profile).routes), "none")  # cosine, the paper's, where it was measured
+        asked: dict[str, Any] = {"route": route, "budget_signal": UNIFORM, "phases": "prefill"}
+        for source in (profile.metadata.provenance.settings, dict(self)):
+            asked |= {name: value for name in asked if isinstance(value := source.get(name), str)}
+        if self.least is not None and asked["budget_signal"] == UNIFORM:
+            raise UsageError("--least is for budgets by a signal: name a --budget-signal")
+        return Strategy(
+            route=None if asked["route"] == "none" else asked["route"],
+            budgets=asked["budget_signal"],
+            phases=asked["phases"],
+            inverse_route=self.inverse_route,
+            inverse_budgets=self.inverse_budgets,
+            policy=self.policy,
+            exclude=self.exclude or (),
+            least=self.least,
+            full_layers=self.full_layers or 0,
+        )
+
+
+@job(ExportOptions)
+def export(options: ExportOptions, talk: Talk) -> Plan:
+    """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
+
+    Of a PolyKV profile: every layer takes the pattern that its signals prefer, and the share of the budget that its
+    sensitivity asks for.
+
+    Raises:
+        UsageError: options that do not go together or do not suit the profile, signals that were judged harmful, or a
+            plan that is there already.
+        EnvironmentFault: a file cannot be read or written.
+    """
+    return options.write(talk)

@@ -1,0 +1,61 @@
+"""What jobs that write a plan have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from kvsearch.config.options import JobOptions, Option
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.files import check_output
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan, Size
+
+
+class Sized(JobOptions):
+    """How much a plan keeps."""
+
+    ratio: Annotated[float | None, Option("Share of the prompt to evict, between 0 and 1.")] = None
+    budget: Annotated[int | None, Field(ge=1), Option("Entries to keep per kv head, on average.")] = None
+    length: Annotated[int | None, Field(ge=1), Option("Prompt length that a ratio's integer budgets are for.")] = None
+
+    @property
+    def size(self) -> Size:
+        """The size of the plan; UsageError if there is none, or two, or one out of range."""
+        from kvsearch.plan import Size
+
+        return Size(self.budget, self.ratio, self.length)
+
+
+class PlanOptions(JobOptions):
+    """Where a plan is written to."""
+
+    output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
+    force: Annotated[bool, Option("Replace the plan file.", recorded=False)] = False
+
+    @abstractmethod
+    def make(self, talk: Talk) -> Plan:
+        """Make the plan, which is what a dry run does."""
+
+    def write(self, talk: Talk) -> Plan:
+        """Make the plan and write it; EnvironmentFault if it cannot be written."""
+        from kvsearch.plan import save_plan
+
+        plan = self.make(talk)
+        save_plan(plan, self.output, overwrite=self.force)
+        return plan
+
+    def check_output(self) -> None:
+        """UsageError if no plan can be written, found out before there is one."""
+        check_output(self.output, self.force)
+
+    def checked(self, plan: Plan) -> Plan:
+        """Return the plan; UsageError if its parts do not fit together."""
+        from kvsearch.runtime.plan_checks import check_plan
+
+        check_plan(plan, f"the plan for {self.output}")
+        return plan
