@@ -33,7 +33,7 @@ def main() -> None:
     loaded = load("bundled", LoadOptions())
     data = load_calibration_data(default_data("bundled")).limited(args.samples)
     options = PolykvOptions(budgets=(args.budget,), batch=args.batch)
-    policies, _ = candidates(("paper",), {}, options.phases, options.budgets)
+    policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
 
     def timed(naive: bool) -> tuple[Profile, float]:
         started = time.perf_counter()
@@ -45,7 +45,7 @@ def main() -> None:
     naive, slow = timed(naive=True)
     layers = len(describe(loaded.model).full_layers)
     print(
-        f"{args.samples} samples, {len(policies)} patterns, {len(options.phases)} phases, {layers} layers, budget "
+        f"{args.samples} samples, {len(policies)} patterns, {len(options.measured_phases)} phases, {layers} layers, budget "
         f"{args.budget}: {fast:.1f} s in one pass, {slow:.1f} s naive: {slow / fast:.1f}x"
     )
     for name in ("cosine", "relative_error", "nll"):
