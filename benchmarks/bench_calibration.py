@@ -45,8 +45,8 @@ def main() -> None:
     naive, slow = timed(naive=True)
     layers = len(describe(loaded.model).full_layers)
     print(
-        f"{args.samples} samples, {len(policies)} patterns, {len(options.measured_phases)} phases, {layers} layers, budget "
-        f"{args.budget}: {fast:.1f} s in one pass, {slow:.1f} s naive: {slow / fast:.1f}x"
+        f"{args.samples} samples, {len(policies)} patterns, {len(options.measured_phases)} phases, {layers} layers, "
+        f"budget {args.budget}: {fast:.1f} s in one pass, {slow:.1f} s naive: {slow / fast:.1f}x"
     )
     for name in ("cosine", "relative_error", "nll"):
         print(f"largest difference of {name}: {np.abs(swept.arrays[name] - naive.arrays[name]).max():.1e}")
