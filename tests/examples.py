@@ -1,13 +1,24 @@
-"""How many examples a property draws: the profile says so (tests/conftest.py). Here are the two reasons to differ."""
+"""How many examples a property draws: as many as the profile says, but for the reasons given here.
+
+`--hypothesis-profile` chooses the profile; tests/conftest.py imports this file before pytest reads its options.
+"""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-# The same examples at every run, for tests in which a tie of floats that one draw in a million brings is no failure.
-fixed = settings(derandomize=True, database=None)
+PROFILES = {"quick": 25, "default": 100, "ci": 200}
+
+for _name, _examples in PROFILES.items():  # no deadlines: how fast a machine is says nothing about the code
+    settings.register_profile(_name, max_examples=_examples, deadline=None)
+settings.load_profile("default")
 
 
-def at_most(count: int, base: settings | None = None) -> settings:
+def fixed(count: int | None = None) -> settings:
+    """Draw the same examples at every run, where floats that tie in one draw of a million would be no failure."""
+    return settings(at_most(count) if count else None, derandomize=True, database=None)
+
+
+def at_most(count: int) -> settings:
     """Draw `count` examples, for tests in which each one is expensive, or as many as the profile if those are fewer."""
-    return settings(base, max_examples=min(count, settings().max_examples))
+    return settings(max_examples=min(count, settings().max_examples))

@@ -247,3 +247,8 @@ def test_a_folder_without_code_is_an_error(tmp_path: Path) -> None:
     done = run(SCRIPT, tmp_path)
     assert done.returncode == 2
     assert f"no Python files below {tmp_path}" in done.stderr
+
+
+def test_no_file_of_kvsearch_imports_itself_through_others() -> None:
+    report = json.loads(run(SCRIPT, "--json").stdout)
+    assert report["import circles, all imports"] == {}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvsearch.calibration.options import SAMPLES
+from kvsearch.calibration.sample_files import has_samples
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY, read_bytes
 from kvsearch.plan.parsing import parse_json
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
 PROFILE = "profile.safetensors"
-_SAMPLE_FILE = re.compile(r"\d{6,}-\d{4,}\.safetensors")
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
@@ -58,16 +57,6 @@ def profile_file(path: Path) -> Path:
             f"{calibrated.name or 'MODEL'} ... -o {path}, to go on"
         )
     return path / PROFILE
-
-
-def has_samples(directory: Path) -> bool:
-    """Tell whether samples of a calibration that is not finished are in `directory`."""
-    return bool(sample_files(directory / SAMPLES))
-
-
-def sample_files(folder: Path) -> list[Path]:
-    """Return what a calibration has written into its folder of samples; whatever else is there is not ours."""
-    return sorted(path for path in folder.glob("*.safetensors") if _SAMPLE_FILE.fullmatch(path.name))
 
 
 def questions(count: int) -> str:

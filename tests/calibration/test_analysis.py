@@ -27,11 +27,11 @@ from kvsearch.calibration.analysis import (
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata
-from tests.examples import at_most, fixed
+from tests.examples import fixed
 from tests.plan.builders import metadata_dict, ratio_table
 
 LAYERS, HEADS = 2, 3
-few = at_most(60, fixed)
+few = fixed(60)
 UP = np.linspace(0.1, 0.9, LAYERS * HEADS).reshape(LAYERS, HEADS)
 values = st.lists(st.integers(0, 5).map(float), min_size=3, max_size=30)
 

@@ -42,9 +42,7 @@ MODEL_DIM = 5
 MISSING = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
 # Subclasses run the same test function, which hypothesis takes for a mistake; those in packages of others have no
 # conftest that takes the deadline away.
-properties = settings(
-    fixed, deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
-)
+properties = settings(fixed(), suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)

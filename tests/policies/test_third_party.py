@@ -70,7 +70,8 @@ def test_it_is_listed_and_shown(site: Path) -> None:
 @pytest.mark.slow
 def test_its_own_test_passes(site: Path) -> None:
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider")
-    assert "passed" in python(site, "pytest", *options, site / TEST)
+    examples = ("-p", "tests.conftest", "--hypothesis-profile", "quick")
+    assert "passed" in python(site, "pytest", *options, *examples, site / TEST)
 
 
 @pytest.mark.slow

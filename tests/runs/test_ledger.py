@@ -133,6 +133,7 @@ with Notes(Path(sys.argv[1])) as ledger:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_a_prefix(tmp_path: Path) -> None:
     """kill -9 at any moment: whatever was reported as written is there, in order, and the next one goes on."""
     path, chance = tmp_path / "l", random.Random(0)

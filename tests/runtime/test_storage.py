@@ -17,7 +17,7 @@ from tests.families import DEVICES
 
 
 class TestBucket:
-    @fixed
+    @fixed()
     @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     def test_segments_of_similar_length_share_a_block(self, lengths: list[int]) -> None:
         groups = bucket(lengths)
@@ -117,7 +117,7 @@ steps = st.one_of(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@fixed
+@fixed()
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
     st.sampled_from([None, 2.0]),

@@ -75,7 +75,7 @@ def assert_fits(plan: Any, made: Profile, total: int, length: int) -> None:
     assert (plan.length, plan.floor) == (length, max(made.metadata.floor, 1))
 
 
-@fixed
+@fixed()
 @given(made=profiles, percent=st.floats(0.5, 99.5), length=st.one_of(st.none(), st.integers(1, 5000)))
 def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None) -> None:
     """Either the total is exact and every head in its bounds, or the size is refused for being out of reach."""
@@ -92,7 +92,7 @@ def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None
             plan_from_profile(made, size)
 
 
-@fixed
+@fixed()
 @given(made=profiles, budget=st.integers(1, 250), length=st.one_of(st.none(), st.integers(1, 300)))
 def test_a_budget_per_head(made: Profile, budget: int, length: int | None) -> None:
     at = length or LENGTH

@@ -29,12 +29,12 @@ from kvsearch.tasks.synthetic.language import (
 )
 from kvsearch.tasks.synthetic.suite import FORMS, SyntheticTask
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
-from tests.examples import at_most, fixed
+from tests.examples import fixed
 from tests.tasks.solver import Sentence, answer, sentences
 
 LENGTHS = (512, 1024, 2048)
 FACTS = ("code", "item", "set", "vote", "bell")
-few = at_most(40, fixed)
+few = fixed(40)
 tasks = pytest.mark.parametrize("task", FORMS)
 seeds = st.integers(0, 2**32)
 

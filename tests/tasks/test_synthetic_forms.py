@@ -14,10 +14,10 @@ from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.haystacks import Paragraphs, Prose, Repetition
 from kvsearch.tasks.synthetic.language import Document, Evidence, Names, Sentence, chains, code_facts, whole_items
 from kvsearch.tasks.synthetic.suite import BUILDERS, FORMS, SUITES, SyntheticTask
-from tests.examples import at_most, fixed
+from tests.examples import fixed
 from tests.tasks.solver import sentences
 
-few = at_most(30, fixed)
+few = fixed(30)
 seeds = st.integers(0, 2**32)
 lengths = st.sampled_from((512, 1024, 2048))
 

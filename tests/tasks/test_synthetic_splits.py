@@ -18,7 +18,7 @@ from kvsearch.tasks.synthetic.__main__ import calibration_file
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
 from kvsearch.tasks.synthetic.train import CONTEXTS, TOKENS_PER_STEP, training_document
-from tests.examples import at_most, fixed
+from tests.examples import fixed
 
 DOCUMENTS = 200
 TRAINING_SEED = 0  # the default of the training script
@@ -61,7 +61,8 @@ def test_no_split_shares_a_document_with_another_one_or_with_the_models_training
     assert_disjoint([*splits, trained_on(512, TRAINING_SEED)])
 
 
-@at_most(10, fixed)
+@pytest.mark.slow
+@fixed(10)
 @given(
     task=st.sampled_from(list(FORMS)),
     length=st.integers(512, 1024),

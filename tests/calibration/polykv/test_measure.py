@@ -135,6 +135,7 @@ def test_one_context_is_kept_question_by_question(tmp_path: Path) -> None:
     assert profile(data, tmp_path).to_bytes() == profile(data).to_bytes()
 
 
+@pytest.mark.slow
 def test_little_is_kept_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replays of a layer have in common, as much again as its cache and more, is there for one layer at a time."""
     from kvsearch.runtime.replay import Shared

@@ -81,6 +81,7 @@ def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: 
     assert np.ptp(expected, axis=0).min() > 100 * TOLERANCE  # candidates do differ
 
 
+@pytest.mark.slow
 def test_200_candidates_on_the_bundled_model() -> None:
     model = load("bundled")
     samples = bank_samples(encoded(model, (300, 1), (280, 1)), "question-agnostic")

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from kvsearch.models.loading import load
@@ -80,6 +81,7 @@ def test_cooldown_ends_low() -> None:
     assert cooldown(1.0) == 0.05
 
 
+@pytest.mark.slow
 def test_a_short_run_leaves_a_loadable_model(tmp_path: Path) -> None:
     args = argparse.Namespace(
         out=tmp_path / "model",

@@ -1,0 +1,20 @@
+"""The files in which a calibration keeps the samples it has finished: a name per batch and continuation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvsearch.calibration.options import SAMPLES
+
+_NAME = re.compile(r"\d{6,}-\d{4,}\.safetensors")
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """Return what a calibration has written into its folder of samples; whatever else is there is not ours."""
+    return sorted(path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name))
+
+
+def has_samples(directory: Path) -> bool:
+    """Tell whether samples of a calibration that is not finished are in `directory`."""
+    return bool(sample_files(directory / SAMPLES))
