@@ -171,7 +171,6 @@ def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> N
         "--json",
         "--quiet",
         "--log-file",
-        "--dry-run",
-        *(() if verb == "diff" else ("--output", "--force")),
+        *(() if verb == "diff" else ("--dry-run", "--output", "--force")),
     ):
         assert option in out
