@@ -1,4 +1,11 @@
-"""kvsearch: offline calibration and strategy search for KV-cache eviction in language models."""
+"""kvsearch: offline calibration and strategy search for KV-cache eviction in language models.
+
+The verbs of the command line are functions here, with the same options as keywords:
+
+    profile = kvsearch.calibrate("bundled", output="runs/snapkv", questions=8)
+    plan = kvsearch.export("runs/snapkv", ratio=0.8, output="plan.json")
+    planned = kvsearch.attach(model, plan)  # planned.generate(...) runs on the smaller cache
+"""
 
 from __future__ import annotations
 
@@ -6,34 +13,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsearch.calibration.dynamic import calibrate_dynamic
-    from kvsearch.calibration.lukv import calibrate_lukv
     from kvsearch.errors import KvsearchError
-    from kvsearch.models.loading import load
-    from kvsearch.plan import Plan, Profile, Size, load_plan, save_plan
-    from kvsearch.plan.profile import load_profile, save_profile
+    from kvsearch.jobs.calibrate import calibrate
+    from kvsearch.jobs.evaluate import evaluate
+    from kvsearch.jobs.evolve import evolve
+    from kvsearch.jobs.export import export
+    from kvsearch.jobs.select import select
+    from kvsearch.jobs.validate import validate
+    from kvsearch.plan import Plan, Profile, load_plan
+    from kvsearch.plan.profile import load_profile
     from kvsearch.runtime import PlanCache, attach
-    from kvsearch.strategies.from_profile import plan_from_profile
+
+    __version__: str
 
 # resolved on first use, so that `import kvsearch` stays light
 _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
-    "Profile": "kvsearch.plan", "Size": "kvsearch.plan", "attach": "kvsearch.runtime",
-    "calibrate_dynamic": "kvsearch.calibration.dynamic", "calibrate_lukv": "kvsearch.calibration.lukv",
-    "load": "kvsearch.models.loading", "load_plan": "kvsearch.plan",
-    "load_profile": "kvsearch.plan.profile", "plan_from_profile": "kvsearch.strategies.from_profile",
-    "save_plan": "kvsearch.plan",
-    "save_profile": "kvsearch.plan.profile",
+    "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
+    "load_profile": "kvsearch.plan.profile",
+    **{verb: f"kvsearch.jobs.{verb}" for verb in ("calibrate", "evaluate", "evolve", "export", "select", "validate")},
 }  # fmt: skip
 
 __all__ = [
-    "KvsearchError", "Plan", "PlanCache", "Profile", "Size", "attach", "calibrate_dynamic", "calibrate_lukv",
-    "load", "load_plan",
-    "load_profile", "plan_from_profile", "save_plan", "save_profile",
+    "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "evaluate", "evolve",
+    "export", "load_plan", "load_profile", "select", "validate",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("kvsearch")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'kvsearch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,40 +1,67 @@
-"""The command line: `kvsearch VERB`. One thin module per verb; nothing heavy is imported before a verb runs."""
+"""The command line: `kvsearch VERB`. One thin module per verb, imported when the verb runs and not before."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from kvsearch.cli.calibrate import calibrate
-from kvsearch.cli.doctor import doctor
-from kvsearch.cli.evaluate import evaluate
-from kvsearch.cli.evolve import evolve
-from kvsearch.cli.export import export
-from kvsearch.cli.generate import generate
-from kvsearch.cli.headroom import headroom
-from kvsearch.cli.lm_eval import lm_eval
-from kvsearch.cli.plan import plan_app
-from kvsearch.cli.policies import policies
-from kvsearch.cli.select import select
-from kvsearch.cli.show import show
-from kvsearch.cli.tasks import tasks
-from kvsearch.cli.validate import validate
+# what the list of commands says of each: the first sentence of its own help
+VERBS = {
+    "calibrate": "Measure which cache entries a model can live without, and write a profile.",
+    "validate": "Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same"
+    " size.",
+    "select": "Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then "
+    "choose that.",
+    "evolve": "Search the budgets that serve a task best, at an exact total; never worse than what it starts from.",
+    "export": "Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).",
+    "evaluate": "Score methods or plans on the same questions as the full cache, all at the same size.",
+    "generate": "Read a context into the cache the plan allows, then answer a prompt from it (greedy).",
+    "show": "Show a plan or a profile: tables and a heat map of layers and heads.",
+    "headroom": "Evict by true oracle importance, by simple policies and at random, and compare with the full cache.",
+    "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",
+    "policies": "List the eviction policies, those of other installed packages included, or show one in full.",
+    "tasks": "List the tasks that evaluate can ask, or show one in full.",
+    "doctor": "Check versions, devices and the bundled model, and run one tiny generation on the runtime's cache.",
+    "plan": "Make plans without calibration, change plans, compare them.",
+}
+WITHOUT_ARGUMENTS = ("policies", "tasks", "doctor")  # these do something when nothing else is typed
+
+
+class Verbs(TyperGroup):
+    """Commands that are known by name and first sentence until one of them runs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Put the command that is about to run in the place of its stand-in."""
+        if args and args[0] in VERBS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load_command(verb: str) -> Any:
+    """Import the module of a verb and return its command."""
+    name = verb.replace("-", "_")
+    found = getattr(import_module(f"kvsearch.cli.{name}"), name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(verb, no_args_is_help=verb not in WITHOUT_ARGUMENTS)(found)
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="kvsearch",
+    cls=Verbs,
     help="Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache.",
     epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 130 interrupted.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-VERBS = (
-    calibrate, validate, select, evolve, export, evaluate, generate, show, headroom, lm_eval, policies, tasks, doctor,
-)  # fmt: skip
-for verb in VERBS:
-    app.command(no_args_is_help=verb not in (policies, tasks, doctor))(verb)
-app.add_typer(plan_app, name="plan")
+for verb, sentence in VERBS.items():
+    app.command(verb, help=sentence)(lambda: None)
 
 
 def _version(wanted: bool) -> None:
@@ -55,5 +82,5 @@ def root(
 
 
 def main() -> None:
-    """Entry point of the `kvsearch` command."""
+    """Run the `kvsearch` command."""
     app()

@@ -10,7 +10,7 @@ from kvsearch.cli.plan_diff import diff
 from kvsearch.cli.plan_output import show_written
 from kvsearch.jobs import plan as jobs
 
-plan_app = typer.Typer(help="Make plans without calibration, change plans, compare them.", no_args_is_help=True)
+plan = typer.Typer(help="Make plans without calibration, change plans, compare them.", no_args_is_help=True)
 
 
 @command(jobs.UniformOptions, dry_run=True)
@@ -22,8 +22,8 @@ def uniform(options: jobs.UniformOptions, console: Console) -> None:
 
     Example: kvsearch plan uniform bundled --policy h2o --budget 128 --phases both -o h2o.json
     """
-    plan = options.make(console) if console.dry_run else jobs.uniform(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.uniform(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.PyramidOptions, dry_run=True)
@@ -35,8 +35,8 @@ def pyramid(options: jobs.PyramidOptions, console: Console) -> None:
 
     Example: kvsearch plan pyramid bundled --policy pyramidkv --budget 64 -o pyramid.json
     """
-    plan = options.make(console) if console.dry_run else jobs.pyramid(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.pyramid(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.ScaleOptions, dry_run=True)
@@ -48,8 +48,8 @@ def scale(options: jobs.ScaleOptions, console: Console) -> None:
 
     Example: kvsearch plan scale plan.json --ratio 0.9 -o smaller.json
     """
-    plan = options.make(console) if console.dry_run else jobs.scale(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.scale(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.ConvertOptions, dry_run=True)
@@ -60,8 +60,8 @@ def convert(options: jobs.ConvertOptions, console: Console) -> None:
 
     Example: kvsearch plan convert plan.json --length 8192 -o plan8192.json
     """
-    plan = options.make(console) if console.dry_run else jobs.convert(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.convert(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.MergeOptions, dry_run=True)
@@ -73,8 +73,8 @@ def merge(options: jobs.MergeOptions, console: Console) -> None:
 
     Example: kvsearch plan merge --policies searched.json --budgets lukv.json -o both.json
     """
-    plan = options.make(console) if console.dry_run else jobs.merge(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.merge(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.BuildOptions, dry_run=True)
@@ -85,8 +85,8 @@ def build(options: jobs.BuildOptions, console: Console) -> None:
     """
     for line in () if console.as_json else jobs.uncounted(options.read()):
         console.say(line)
-    plan = options.make(console) if console.dry_run else jobs.build(options, talk=console)
-    show_written(plan, options, console)
+    made = options.make(console) if console.dry_run else jobs.build(options, talk=console)
+    show_written(made, options, console)
 
 
 @command(jobs.YamlOptions, dry_run=True)
@@ -107,4 +107,4 @@ def yaml(options: jobs.YamlOptions, console: Console) -> None:
 
 
 for verb in (uniform, pyramid, scale, convert, merge, diff, yaml, build):
-    plan_app.command(no_args_is_help=True)(verb)
+    plan.command(no_args_is_help=True)(verb)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.cli import VERBS, load_command
 from kvsearch.plan import load_plan
 from tests.cli.conftest import Run
 
@@ -27,21 +28,36 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-VERBS = (
-    "calibrate", "export", "validate", "select", "evaluate", "generate", "show", "headroom", "lm-eval", "policies",
-    "tasks", "doctor",
-)  # fmt: skip
-WITH_MODEL = ("calibrate", "validate", "select", "evaluate", "generate", "headroom", "lm-eval", "doctor")
+LOADING = ("--device", "--dtype", "--offline")
+GENERAL = ("--json", "--quiet", "--verbose", "--log-file", "--debug")
+WITH_MODEL = {"calibrate", "validate", "select", "evolve", "evaluate", "generate", "headroom", "lm-eval", "doctor"}
+FORETELLING = {
+    "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "headroom", "lm-eval",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "plan"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_offers_what_it_uses(run: Run, verb: str, flag: str) -> None:
+    code, out, _ = run(verb, flag)
+    assert code == 0
+    assert [option for option in GENERAL if option not in out] == []
+    assert all((option in out) == (verb in WITH_MODEL) for option in LOADING)
+    assert ("--dry-run" in out) == (verb in FORETELLING)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
-    code, out, _ = run(verb, "--help")
-    assert code == 0
-    for option in ("--json", "--quiet", "--log-file"):
-        assert option in out
-    for option in ("--device", "--dtype", "--offline"):
-        assert (option in out) == (verb in WITH_MODEL)
+def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
+    """The list is made without importing them."""
+    command = load_command(verb)
+    assert (command.help or "").split("\n")[0] == VERBS[verb]
+    assert command.callback is not None
+
+
+def test_options_of_other_commands_are_refused(run: Run) -> None:
+    code, _, talk = run("plan", "diff", "--device", "bananas", "a.json", "b.json")
+    assert code == 2
+    assert "No such option" in talk
 
 
 def test_version(run: Run) -> None:
@@ -58,8 +74,10 @@ def test_calibrate_writes_config_and_profile(calibrated: Path) -> None:
 def test_calibrating_twice_gives_the_same_bytes(run: Run, calibrated: Path, tmp_path: Path) -> None:
     code, _, _ = run("calibrate", "bundled", "-o", tmp_path / "again", "--questions", 8)
     assert code == 0
-    for name in ("profile.safetensors", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (calibrated / name).read_bytes()
+    assert (tmp_path / "again/profile.safetensors").read_bytes() == (calibrated / "profile.safetensors").read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "again", calibrated)]
+    assert configs[0]["content"] == configs[1]["content"]
+    assert configs[0]["options"] == configs[1]["options"]
 
 
 def test_calibrate_tells_its_plan_without_doing_it(run: Run, tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ def test_what_is_typed_arrives() -> None:
 @pytest.mark.parametrize(
     ("flag", "typed", "words"),
     [
-        ("--length", "4k", "--length takes whole numbers with commas between them, got '4k'"),
-        ("--length", "", "--length takes whole numbers"),
-        ("--depths", "0,,100", "--depths takes whole numbers with commas between them, got '0,,100'"),
+        ("--length", "4k", "--length: takes whole numbers with commas between them, got '4k'"),
+        ("--length", "", "--length: takes whole numbers"),
+        ("--depths", "0,,100", "--depths: takes whole numbers with commas between them, got '0,,100'"),
         ("--depths", "0.5", "got '0.5'"),
     ],
 )
