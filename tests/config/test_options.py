@@ -1,0 +1,177 @@
+"""Options are declared once: what a field becomes on the command line, in recipes, in config.json and in Python."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+import typer
+from pydantic import Field
+from typer.testing import CliRunner
+
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
+from kvsearch.config.options import JobOptions, Listed, Option, Params, Repeated, Seeded
+from kvsearch.errors import UsageError
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.runs.identity import RunConfig
+
+
+class Shared(JobOptions):
+    """What another job has, too."""
+
+    job: ClassVar[str] = "evaluate"
+
+    colour: Annotated[str, Option("Which colour.", panel="Looks")] = "red"
+
+
+class Brewing(Shared, Seeded):
+    """What is brewed."""
+
+    recipes: ClassVar[str | None] = ""
+
+    leaf: Annotated[str, Option("Which leaf.", argument=True)]
+    cups: Annotated[int, Field(ge=1), Option("How many.", short="-c")] = 2
+    heat: Annotated[Literal["low", "high"], Option("How hot.")] = "low"
+    stir: Annotated[bool, Option("Leave it alone.", flag="--no-stir", negated=True)] = True
+    sizes: Annotated[tuple[int, ...], Listed, Option("Sizes.", metavar="N,...", shown="1")] = (1,)
+    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan; repeatable.", repeated=True)] = ()
+    params: Annotated[Params, Option("A setting.", flag="--set", repeated=True)] = Field(default_factory=dict)
+    output: Annotated[Path | None, Option("Where.", short="-o", recorded=False)] = None
+    secret: Annotated[int | None, Option("Not shown.", hidden=True)] = None
+
+
+class Narrower(Brewing):
+    """A job that narrows a field of another: it is still offered as that says."""
+
+    heat: Literal["low"] = "low"
+
+
+@command(Brewing, json=True, dry_run=False)
+def brew(options: Brewing, console: Console) -> None:
+    """Print what was typed."""
+    console.print_json({**options.model_dump(mode="json"), "typed": sorted(options.model_fields_set)})
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    app = typer.Typer()
+    app.command()(brew)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def typed(*arguments: str) -> dict[str, object]:
+    code, out, talk = run(*arguments)
+    assert code == 0, talk
+    found: dict[str, object] = json.loads(out)
+    return found
+
+
+def refused(*arguments: str) -> str:
+    code, out, talk = run(*arguments)
+    assert (code, out) == (2, "")
+    return talk
+
+
+def test_flags_are_made_of_fields() -> None:
+    found = typed(
+        "oolong", "-c", "3", "--heat", "high", "--no-stir", "--sizes", "4,8", "--plan", "a", "--plan", "b", "--set",
+        "x=1", "--set", "y=no", "--colour", "blue", "-o", "out", "--secret", "5", "--seed", "7",
+    )  # fmt: skip
+    assert found == {
+        "leaf": "oolong", "cups": 3, "heat": "high", "stir": False, "sizes": [4, 8], "plan": ["a", "b"],
+        "params": {"x": 1, "y": "no"}, "colour": "blue", "output": "out", "secret": 5, "seed": 7,
+        "typed": sorted(Brewing.model_fields),
+    }  # fmt: skip
+
+
+def test_what_is_not_typed_is_not_stated() -> None:
+    found = typed("oolong")
+    assert found["typed"] == ["leaf"]
+    assert (found["cups"], found["stir"], found["colour"]) == (2, True, "red")
+    assert typed("oolong", "--cups", "2")["typed"] == ["cups", "leaf"]  # the default, but typed
+
+
+def test_the_help() -> None:
+    code, text, _ = run("--help")
+    assert code == 0
+    for words in ("--cups", "-c", "[default: 2]", "--no-stir", "N,...", "[default: (1)]", "Looks", "--recipe"):
+        assert words in text
+    assert "--secret" not in text
+    assert "--dry-run" not in text
+    assert text.index("--cups") < text.index("--colour") < text.index("--json"), "the general options come last"
+
+
+def test_all_mistakes_at_once() -> None:
+    talk = refused("oolong", "--cups", "0", "--heat", "hot", "--sizes", "x")
+    assert talk.startswith("kvsearch: error: what was typed is not valid, 3 problems:\n")
+    assert all(flag in talk for flag in ("--cups: ", "--heat: ", "sizes.0: "))
+    assert refused("oolong", "--cups", "0") == (
+        "kvsearch: error: --cups: Input should be greater than or equal to 1, not 0\n"
+    )
+    assert "No such option" in refused("oolong", "--device", "bananas")
+    assert "LEAF: is missing" in refused("--cups", "3")
+
+
+def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
+    recipe = tmp_path / "tea.yaml"
+    recipe.write_text("leaf: assam\ncups: 4\nparams: {x: 1}\nsizes: [2, 3]\n")
+    found = typed("--recipe", str(recipe), "--cups", "5")
+    assert (found["leaf"], found["cups"], found["params"], found["sizes"]) == ("assam", 5, {"x": 1}, [2, 3])
+    recipe.write_text("leaf: assam\ncups: 0\nmilk: true\n")
+    talk = refused("--recipe", str(recipe), "--heat", "hot")
+    assert talk.startswith(f"kvsearch: error: {recipe} is not valid, 2 problems:\n")
+    assert "cups: " in talk
+    assert "milk: unknown key" in talk
+    recipe.write_text("leaf: assam\n")
+    assert refused("--recipe", str(recipe), "--cups", "0").startswith("kvsearch: error: --cups: ")
+    assert "unknown recipe 'tea'" in refused("--recipe", "tea")
+
+
+def test_a_configuration_is_a_recipe(tmp_path: Path) -> None:
+    options = Brewing.of(leaf="assam", cups=4, params=["x=1"], output=tmp_path, plan=[Path("a")])
+    assert "output" not in options.recorded()
+    config = tmp_path / "config.json"
+    config.write_bytes(RunConfig(job="evaluate", options=options.recorded(), content={}).to_bytes())
+    assert Brewing.of(config, output=tmp_path) == options
+    config.write_bytes(RunConfig(job="select", options=options.recorded(), content={}).to_bytes())
+    with pytest.raises(UsageError, match="is of kvsearch select, not of evaluate"):
+        Brewing.of(config)
+    config.write_text('{"schema": "kvsearch.evaluation.config/1"}')
+    with pytest.raises(UsageError, match="was written by another version of kvsearch"):
+        Brewing.of(config)
+    config.write_text("[")
+    with pytest.raises(UsageError, match="is not valid JSON"):
+        Brewing.of(config)
+
+
+def test_a_narrowed_field_is_offered_as_before() -> None:
+    assert Narrower.offered().keys() == Brewing.offered().keys()
+    assert Narrower.offered()["heat"][1] == Brewing.offered()["heat"][1]
+    with pytest.raises(UsageError, match="--heat: "):
+        Narrower.of(leaf="assam", heat="high")
+
+
+def test_a_job_is_a_function_with_the_same_options() -> None:
+    heard: list[Talk] = []
+
+    @job(Brewing)
+    def brewed(options: Brewing, talk: Talk) -> Brewing:
+        heard.append(talk)
+        return options
+
+    assert brewed("assam", cups=3) == Brewing(leaf="assam", cups=3)
+    assert brewed(Brewing(leaf="green")) == Brewing(leaf="green")
+    assert all(isinstance(talk, Silent) for talk in heard)
+    with pytest.raises(TypeError, match="at most 1 positional"):
+        brewed("assam", "green")
+    with pytest.raises(UsageError, match="milk: unknown key"):
+        brewed("assam", milk=True)
+    parameters = inspect.signature(brewed).parameters
+    assert next(iter(parameters)) == "leaf"
+    assert {"cups", "seed", "colour", "recipe", "talk"} <= parameters.keys()
+    assert parameters["cups"].default == 2
