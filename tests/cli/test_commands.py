@@ -51,7 +51,7 @@ def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
     """The list is made without importing them."""
     command = load_command(verb)
     assert (command.help or "").split("\n")[0] == VERBS[verb]
-    assert command.callback is not None
+    assert command.name in (verb, "plan")
 
 
 def test_options_of_other_commands_are_refused(run: Run) -> None:
