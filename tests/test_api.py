@@ -33,7 +33,7 @@ def test_a_verb_has_the_options_of_its_command(verb: str) -> None:
         env={"COLUMNS": "200", "PATH": "", "PYTHONPATH": str(Path(kvsearch.__file__).parents[1])},
     ).stdout  # fmt: skip
     flags = {word.strip("*│ ") for word in shown.split() if word.startswith("--")}
-    for name in ("seed", "device", "output") if verb != "export" else ("output", "budget"):
+    for name in ("seed", "device") if verb != "export" else ("output", "budget"):
         assert name in parameters
         assert f"--{name}" in flags
     assert "talk" in parameters

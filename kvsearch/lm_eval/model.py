@@ -22,14 +22,14 @@ from kvsearch.evaluation.likelihood import compressible, score
 from kvsearch.evaluation.replies import NonFiniteError, stop_tokens
 from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.lm_eval.package import LM, Instance, postprocess_generated_text
-from kvsearch.lm_eval.requests import Context, Encoder, Prompt, place
+from kvsearch.lm_eval.requests import Encoder, HarnessContext, HarnessPrompt, place
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.encode import most_tokens
 
 Progress = Callable[[int, int], None]
-Read = TypeVar("Read", Prompt, Context)
+Read = TypeVar("Read", HarnessPrompt, HarnessContext)
 METHOD = "plan"
 ROLLING = (
     "it asks for the likelihood of whole texts (loglikelihood_rolling), with no context before them that a plan could "
@@ -99,7 +99,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
             pairs = [self._encoder.pair(request) for request in requests]
-            sharing: dict[Context, list[int]] = {}
+            sharing: dict[HarnessContext, list[int]] = {}
             for index, (context, _) in enumerate(pairs):
                 sharing.setdefault(context, []).append(index)
             for batch in self._batches(list(sharing), lambda _: None):
@@ -166,7 +166,7 @@ class PlannedLM(LM):  # type: ignore[misc]
             if self.progress is not None:
                 self.progress(done + 1, len(batches))
 
-    def _replies(self, batch: Sequence[Prompt], tasks: Sequence[str]) -> list[str]:
+    def _replies(self, batch: Sequence[HarnessPrompt], tasks: Sequence[str]) -> list[str]:
         end = "" if self._encoder.end is None else self.tokenizer.decode([self._encoder.end])
         stops = [*batch[0].generation.stops, *([end] if end else [])]
 
@@ -184,7 +184,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
     def _scores(
-        self, batch: Sequence[Context], texts: Sequence[Sequence[tuple[int, ...]]]
+        self, batch: Sequence[HarnessContext], texts: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts, self._pad)
         for context, found in zip(batch, scored, strict=True):

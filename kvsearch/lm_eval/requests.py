@@ -35,7 +35,7 @@ class Generation(NamedTuple):
         return cls(tuple(stop for stop in stops if stop), limit)
 
 
-class Prompt(NamedTuple):
+class HarnessPrompt(NamedTuple):
     """A request for a reply: its number, and the token ids that fit. `truncated`: its beginning is cut off."""
 
     number: int
@@ -44,8 +44,8 @@ class Prompt(NamedTuple):
     generation: Generation
 
 
-class Context(NamedTuple):
-    """A context of a task that one or more requests continue; see `Prompt`."""
+class HarnessContext(NamedTuple):
+    """A context of a task that one or more requests continue; see `HarnessPrompt`."""
 
     task: str
     ids: tuple[int, ...]
@@ -76,7 +76,7 @@ class Encoder:
         found: int | None = self.tokenizer.bos_token_id
         return self.end if found is None else found
 
-    def prompt(self, number: int, request: Instance) -> Prompt:
+    def prompt(self, number: int, request: Instance) -> HarnessPrompt:
         """A request for a reply."""
         text, options = request.args[:2]
         generation = Generation.of(options, place(request))
@@ -89,9 +89,9 @@ class Encoder:
                 f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
                 f"within {self.max_length}"
             )
-        return Prompt(number, *_last(ids, room), generation)
+        return HarnessPrompt(number, *_last(ids, room), generation)
 
-    def pair(self, request: Instance) -> tuple[Context, tuple[int, ...]]:
+    def pair(self, request: Instance) -> tuple[HarnessContext, tuple[int, ...]]:
         """A context and what is to follow it."""
         context, continuation = self._split(*request.args[:2])
         if not context:
@@ -105,7 +105,7 @@ class Encoder:
                 f"{place(request)}: a continuation of {len(continuation)} tokens is longer than the {self.max_length} "
                 "that there is room for"
             )
-        return Context(str(request.task_name), *_last(context, room)), tuple(continuation)
+        return HarnessContext(str(request.task_name), *_last(context, room)), tuple(continuation)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of both, cut out of those of the whole; white space between them begins the continuation."""

@@ -24,7 +24,7 @@ from kvsearch.report.losses import losses_json, losses_table
 from kvsearch.report.needle import grid_table, grids_json, needle_grids
 from kvsearch.report.numbers import interval, outcomes, percent
 from kvsearch.report.screen import screen_table
-from kvsearch.report.table import Cell, Group, Table
+from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.methods import FULL
 
@@ -134,7 +134,7 @@ def parts(
 def score_table(result: Comparison, columns: Columns) -> Table:
     """Return mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
     numbers = _column_numbers(result, columns)
-    groups = [Group("", [[Cell(FULL), *(Cell(_score(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
+    groups = [RowGroup("", [[Cell(FULL), *(Cell(_score(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
     for block in result.blocks:
         rows = [[Cell(name)] for name in block.methods]
         for number in numbers:
@@ -142,7 +142,7 @@ def score_table(result: Comparison, columns: Columns) -> Table:
             best = max(texts, key=float) if len(set(texts)) > 1 else None  # printed alike, none of them is better
             for row, text in zip(rows, texts, strict=True):
                 row.append(Cell(text, text == best))
-        groups.append(Group(_heading(block), rows))
+        groups.append(RowGroup(_heading(block), rows))
     plans = result.blocks[0].size is None
     uniform = plans and "uniform" in result.blocks[0].methods
     notes = [
@@ -163,7 +163,7 @@ def difference_table(result: Comparison, columns: Columns) -> Table:
             if label != block.subject:
                 found = [block.difference(block.rows[number], label) for number in numbers]
                 rows.append([Cell(name), *(Cell(f"{interval(one, '+.2f')} {outcomes(one)}") for one in found)])
-        groups.append(Group(_heading(block), rows))
+        groups.append(RowGroup(_heading(block), rows))
     title = (
         f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied "
         f"/ lost ({_how(result)})"
@@ -183,8 +183,8 @@ def held_table(result: Comparison) -> Table:
         )  # fmt: skip
         return [Cell(text) for text in cells]
 
-    groups = [Group("", [row(FULL, FULL)])]
-    groups += [Group(_heading(block), [row(*item) for item in block.methods.items()]) for block in result.blocks]
+    groups = [RowGroup("", [row(FULL, FULL)])]
+    groups += [RowGroup(_heading(block), [row(*item) for item in block.methods.items()]) for block in result.blocks]
     what = "context" if result.protocol == "question-agnostic" else "prompt"
     header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
     return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Selection
 from kvsearch.report.numbers import counted, interval, outcomes, percent
-from kvsearch.report.table import Cell, Group, Table
+from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.strategies.methods import FULL
 
 SCHEMA, FILE = "kvsearch.selection/1", "selection.json"
@@ -115,7 +115,7 @@ def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
     header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]
     return [
         Table.plain(title, ["first stage", "kind", "score"], first, left),
-        Table(f"second stage: {_asked(result.second)}", header, [Group("", second)], (decision(result),)),
+        Table(f"second stage: {_asked(result.second)}", header, [RowGroup("", second)], (decision(result),)),
     ]
 
 
@@ -133,7 +133,7 @@ def _report_table(selection: Selection) -> Table:
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
     title = f"report split: {_asked(report.asked)}, phases: {chosen.phases}"
-    return Table(title, header, [Group("", rows)], (gap(selection), *notes(selection)))
+    return Table(title, header, [RowGroup("", rows)], (gap(selection), *notes(selection)))
 
 
 def _points(one: MethodResult) -> str:

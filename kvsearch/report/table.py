@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows under a common heading ("": none); the first cell of a row names it."""
 
     heading: str
@@ -40,13 +40,13 @@ class Table:
 
     title: str
     header: list[str]
-    groups: list[Group]
+    groups: list[RowGroup]
     notes: tuple[str, ...] = ()
 
     @classmethod
     def plain(cls, title: str, header: list[str], rows: Iterable[Sequence[str]], notes: tuple[str, ...] = ()) -> Table:
         """Return a table of one group in which nothing is marked."""
-        return cls(title, header, [Group("", [[Cell(text) for text in row] for row in rows])], notes)
+        return cls(title, header, [RowGroup("", [[Cell(text) for text in row] for row in rows])], notes)
 
 
 def check_table_file(path: Path) -> None:

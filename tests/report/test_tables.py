@@ -14,7 +14,7 @@ from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, find_columns, score_table, tables, write_tables
-from kvsearch.report.table import Cell, Group, Table, check_table_file, latex, markdown, on_screen
+from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, latex, markdown, on_screen
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.contenders import Contender
@@ -117,8 +117,8 @@ SMALL = Table(
     "m_1: 50% | more",
     ["method", "a_1"],
     [
-        Group("", [[Cell("full"), Cell("1.00")]]),
-        Group("8 a|b", [[Cell("ada-2"), Cell("-1.00 [-2.00, +3.00]", best=True)]]),
+        RowGroup("", [[Cell("full"), Cell("1.00")]]),
+        RowGroup("8 a|b", [[Cell("ada-2"), Cell("-1.00 [-2.00, +3.00]", best=True)]]),
     ],
     ("all & sundry",),
 )  # fmt: skip
