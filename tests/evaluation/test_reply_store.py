@@ -181,6 +181,7 @@ def test_two_processes_do_not_write_to_one_run(model: LoadedModel, tmp_path: Pat
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protocol", "phases", "memory"),
     [
@@ -213,6 +214,7 @@ def told(line: bytes) -> list[Any]:
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
 
 
+@pytest.mark.slow
 def test_nothing_that_is_finished_is_done_again(model: LoadedModel, tmp_path: Path) -> None:
     one = evaluation(model, phases="both")
     kept(one, tmp_path / "run")
@@ -349,6 +351,7 @@ def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Pat
     assert len(reused | done) == 14
 
 
+@pytest.mark.slow
 def test_a_run_with_replies_of_another_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
     kept(evaluation(model, "pyramid,lava"), tmp_path / "old")
     more = evaluation(model, "pyramid,tova,streaming", phases="prefill")

@@ -315,6 +315,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("memory", [None, 1, 40_000])
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol, memory: int | None) -> None:

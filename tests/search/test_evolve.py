@@ -58,6 +58,7 @@ def found(
     return prepared, evolve(prepared, tmp_path_factory.mktemp("run") / "ledger.jsonl")
 
 
+@pytest.mark.slow
 def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
     prepared, evolved = found
     choice = evolved.choice
@@ -102,6 +103,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     assert evolved.choice.name in decision(evolved)
 
 
+@pytest.mark.slow
 def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepare(loaded, finalists=1, generations=1, seed=1)
     outcome = evolve(prepared, tmp_path / "l").outcome
@@ -111,12 +113,14 @@ def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) ->
     assert kept == [one.table.tolist() for one in (outcome.pool[0], outcome.mean)]
 
 
+@pytest.mark.slow
 def test_parity_judges_the_papers_result(loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepare(loaded, parity=True, finalists=1)
     choice = prepared.choose(evolve(prepared, tmp_path / "l").outcome)
     assert choice.finalists["#1"].where.endswith(", completed")
 
 
+@pytest.mark.slow
 def test_one_seed_one_result(loaded: LoadedModel, tmp_path: Path) -> None:
     first, again, other = (evolve(prepare(loaded, seed=seed), tmp_path / str(n)) for n, seed in enumerate((0, 0, 1)))
     assert told(first.outcome) == told(again.outcome) != told(other.outcome)
@@ -198,6 +202,7 @@ def test_splits_share_no_question(loaded: LoadedModel) -> None:
     assert len(set.union(*hashes)) == 3 * CONTEXTS * QUESTIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["heads", "basis"])
 def test_a_start_plan_with_budgets_per_head(space: str, loaded: LoadedModel, tmp_path: Path) -> None:
     budgets: list[list[int] | None] = [[4 + (layer + head) % 5 * 4 for head in range(4)] for layer in range(6)]

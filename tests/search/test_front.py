@@ -91,6 +91,7 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
     assert all(rows[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_a_front_that_is_cut_ends_the_same(
     share: float, found: tuple[list[Evolved], Path, Silent], loaded: LoadedModel, tmp_path: Path

@@ -87,6 +87,7 @@ def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[st
         assert [one.value for one in outcome.pool] == sorted(one.value for one in outcome.pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
 def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
     """After any line of its ledger, and in the middle of it."""
@@ -102,6 +103,7 @@ def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path
         assert timeless(cut) == timeless(whole), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES[:3], ids=IDS[:3])
 def test_a_run_that_is_interrupted_in_any_job_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
     measure = measure_for(mode)
