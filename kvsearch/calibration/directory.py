@@ -24,21 +24,25 @@ class CalibratedModel(NamedTuple):
     revision: str | None
 
 
-def calibrated_model(directory: Path) -> CalibratedModel | None:
-    """Return which model was calibrated in `directory`, by this or an older version; None if none was.
+def calibrated_model(directory: Path) -> CalibratedModel:
+    """Return which model was calibrated in `directory`, as far as its configuration says.
 
     Raises:
         UsageError: the configuration is damaged.
     """
+    content = _content(directory)
+    told = (content.get(name) for name in ("model", "dtype", "revision"))
+    return CalibratedModel(*(value if isinstance(value, str) else None for value in told))
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    """Return what the configuration in `directory` says, by this or an older version; nothing if there is none."""
     path = directory / CONFIG
     if not path.is_file():
-        return None
+        return {}
     config = read_config(directory)
     found: Any = config.content if config is not None else parse_json(read_bytes(path), str(path))
-    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict) or "method" not in found["recipe"]:
-        return None
-    told = (found.get(name) for name in ("model", "dtype", "revision"))
-    return CalibratedModel(*(value if isinstance(value, str) else None for value in told))
+    return found if isinstance(found, dict) else {}
 
 
 def profile_file(path: Path) -> Path:
@@ -46,7 +50,8 @@ def profile_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     unfinished = has_samples(path)
-    if (unfinished or not (path / PROFILE).exists()) and (calibrated := calibrated_model(path)) is not None:
+    recipe = _content(path).get("recipe") if unfinished or not (path / PROFILE).exists() else None
+    if isinstance(recipe, dict) and "method" in recipe:  # a config.json may be of anything
         kept = "nothing of it is kept"
         if unfinished:
             from kvsearch.calibration.polykv.samples import kept_samples
@@ -54,7 +59,7 @@ def profile_file(path: Path) -> Path:
             kept = f"what is kept of it: {questions(kept_samples(path))}"
         raise UsageError(
             f"the calibration in {path} is not finished, {kept}: repeat its command, kvsearch calibrate "
-            f"{calibrated.name or 'MODEL'} ... -o {path}, to go on"
+            f"{calibrated_model(path).name or 'MODEL'} ... -o {path}, to go on"
         )
     return path / PROFILE
 

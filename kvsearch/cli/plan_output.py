@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console
-    from kvsearch.jobs.written import PlanOptions
+    from kvsearch.jobs.plan_files import PlanOptions
     from kvsearch.plan import Plan
 
 

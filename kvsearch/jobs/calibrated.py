@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvsearch.calibration.directory import HOW, PROFILE, CalibratedModel, calibrated_model
+from kvsearch.calibration.directory import HOW, PROFILE, calibrated_model
 from kvsearch.config.options import Option, Seeded
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
@@ -86,7 +86,7 @@ def load_calibrated(loading: Loading, directory: Path, model: str | None, profil
         IncompatibleError: it is another model than the one that was measured.
         EnvironmentFault: it cannot be loaded here.
     """
-    known, instead = calibrated_model(directory) or CalibratedModel(None, None, None), dict[str, Any]()
+    known, instead = calibrated_model(directory), dict[str, Any]()
     if loading.dtype == "auto" and known.dtype is not None:
         instead["dtype"] = known.dtype
     if loading.revision is None and model is None and known.revision is not None:

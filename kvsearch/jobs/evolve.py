@@ -281,7 +281,7 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
 
 def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     """Read start plans, by the names of their files."""
-    from kvsearch.jobs.plans import checked_plan
+    from kvsearch.jobs.plan_files import checked_plan
     from kvsearch.search.start_plans import check_names
 
     check_names(path.stem for path in paths)

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import comma_separated
+from kvsearch.jobs.plan_files import PlanOptions, Sized
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
-from kvsearch.jobs.written import PlanOptions, Sized
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan, Profile, Size

@@ -31,7 +31,7 @@ class GenerateOptions(WithModel, Seeded):
     def read(self) -> tuple[Plan | None, str, str, str]:
         """Return plan, context, prompt and plain prompt format; UsageError if a file or a text is missing."""
         from kvsearch.evaluation.answer import example_for, read_text
-        from kvsearch.jobs.plans import checked_plan
+        from kvsearch.jobs.plan_files import checked_plan
 
         plan = None if self.plan is None else checked_plan(self.plan)
         context, prompt = (None if text is None else read_text(text) for text in (self.context, self.prompt))

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated, Seeded
 from kvsearch.jobs.groups import WithModel
-from kvsearch.jobs.plans import checked_plan
+from kvsearch.jobs.plan_files import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 

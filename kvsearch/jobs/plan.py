@@ -11,10 +11,9 @@ from pydantic import Field
 from kvsearch.config.options import JobOptions, Option, Params
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
-from kvsearch.jobs.plans import checked_plan
+from kvsearch.jobs.plan_files import PlanOptions, Sized, checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
-from kvsearch.jobs.written import PlanOptions, Sized
 
 if TYPE_CHECKING:
     from kvsearch.budgets.pyramidkv import Pyramid

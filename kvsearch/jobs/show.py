@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.config.options import JobOptions, Option
-from kvsearch.jobs.plans import checked_plan
+from kvsearch.jobs.plan_files import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvsearch.calibration.directory import PROFILE, profile_file
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import load_calibrated
 from kvsearch.jobs.groups import Loading
@@ -51,6 +52,16 @@ def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
 def test_older_calibrations_say_less(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
     assert asked_for(tmp_path) == ("a/b", "auto", None)
+    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b", "dtype": "bfloat16", "revision": "v1"}))
+    assert asked_for(tmp_path) == ("a/b", "bfloat16", "v1")
+
+
+def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
+    assert profile_file(tmp_path) == tmp_path / PROFILE
+    (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
+    with pytest.raises(UsageError, match=r"is not finished, nothing of it is kept: .* kvsearch calibrate a/b \.\.\."):
+        profile_file(tmp_path)
 
 
 def test_a_directory_that_names_no_model_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What jobs that write a plan have in common."""
+"""The plan files of jobs: reading one, and the options of jobs that write one."""
 
 from __future__ import annotations
 
@@ -59,3 +59,18 @@ class PlanOptions(JobOptions):
 
         check_plan(plan, f"the plan for {self.output}")
         return plan
+
+
+def checked_plan(path: Path) -> Plan:
+    """Read a plan file and check its policies; what is wrong with the file is told before torch is loaded.
+
+    Raises:
+        UsageError: the file, a policy or a budget of it cannot be used.
+    """
+    from kvsearch.plan import load_plan
+
+    plan = load_plan(path)
+    from kvsearch.runtime.plan_checks import check_plan
+
+    check_plan(plan, str(path))
+    return plan
