@@ -6,7 +6,6 @@ answers are teacher-forced while all layers see only what the policy keeps. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,13 +29,13 @@ from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.signals.dispersion import dispersion
 from kvsearch.signals.divergence import divergence
 
-Progress = Callable[[int, int], None]
 Pair = tuple[float, float]
 
 TEMPERATURES = tuple(1 / inverse for inverse in (0.2, 0.3, 0.5, 1.0, 2.0))
@@ -130,10 +129,8 @@ def fit_exponents(
         _check_fit(prompt, options.fit_ratio, floor(prompt.length))
     losses: list[Floats] = []
     with running(loaded.model):
-        for done, prompt in enumerate(prompts):
+        for prompt in counted(prompts, len(prompts), progress):
             losses += _losses(loaded, prompt, policy, options, floor(prompt.length))
-            if progress is not None:
-                progress(done + 1, len(prompts))
     if not losses:
         raise UsageError(
             "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the second "

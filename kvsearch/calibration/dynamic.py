@@ -6,7 +6,7 @@ prefill. So one pass over a prompt tells what is decided for it at all 99 global
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.demand import LayerDemands
@@ -35,7 +36,7 @@ def calibrate_dynamic(
     policy: Policy,
     allocation: Allocation,
     options: DynamicOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Average what `allocation` decides over the prompts of `data`, at 99 global eviction ratios.
 
@@ -54,12 +55,10 @@ def calibrate_dynamic(
     prompts = prompts_of(loaded, data, options.protocol)
     check_lengths(loaded, prompts, policy, tables.floor, followed=False)
     with running(loaded.model):
-        for done, prompt in enumerate(prompts):
+        for prompt in counted(prompts, len(prompts), progress):
             demands = observe_demands(loaded, prompt, policy, allocation)
             budgets = decisions(allocation, demands, prompt.length, tables.floor(prompt.length))
             tables.add((1.0 - budgets / prompt.length).astype(np.float32), prompt.length, prompt.context)
-            if progress is not None:
-                progress(done + 1, len(prompts))
     how = {"protocol": options.protocol, "minimum": options.minimum}
     settings = {"data": data.name, **allocation.parameters(), **how}
     seed, floor = options.seed, tables.floor(tables.length)

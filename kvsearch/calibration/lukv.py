@@ -6,7 +6,7 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
@@ -70,7 +71,7 @@ def calibrate_lukv(
     data: CalibrationData,
     policy: Policy,
     options: LukvOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Calibrate LU-KV for one model and one policy.
 
@@ -81,13 +82,12 @@ def calibrate_lukv(
     options = options or LukvOptions()
     kept, summary = [], _Summary(policy, options)
     with running(loaded.model):
-        for done, measured in enumerate(measure_importance(loaded, data, policy, options)):
+        questions = measure_importance(loaded, data, policy, options)
+        for measured in counted(questions, data.questions, progress):
             if options.normalization == "effect":
                 kept.append(measured)  # the weights come from all questions together
             else:
                 summary.add(measured, 1 / measured.scale)
-            if progress is not None:
-                progress(done + 1, data.questions)
     weights = _effect_weights(kept) if kept else np.ones(0)
     for measured in kept:
         summary.add(measured, weights)

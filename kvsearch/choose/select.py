@@ -22,11 +22,11 @@ from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
+from kvsearch.progress import Progress
 from kvsearch.runs.identity import RunConfig
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task

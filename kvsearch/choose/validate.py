@@ -33,11 +33,11 @@ from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.policies.registry import policy_of
+from kvsearch.progress import Progress
 from kvsearch.runs.identity import RunConfig
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
-from kvsearch.jobs.talk import Progress
 from kvsearch.models.memory import is_out_of_memory
+from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
 from kvsearch.evaluation.identity import METRICS, ReplyKeys, content_of, environment, metric_of
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
-from kvsearch.evaluation.runner import Progress, run_encoded
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.progress import Progress
 from kvsearch.runs.estimates import LEAST_USEFUL
 from kvsearch.runs.identity import Job, RunConfig
 from kvsearch.strategies.contenders import Contender

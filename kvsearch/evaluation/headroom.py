@@ -6,7 +6,7 @@ tell methods apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram
@@ -57,21 +58,19 @@ def headroom(
     ratio: float,
     samples: int,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Sample]:
     """Compare the full cache, oracle importance under oracle and uniform budgets, and simple policies of that size."""
     count = counter(loaded.tokenizer)
     examples = [(task, example) for task in tasks for example in task.examples(samples, seed, count)]
     results: list[Sample] = []
     with running(loaded.model):
-        for done, (task, example) in enumerate(examples):
+        for task, example in counted(examples, len(examples), progress):
             prompts = encode(loaded.tokenizer, task, [example])
             if prompts.coverage.excluded:
                 raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
             batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
             results += answer_all(loaded, prompts, batch, dict(_programs(loaded, task, example, ratio)))
-            if progress is not None:
-                progress(done + 1, len(examples))
     return results
 
 

@@ -7,7 +7,7 @@ measured as if it were the only one that evicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
@@ -30,8 +31,6 @@ from kvsearch.signals.output_loss import LossBounds, attention_change, loss_boun
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.readings import Reading, readings
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,10 @@ def measure_losses(
     ]
     found: dict[str, Measured] = {}
     with running(loaded.model), torch.no_grad():
-        for done, (task, reading, answers) in enumerate(work):
+        for task, reading, answers in counted(work, len(work), progress):
             measured = found.setdefault(task.task.name, {})
             for layer, method, losses in _measure(loaded, programs, reading, answers):
                 measured.setdefault((layer, method), []).append(losses)
-            if progress is not None:
-                progress(done + 1, len(work))
     return [
         _mean(task, method, layer, measured[layer, method])
         for task, measured in found.items()

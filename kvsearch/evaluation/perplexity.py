@@ -8,7 +8,7 @@ the same on it, and it counts like the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.fork import prefill_all
@@ -29,7 +30,6 @@ from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw
 
-Progress = Callable[[int, int], None]
 MOST_LOGITS = 2**25  # of one forward pass: 128 MiB in fp32
 LEAST = 2
 
@@ -113,10 +113,8 @@ def measure_perplexity(
     parts = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
     samples: list[WindowLoss] = []
     with running(loaded.model), torch.no_grad():
-        for done, part in enumerate(parts, 1):
+        for part in counted(parts, len(parts), progress):
             samples += _measured(loaded, methods, text.name, lead, part)
-            if progress is not None:
-                progress(done, len(parts))
     order = {method: number for number, method in enumerate(methods)}
     samples.sort(key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
     step = context + continuation if stride is None else stride

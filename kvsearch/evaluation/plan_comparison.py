@@ -9,11 +9,11 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import MACRO, SizeBlock
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.progress import Progress
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit

@@ -16,6 +16,7 @@ from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.evaluation.shared_prefill import JointReplies, compressed
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.base import Task
@@ -24,7 +25,6 @@ from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, questions_of, readings
 from kvsearch.tasks.scoring import score
 
-Progress = Callable[[int, int], None]
 T = TypeVar("T")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
@@ -68,7 +68,7 @@ def run_encoded(
     batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
     results: list[Sample] = []
     with running(loaded.model):
-        for done, (task, part) in enumerate(batches):
+        for task, part in counted(batches, len(batches), progress):
             known = Known() if kept is None else kept.recall(task, part, programs)
             found = {sample.place: sample for sample in _scored(task, part, known.samples)}
             for replies in _missing(loaded, task, part, programs, memory, known):
@@ -78,8 +78,6 @@ def run_encoded(
                 for method in programs
                 for reading, question in questions_of(part)
             ]
-            if progress is not None:
-                progress(done + 1, len(batches))
     return results
 
 

@@ -25,9 +25,10 @@ from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Progress, Talk
+from kvsearch.jobs.talk import Talk
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import list_problems
+from kvsearch.progress import Progress
 from kvsearch.runs.directory import begin
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.lock import locked

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsearch.jobs.talk import Progress, Talk
+from kvsearch.jobs.talk import Talk
+from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.reply_store import ReplyStore

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from kvsearch.errors import KvsearchWarning
-
-Progress = Callable[[int, int], None]  # what is done, and how much there is to do
+from kvsearch.progress import Progress
 
 
 class Talk(Protocol):

@@ -24,11 +24,11 @@ from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.lm_eval.package import LM, Instance, postprocess_generated_text
 from kvsearch.lm_eval.requests import Encoder, HarnessContext, HarnessPrompt, place
 from kvsearch.models.loading import LoadedModel
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.tasks.encode import most_tokens
 
-Progress = Callable[[int, int], None]
 Read = TypeVar("Read", HarnessPrompt, HarnessContext)
 METHOD = "plan"
 ROLLING = (
@@ -161,10 +161,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         for item in sorted(items, key=lambda item: -len(item.ids)):
             groups.setdefault(kind(item), []).append(item)
         batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
-        for done, batch in enumerate(batches):
-            yield batch
-            if self.progress is not None:
-                self.progress(done + 1, len(batches))
+        return counted(batches, len(batches), self.progress)
 
     def _replies(self, batch: Sequence[HarnessPrompt], tasks: Sequence[str]) -> list[str]:
         end = "" if self._encoder.end is None else self.tokenizer.decode([self._encoder.end])

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
-from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM, Progress
+from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM
 from kvsearch.lm_eval.package import (
     DEFAULT_OTHER_SEED,
     DEFAULT_RANDOM_SEED,
@@ -28,6 +28,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import Plan, sha256_of
 from kvsearch.plan.protocol import QUESTION_AWARE
+from kvsearch.progress import Progress
 from kvsearch.runtime import Program
 
 NEAR = 5  # names to suggest: the harness has thousands

@@ -22,10 +22,10 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import Progress
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
+from kvsearch.progress import Progress
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor, Ints

@@ -9,10 +9,10 @@ import torch
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.runner import Progress
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.evolve import PreparedSearch, questions_hash

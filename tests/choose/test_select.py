@@ -24,11 +24,11 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import Progress
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.protocol import QUESTION_AWARE
+from kvsearch.progress import Progress
 from kvsearch.report.selection import DECODE_ONLY, as_json, decision, gap, notes, tables
 from kvsearch.runs.estimates import Difference
 from kvsearch.runtime.plan_checks import check_plan

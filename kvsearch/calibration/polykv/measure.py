@@ -35,6 +35,7 @@ from kvsearch.models.memory import default_memory
 from kvsearch.plan import Profile
 from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
 from kvsearch.signals.entropy import literal_entropy
 
@@ -48,7 +49,7 @@ def calibrate_polykv(
     data: CalibrationData,
     options: PolykvOptions,
     policies: Sequence[Policy],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     directory: Path | None = None,
     started: Callable[[], None] | None = None,
 ) -> Profile:

@@ -19,11 +19,11 @@ from torch import Tensor
 from kvsearch.budgets.allocator import Ints
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.replies import check_length, left_padded, stop_tokens
-from kvsearch.evaluation.runner import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side

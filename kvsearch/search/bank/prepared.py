@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache
 
 from kvsearch.budgets.allocator import Ints
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.runner import Progress
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
+from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary, stock_layers
 from kvsearch.runtime.observe import PromptLayer
@@ -130,7 +130,7 @@ class PreparedSamples:
         users: dict[str, list[int]] = {}
         for index, sample in enumerate(self.samples):
             users.setdefault(sample.prompt_sha256, []).append(index)
-        for done, (name, indices) in enumerate(users.items()):
+        for name, indices in counted(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
             found = prefill(self.model, self.policies, sample.prompt, None if self.full else self.cap)
             self.tokens += found.length
@@ -144,8 +144,6 @@ class PreparedSamples:
             for index in indices:
                 self._note_answer(index, found)
             self.store.put(name, self._kept(found))
-            if progress is not None:
-                progress(done + 1, len(users))
 
     def portion(self, indices: Sequence[int], widths: Sequence[int]) -> Portion:
         """Put some samples side by side; `widths` are how many entries per head each full-attention layer must have."""
