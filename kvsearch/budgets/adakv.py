@@ -84,6 +84,8 @@ class AdaKVAllocation(Allocation):
     """
 
     name: ClassVar[str] = "adakv"
+    shares_layers: ClassVar[bool] = False
+    shares_heads: ClassVar[bool] = True
     floor_share: float = 0.2
     variant: Variant = "exact"
     normalize: bool = False
@@ -94,14 +96,6 @@ class AdaKVAllocation(Allocation):
             raise UsageError("the official rounding of adakv does not sum to the total; use exact or kvpress")
         if self.variant not in get_args(Variant):
             raise UsageError(f"unknown variant {self.variant!r} (known: {', '.join(get_args(Variant))})")
-
-    @property
-    def shares_layers(self) -> bool:
-        return False
-
-    @property
-    def shares_heads(self) -> bool:
-        return True
 
     def order(self, ranked: Tensor, free: int) -> Order:
         """See `Allocation.order`."""

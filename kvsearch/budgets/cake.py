@@ -90,6 +90,8 @@ class CAKEAllocation(Allocation):
     """
 
     name: ClassVar[str] = "cake"
+    shares_layers: ClassVar[bool] = True
+    shares_heads: ClassVar[bool] = False
     weighs_in_logarithms: ClassVar[bool] = True
     tau1: float = 1.0
     tau2: float = 1.0
@@ -99,14 +101,6 @@ class CAKEAllocation(Allocation):
         _check_temperatures(self.tau1, self.tau2)
         if self.window < 0:
             raise UsageError(f"window must be 0 or more, got {self.window}")
-
-    @property
-    def shares_layers(self) -> bool:
-        return True
-
-    @property
-    def shares_heads(self) -> bool:
-        return False
 
     def needs(self, policy: Policy) -> Needs:
         """Return the window's query rows."""

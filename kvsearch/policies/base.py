@@ -147,6 +147,10 @@ class Policy(ABC):
 
     signed_scores: ClassVar[bool] = False  # whether scores may be below 0: they have no shares and no entropy
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a parameter that is out of range: here those that this class reads."""
+        self._at_least(0, *(name for name in ("sinks", "window", "refresh") if hasattr(self, name)))
+
     @property
     def sink_count(self) -> int:
         return int(getattr(self, "sinks", 0))
@@ -194,7 +198,7 @@ class Policy(ABC):
     @property
     def online(self) -> bool:
         """Whether the policy has a decode rule of its own, `step`; if not, it is scored anew now and then."""
-        return False
+        return type(self).step is not Policy.step
 
     @property
     def row(self) -> Row | None:
@@ -259,3 +263,11 @@ class Policy(ABC):
     def _require(self, condition: bool, problem: str) -> None:
         if not condition:
             raise UsageError(f"policy {self.name}: {problem}")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            self._require(getattr(self, name) >= least, f"{name} must be {least} or more, got {getattr(self, name)}")
+
+    def _one_of(self, name: str, *known: str) -> None:
+        given = getattr(self, name)
+        self._require(given in known, f"{name} is {', '.join(known[:-1])} or {known[-1]}, got {given!r}")

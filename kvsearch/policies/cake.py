@@ -22,6 +22,7 @@ class CAKE(Policy):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
+    row: ClassVar[Row] = "group"
 
     window: int = 32
     kernel: int = 5
@@ -30,10 +31,10 @@ class CAKE(Policy):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._at_least(1, "window")
+        super().__post_init__()
         self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
-        self._require(self.pooling in ("max", "avg", "none"), f"pooling is max, avg or none, got {self.pooling!r}")
+        self._one_of("pooling", "max", "avg", "none")
         self._require(0 <= self.gamma < math.inf, f"gamma must be finite and 0 or more, got {self.gamma}")
 
     def needs(self) -> Needs:
@@ -45,14 +46,6 @@ class CAKE(Policy):
         indicator = (mean + self.gamma * variance).flatten(1, 2)
         pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.window))
         return pooled.view_as(mean).mean(2)
-
-    @property
-    def online(self) -> bool:
-        return True
-
-    @property
-    def row(self) -> Row:
-        return "group"
 
     def step(self, step: Step) -> Tensor:
         """Return the step's own row, pooled over what is held outside the window, [S, C] fp32; +inf elsewhere."""

@@ -15,8 +15,6 @@ from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tensors import F, Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
 
-BASES = ("streaming", "h2o")
-
 
 @dataclass(frozen=True)
 class CaM(Wrapper):
@@ -32,6 +30,8 @@ class CaM(Wrapper):
 
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32"
+    row: ClassVar[Row] = "group"
+    merges: ClassVar[bool] = True
 
     base: str = "streaming"
     sinks: int = 4
@@ -43,8 +43,8 @@ class CaM(Wrapper):
     merge_prompt: bool = False
 
     def __post_init__(self) -> None:
-        self._require(self.base in BASES, f"base is {' or '.join(BASES)}, got {self.base!r}")
-        self._require(self.merge_next >= 1, f"merge_next must be 1 or more, got {self.merge_next}")
+        self._one_of("base", "streaming", "h2o")
+        self._at_least(1, "merge_next")
         self._require(0 <= self.seed < 2**63, f"seed must be between 0 and 2^63 - 1, got {self.seed}")
         super().__post_init__()
 
@@ -57,14 +57,6 @@ class CaM(Wrapper):
 
     def needs(self) -> Needs:
         return replace(self.inner.needs(), column_sums=True)
-
-    @property
-    def row(self) -> Row:
-        return "group"
-
-    @property
-    def merges(self) -> bool:
-        return True
 
     @property
     def merges_prompt(self) -> bool:

@@ -14,8 +14,6 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor
 from kvsearch.policies.wrapper import Wrapper
 
-BASES = ("snapkv", "expected_attention")
-
 
 @dataclass(frozen=True)
 class CriticalKV(Wrapper):
@@ -45,10 +43,10 @@ class CriticalKV(Wrapper):
     refresh: int = 0
 
     def __post_init__(self) -> None:
-        self._require(self.base in BASES, f"base is {' or '.join(BASES)}, got {self.base!r}")
+        self._one_of("base", "snapkv", "expected_attention")
         self._require(0 <= self.ratio <= 1, f"ratio must be between 0 and 1, got {self.ratio}")
         self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
-        self._require(self.norm in ("l1", "l2"), f"norm is l1 or l2, got {self.norm!r}")
+        self._one_of("norm", "l1", "l2")
         super().__post_init__()
 
     @property

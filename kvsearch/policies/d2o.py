@@ -29,6 +29,7 @@ class D2O(H2O):
 
     name: ClassVar[str] = "d2o"
     source: ClassVar[str] = "D2O, arXiv 2406.13035; 4 sinks, halves and ema=0.5 as in the official code, tau per head"
+    merges: ClassVar[bool] = True
 
     sinks: int = 4
     merging: str = "paper"
@@ -37,12 +38,8 @@ class D2O(H2O):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.merging in ("paper", "code"), f"merging is paper or code, got {self.merging!r}")
+        self._one_of("merging", "paper", "code")
         self._require(0 < self.ema <= 1, f"ema must be above 0 and at most 1, got {self.ema}")
-
-    @property
-    def merges(self) -> bool:
-        return True
 
     def start(self, observation: Observation) -> State:
         """H2O's state, and tau, NaN before the first eviction."""

@@ -23,8 +23,8 @@ class DuoAttention(StreamingLLM):
     window: int = 256
 
     def __post_init__(self) -> None:
+        self._at_least(1, "window")
         super().__post_init__()
-        self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
 
     @property
     def window_count(self) -> int:

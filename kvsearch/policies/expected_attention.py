@@ -32,10 +32,8 @@ class ExpectedAttention(Policy):
     refresh: int = 32
 
     def __post_init__(self) -> None:
-        self._require(self.future >= 1, f"future must be 1 or more, got {self.future}")
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
-        self._require(self.refresh >= 1, f"refresh must be 1 or more, got {self.refresh}")
-        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
+        self._at_least(1, "future", "refresh")
+        super().__post_init__()
         self._require(0 <= self.epsilon < math.inf, f"epsilon must be finite and 0 or more, got {self.epsilon}")
 
     def needs(self) -> Needs:

@@ -23,6 +23,7 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048; halves as in the official scripts, mean over the query group"
+    row: ClassVar[Row] = "group"
 
     recent_share: float = 0.5
     recent: int = 0
@@ -30,8 +31,8 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         self._require(0 <= self.recent_share <= 1, f"recent_share must be between 0 and 1, got {self.recent_share}")
-        self._require(self.recent >= 0, f"recent must be 0 or more, got {self.recent}")
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._at_least(0, "recent")
+        super().__post_init__()
 
     @property
     def window_count(self) -> int:
@@ -58,14 +59,6 @@ class H2O(Policy):
         return budget - round_down(budget * (1 - self.recent_share))
 
     # --- decoding -------------------------------------------------------------------------------------------------
-
-    @property
-    def online(self) -> bool:
-        return True
-
-    @property
-    def row(self) -> Row:
-        return "group"
 
     def recent_at(self, budget: int) -> int:
         """Return the recent part of a budget, the newest entry at least."""

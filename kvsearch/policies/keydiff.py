@@ -23,17 +23,9 @@ class KeyDiff(Policy):
     sinks: int = 0
     window: int = 0
 
-    def __post_init__(self) -> None:
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
-        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
-
     def score(self, observation: Observation) -> Tensor:
         """Negative cosine to the anchor, [B, Hkv, T] fp32."""
         return _difference(observation.keys, observation.valid[:, None])
-
-    @property
-    def online(self) -> bool:
-        return True
 
     def step(self, step: Step) -> Tensor:
         """Negative cosine to the anchor of what is held now, [S, C] fp32."""

@@ -23,17 +23,9 @@ class Knorm(Policy):
     sinks: int = 0
     window: int = 0
 
-    def __post_init__(self) -> None:
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
-        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
-
     def score(self, observation: Observation) -> Tensor:
         """Negative key norm, [B, Hkv, T] fp32."""
         return -_norms(observation.keys)
-
-    @property
-    def online(self) -> bool:
-        return True
 
     def start(self, observation: Observation) -> State:
         """Return the norms of the prompt's keys."""

@@ -30,6 +30,7 @@ class Scissorhands(Policy):
 
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
+    row: ClassVar[Row] = "group"
 
     history: int = 400
     window: int = 10
@@ -38,9 +39,8 @@ class Scissorhands(Policy):
 
     def __post_init__(self) -> None:
         self._require(1 <= self.history <= LONGEST, f"history must be between 1 and {LONGEST}, got {self.history}")
-        self._require(self.window >= 0, f"window must be 0 or more, got {self.window}")
-        self._require(self.drop >= 0, f"drop must be 0 or more, got {self.drop}")
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._at_least(0, "drop")
+        super().__post_init__()
 
     def needs(self) -> Needs:
         return Needs(query_rows=self.history)
@@ -94,14 +94,6 @@ class Scissorhands(Policy):
             yield part, at, is_low & real, row
 
     # --- decoding -------------------------------------------------------------------------------------------------
-
-    @property
-    def online(self) -> bool:
-        return True
-
-    @property
-    def row(self) -> Row:
-        return "group"
 
     def drop_at(self, budget: int) -> int:
         """`drop` entries or half the budget, as far as the protected ones leave so many."""

@@ -28,12 +28,11 @@ class SnapKV(Policy):
     refresh: int = 0  # decode steps between two scorings; 0: half the window
 
     def __post_init__(self) -> None:
-        self._require(self.window >= 1, f"window must be 1 or more, got {self.window}")
-        self._require(self.refresh >= 0, f"refresh must be 0 or more, got {self.refresh}")
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
+        self._at_least(1, "window")
+        super().__post_init__()
         self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
-        self._require(self.pooling in ("max", "avg", "none"), f"pooling is max, avg or none, got {self.pooling!r}")
-        self._require(self.group in ("mean", "max"), f"group is mean or max, got {self.group!r}")
+        self._one_of("pooling", "max", "avg", "none")
+        self._one_of("group", "mean", "max")
 
     def needs(self) -> Needs:
         return Needs(query_rows=self.window)

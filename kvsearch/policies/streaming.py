@@ -22,9 +22,6 @@ class StreamingLLM(Policy):
 
     sinks: int = 4
 
-    def __post_init__(self) -> None:
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
-
     @property
     def window_count(self) -> int:
         return 1  # the newest entry; the rest of the recent entries follow from the score
@@ -33,10 +30,6 @@ class StreamingLLM(Policy):
         """Return the position itself: newer is better, [B, Hkv, T] fp32."""
         batch, heads, length, _ = observation.keys.shape
         return torch.arange(length, device=observation.keys.device).float().expand(batch, heads, length)
-
-    @property
-    def online(self) -> bool:
-        return True
 
     def step(self, step: Step) -> Tensor:
         """Return the position, as in the prompt, [S, C] fp32."""

@@ -21,12 +21,10 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
+    row: ClassVar[Row] = "layer"
 
     protect_last: bool = False
     sinks: int = 0
-
-    def __post_init__(self) -> None:
-        self._require(self.sinks >= 0, f"sinks must be 0 or more, got {self.sinks}")
 
     @property
     def window_count(self) -> int:
@@ -39,14 +37,6 @@ class TOVA(Policy):
         """Return the attention of the last row, mean over all heads, [B, Hkv, T] fp32."""
         groups = mean_window_attention(observation, 1)
         return groups.mean(1, keepdim=True).expand_as(groups)
-
-    @property
-    def online(self) -> bool:
-        return True
-
-    @property
-    def row(self) -> Row:
-        return "layer"
 
     def step(self, step: Step) -> Tensor:
         """Return the step's own row, [S, C] fp32."""

@@ -12,7 +12,6 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
 
-BASES = ("h2o", "scissorhands", "snapkv")
 NORM = "norm"
 RECENT = 10  # entries that the official code protects around the mean over a history
 
@@ -52,9 +51,9 @@ class VATP(Wrapper):
     refresh: int = 0
 
     def __post_init__(self) -> None:
-        self._require(self.base in BASES, f"base is {', '.join(BASES[:-1])} or {BASES[-1]}, got {self.base!r}")
-        self._require(self.recent >= 0, f"recent must be 0 or more, got {self.recent}")
-        self._require(self.history >= 1, f"history must be 1 or more, got {self.history}")
+        self._one_of("base", "h2o", "scissorhands", "snapkv")
+        self._at_least(0, "recent")
+        self._at_least(1, "history")
         super().__post_init__()
 
     @property
