@@ -110,7 +110,7 @@ class PreparedSelection:
             first, second = self._stages(one.prepared)
             counts["first"] += first.evaluation.replies
             asked = sum(task.coverage.questions for task in second.evaluation.encoded)
-            counts["second"] += min(finalists, len(one.prepared.evaluation.contenders)) * asked
+            counts["second"] += min(finalists, len(one.prepared.evaluation.methods)) * asked
         return counts | {"report": 4 * sum(task.coverage.questions for task in self._report_prompts)}
 
     def config(self, evaluation: Evaluation) -> RunConfig:

@@ -145,7 +145,7 @@ class PreparedValidation:
     @property
     def strategies(self) -> int:
         """How many different strategies and controls there are, besides the full cache."""
-        return len(self.evaluation.contenders) - 1
+        return len(self.evaluation.methods) - 1
 
     @cached_property
     def _profile_sha256(self) -> str:

@@ -15,7 +15,7 @@ from kvsearch.plan import Plan
 from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.compared import full_cache
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask

@@ -11,7 +11,7 @@ from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import Row, summarize
 from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference
-from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.longbench.specs import AVERAGES
@@ -57,20 +57,20 @@ def named_averages(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
 
 def blocks_of(
     samples: Sequence[Sample],
-    contenders: Sequence[Contender],
+    methods: Sequence[ReadyMethod],
     subject: str,
     averages: Mapping[str, Sequence[str]],
     seed: int = 0,
     contexts: Contexts | None = None,
 ) -> list[SizeBlock]:
-    """Return a block per size, in the order of the contenders; `subject` is a name, `contexts` as for `summarize`."""
-    others = [contender for contender in contenders if contender.name != FULL]
+    """Return a block per size, in the order of the methods; `subject` is a name, `contexts` as for `summarize`."""
+    others = [method for method in methods if method.name != FULL]
     found = []
-    for size, group in groupby(others, key=lambda contender: contender.size):
-        methods = {contender.name: contender.label for contender in group}
-        label = {**methods, FULL: FULL}[subject]
-        mine = [sample for sample in samples if sample.method in {FULL, *methods.values()}]
-        found.append(SizeBlock(size, methods, label, _rows(mine, label, averages, seed, contexts)))
+    for size, group in groupby(others, key=lambda method: method.size):
+        labels = {method.name: method.label for method in group}
+        label = {**labels, FULL: FULL}[subject]
+        mine = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
+        found.append(SizeBlock(size, labels, label, _rows(mine, label, averages, seed, contexts)))
     return found
 
 

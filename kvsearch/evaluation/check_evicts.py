@@ -18,7 +18,7 @@ def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
     Raises:
         UsageError: no strategy evicts anything from any prompt.
     """
-    programs = [one.program for one in evaluation.contenders if one.label != FULL]
+    programs = [one.program for one in evaluation.methods if one.label != FULL]
     asked = [reading for task in evaluation.encoded for reading in readings(task.prompts, evaluation.settings.protocol)]
     ends = [(len(reading.ids), _end(reading)) for reading in asked]
     lengths, last = zip(*ends, strict=True)

@@ -21,7 +21,7 @@ from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
 from kvsearch.runs.estimates import LEAST_USEFUL
 from kvsearch.runs.identity import Job, RunConfig
-from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.methods import FULL as FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
@@ -66,7 +66,7 @@ class Comparison:
     model: str
     subject: str
     settings: Settings
-    contenders: tuple[Contender, ...]
+    methods: tuple[ReadyMethod, ...]
     coverage: list[Coverage]
     samples: list[Sample]
     averages: dict[str, tuple[str, ...]]
@@ -86,7 +86,7 @@ class Comparison:
     @property
     def phases(self) -> str:
         """When all but the full cache evict: prefill, decode or both; several joined by commas."""
-        return ", ".join(sorted({one.phases for one in self.contenders if one.name != FULL}))
+        return ", ".join(sorted({one.phases for one in self.methods if one.name != FULL}))
 
     @property
     def doubt(self) -> str | None:
@@ -114,7 +114,7 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         """All that was compared, the full cache first."""
-        return [contender.label for contender in self.contenders]
+        return [method.label for method in self.methods]
 
     @cached_property
     def held(self) -> dict[str, Footprint]:
@@ -172,7 +172,7 @@ class Evaluation:
     """What is to be compared on which questions, checked and in token ids."""
 
     loaded: LoadedModel
-    contenders: tuple[Contender, ...]
+    methods: tuple[ReadyMethod, ...]
     subject: str
     encoded: list[TaskPrompts]
     settings: Settings
@@ -181,7 +181,7 @@ class Evaluation:
     @property
     def replies(self) -> int:
         """How many replies there are to be."""
-        return len(self.contenders) * sum(task.coverage.questions for task in self.encoded)
+        return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ class Evaluation:
     def config(self) -> RunConfig:
         """Return the configuration of a run: its content is all that the samples depend on."""
         settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
-        content = content_of(self.loaded, self.contenders, self.encoded, self.settings.protocol, **settings)
+        content = content_of(self.loaded, self.methods, self.encoded, self.settings.protocol, **settings)
         return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
 
     def stage_config(self, job: Job, **content: object) -> RunConfig:
@@ -209,23 +209,23 @@ class Evaluation:
         """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
         asked, kept = self.settings, None
         if store is not None:
-            kept = KeptReplies(store, ReplyKeys(self.loaded, self.contenders, asked.protocol))
-        programs = {contender.label: contender.program for contender in self.contenders}
+            kept = KeptReplies(store, ReplyKeys(self.loaded, self.methods, asked.protocol))
+        programs = {method.label: method.program for method in self.methods}
         results = run_encoded(
             self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
         )
         averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
-        blocks = blocks_of(results, self.contenders, self.subject, averages, asked.seed, contexts)
+        blocks = blocks_of(results, self.methods, self.subject, averages, asked.seed, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         return Comparison(
-            self.loaded.name, self.subject, asked, self.contenders, coverage, results, averages, blocks, most,
+            self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,
             environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts,
         )  # fmt: skip
 
     def _decode_entries(self) -> dict[str, float]:
         """See `Comparison`; layers that a plan leaves alone hold the prompt."""
         shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
-        phases = {one.label: one.program.decode for one in self.contenders if one.program.decode is not None}
+        phases = {one.label: one.program.decode for one in self.methods if one.program.decode is not None}
         return {
             label: fmean(
                 decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
@@ -236,16 +236,16 @@ class Evaluation:
 
 
 def prepare(
-    loaded: LoadedModel, contenders: Sequence[Contender], subject: str, tasks: Sequence[Task], settings: Settings
+    loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, tasks: Sequence[Task], settings: Settings
 ) -> Evaluation:
-    """Draw the examples, and check that they and the contenders fit together; `subject` is a name.
+    """Draw the examples, and check that they and the methods fit together; `subject` is a name.
 
     Raises:
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
     encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length)
-    notes = check_totals(loaded, contenders, _lengths(encoded, settings.protocol))
-    return Evaluation(loaded, tuple(contenders), subject, encoded, settings, tuple(notes))
+    notes = check_totals(loaded, methods, _lengths(encoded, settings.protocol))
+    return Evaluation(loaded, tuple(methods), subject, encoded, settings, tuple(notes))
 
 
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:

@@ -27,7 +27,7 @@ from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.baselines import baselines, equal_uniform, full_cache
+from kvsearch.strategies.compared import baselines, equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import counter, encode, listed
 from kvsearch.tasks.prompts import PromptFormat
@@ -89,13 +89,14 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     floor = min(oracle_policy.protected(length), total // (layers * heads))
     budgets = MarginalSolver(ordered, floor).solve(total)
     oracle = Program(PhaseProgram(policies, lambda _: budgets))
-    uniform = equal_uniform(loaded.model, snapkv, lambda _: total)
+    keydiff = create_policy("keydiff", {"sinks": 4, "window": 1})
+    uniform, of_keydiff = (equal_uniform(loaded.model, one, {"prefill": lambda _: total}) for one in (snapkv, keydiff))
     yield "full", full_cache(loaded.model)
     yield ORACLE, oracle
     if uniform.prefill is not None:
         yield ORACLE_UNIFORM, Program(PhaseProgram(policies, uniform.prefill.table))
     yield "snapkv", uniform
-    yield "keydiff", equal_uniform(loaded.model, create_policy("keydiff", {"sinks": 4, "window": 1}), lambda _: total)
+    yield "keydiff", of_keydiff
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 

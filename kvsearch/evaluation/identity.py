@@ -16,7 +16,7 @@ from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.protocol import Protocol
-from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash
 from kvsearch.tasks.facts import describe_tasks
@@ -30,7 +30,7 @@ PACKAGES = ("kvsearch", "torch", "transformers")
 
 def content_of(
     loaded: LoadedModel,
-    contenders: Sequence[Contender],
+    methods: Sequence[ReadyMethod],
     tasks: Sequence[TaskPrompts],
     protocol: Protocol,
     **settings: int | str | None,
@@ -39,7 +39,7 @@ def content_of(
     return {
         **environment(loaded),
         "protocol": protocol,
-        "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in contenders},
+        "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in methods},
         "tasks": {task.task.name: _task_config(task) for task in tasks},
         **settings,
     }
@@ -94,11 +94,11 @@ def rows_hash(task: TaskPrompts) -> str:
 class ReplyKeys:
     """The key of every reply of a run: SHA-256 of all that decides its text."""
 
-    def __init__(self, loaded: LoadedModel, contenders: Sequence[Contender], protocol: Protocol) -> None:
+    def __init__(self, loaded: LoadedModel, methods: Sequence[ReadyMethod], protocol: Protocol) -> None:
         shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
-        self._methods = {one.label: sha256_of({**shared, "method": one.definition}) for one in contenders}
+        self._methods = {one.label: sha256_of({**shared, "method": one.definition}) for one in methods}
 
     def of(self, task: TaskPrompts, prompt: Prompt, question: Question) -> dict[str, str]:
         """The keys of the replies to one question, by the method's label."""

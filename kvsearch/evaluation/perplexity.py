@@ -25,7 +25,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.fork import prefill_all
 from kvsearch.signals.perplexity import token_losses
-from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.compared import full_cache
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw

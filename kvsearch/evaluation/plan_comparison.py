@@ -17,7 +17,7 @@ from kvsearch.progress import Progress
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
-from kvsearch.strategies.contenders import Contender, full_contender
+from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
@@ -26,7 +26,7 @@ from kvsearch.tasks.base import Task
 class PlanComparison:
     """Scores of everything that was tried, by name; names of equal plans share their replies.
 
-    `labels` maps every name to the contender that replied for it; the full cache is always there.
+    `labels` maps every name to the method that replied for it; the full cache is always there.
     """
 
     comparison: Comparison
@@ -54,7 +54,7 @@ class PlanComparison:
         return self.comparison.averages[MACRO]
 
     def _block(self, name: str) -> SizeBlock:
-        """Return where its scores are: contenders of another size are in another block."""
+        """Return where its scores are: methods of another size are in another block."""
         return next(block for block in self.comparison.blocks if self.labels[name] in block.overall.scores)
 
 
@@ -75,7 +75,7 @@ def prepare_plans(
     plans: Mapping[str, Plan],
     tasks: Sequence[Task],
     settings: Settings,
-    others: Sequence[Contender] = (),
+    others: Sequence[ReadyMethod] = (),
 ) -> PlanEvaluation:
     """Check that plans, `others` and tasks fit together; plans that differ in nothing but their origin run once.
 
@@ -83,18 +83,18 @@ def prepare_plans(
         UsageError: two of them have one name, or a plan that of the full cache.
         UsageError, IncompatibleError: see `kvsearch.evaluation.compare.prepare` and `Program.from_plan`.
     """
-    taken = {FULL, *(contender.label for contender in others)} & plans.keys()
+    taken = {FULL, *(method.label for method in others)} & plans.keys()
     if taken:
         raise UsageError(f"two of what is tried are called {min(taken)!r}: name them differently")
-    contenders = {FULL: full_contender(loaded)}
+    methods = {FULL: full_method(loaded)}
     labels, known = {FULL: FULL}, dict[str, str]()
     for name, plan in plans.items():
         content = sha256_of(plan.model_dump(mode="json", exclude={"provenance"}))
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
-            contenders[name] = Contender(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
-    for contender in others:
-        contenders[contender.label] = contender
-        labels[contender.label] = contender.label
-    warn_unfit(loaded.model, {policy for one in contenders.values() for policy in one.program.policies})
-    return PlanEvaluation(prepare(loaded, list(contenders.values()), FULL, tasks, settings), labels)
+            methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
+    for method in others:
+        methods[method.label] = method
+        labels[method.label] = method.label
+    warn_unfit(loaded.model, {policy for one in methods.values() for policy in one.program.policies})
+    return PlanEvaluation(prepare(loaded, list(methods.values()), FULL, tasks, settings), labels)

@@ -12,10 +12,10 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.compared import ReadyMethod
 
 
-def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: Iterable[int]) -> list[str]:
+def check_totals(loaded: LoadedModel, methods: Sequence[ReadyMethod], lengths: Iterable[int]) -> list[str]:
     """Check what methods hold of prompts of these lengths, one for each prompt; plans are not asked.
 
     Returns notes about prompts that are too short for a ratio.
@@ -26,11 +26,11 @@ def check_totals(loaded: LoadedModel, contenders: Sequence[Contender], lengths: 
     """
     shape, counts, notes = describe(loaded.model), Counter(lengths), list[str]()
     heads = len(shape.full_layers) * shape.kv_heads
-    for contender in contenders:
-        if contender.size is not None and "plan" not in contender.definition:
-            notes += _short_prompts(contender, contender.size, counts, heads)
+    for method in methods:
+        if method.size is not None and "plan" not in method.definition:
+            notes += _short_prompts(method, method.size, counts, heads)
             for length in sorted(counts):
-                _check_total(contender, contender.size, length, heads)
+                _check_total(method, method.size, length, heads)
     return notes
 
 
@@ -46,22 +46,22 @@ def decode_entries(phase: PhaseProgram, length: int) -> int:
     return int(table.sum())
 
 
-def _check_total(contender: Contender, size: Size, length: int, heads: int) -> None:
+def _check_total(method: ReadyMethod, size: Size, length: int, heads: int) -> None:
     total = size.held(length, heads)
-    prefill, decode = contender.program.prefill, contender.program.decode
+    prefill, decode = method.program.prefill, method.program.decode
     found = [] if prefill is None else [("of", prefill.entries(length), min(total, length * heads))]
     found += [] if decode is None else [("while it replies to", decode_entries(decode, length), total)]
     for where, held, wanted in found:
         if held != wanted:
             raise UsageError(
-                f"method {contender.name} would hold {held} entries {where} a prompt of {length} tokens, {size.words} "
+                f"method {method.name} would hold {held} entries {where} a prompt of {length} tokens, {size.words} "
                 f"are {wanted}: it never evicts some heads, leave it out or change its settings"
             )
 
 
-def _short_prompts(contender: Contender, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
+def _short_prompts(method: ReadyMethod, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
     """UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, a note."""
-    policy = max(contender.program.policies, key=lambda policy: policy.floor)
+    policy = max(method.program.policies, key=lambda policy: policy.floor)
     least = policy.floor
     short = sorted(length for length in counts if size.held(length, heads) < least * heads)
     if size.budget is not None or not short:
@@ -69,12 +69,12 @@ def _short_prompts(contender: Contender, size: Size, counts: Counter[int], heads
     if len(short) == len(counts):
         given = size.held(short[-1], heads) / heads
         raise UsageError(
-            f"method {contender.name}: ratio {size} leaves {given:.4g} entries per kv head of a prompt of {short[-1]} "
+            f"method {method.name}: ratio {size} leaves {given:.4g} entries per kv head of a prompt of {short[-1]} "
             f"tokens, which is below the {least} that {policy.name} always keeps ({policy.sink_count} sinks, "
             f"{policy.window_count} recent): keep more, or lower them with --set"
         )
     few = sum(counts[length] for length in short)
     yield (
-        f"{contender.name} at ratio {size}: {few} of {counts.total()} prompts ({short[0]} to {short[-1]} tokens) are "
+        f"{method.name} at ratio {size}: {few} of {counts.total()} prompts ({short[0]} to {short[-1]} tokens) are "
         f"so short that it holds less than the {least} entries per kv head that {policy.name} always keeps"
     )

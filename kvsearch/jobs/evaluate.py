@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.jobs.perplexity import MeasuredPerplexity
     from kvsearch.report.evaluation import Columns
-    from kvsearch.strategies.request import Contest
+    from kvsearch.strategies.request import Request
     from kvsearch.tasks.base import Task
 
 COMPARED = "What is compared"
@@ -152,11 +152,11 @@ class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
         """Whether the perplexity of a text is asked for, and no replies."""
         return self.tasks.startswith(PERPLEXITY)
 
-    def request(self) -> Contest:
-        """Return what is compared, checked; see `read_contest` for the errors."""
-        from kvsearch.strategies.request import read_contest
+    def request(self) -> Request:
+        """Return what is compared, checked; see `read_request` for the errors."""
+        from kvsearch.strategies.request import read_request
 
-        return read_contest(
+        return read_request(
             self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
         )
 
@@ -217,7 +217,7 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
     from kvsearch.evaluation.compare import prepare
 
     loaded = options.load(options.model, talk)
-    evaluation = prepare(loaded, request.contenders(loaded), request.subject, tasks, options.asking())
+    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking())
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
         comparison = evaluation.run(progress, store)
         losses = None
@@ -228,7 +228,7 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
     return found
 
 
-def _checked(options: EvaluateOptions) -> tuple[Contest, list[Task]]:
+def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
     """What is compared and what is asked, once all is checked that can be without a model."""
     from kvsearch.evaluation.reply_store import check_run
     from kvsearch.evaluation.samples import check_samples_file
@@ -294,7 +294,7 @@ def _output_losses(evaluation: Evaluation, tasks: list[Task], options: EvaluateO
     if kept is not None:
         return _read_losses(kept, evaluation)
     how = evaluation.settings
-    programs = {one.label: one.program for one in evaluation.contenders if one.name != FULL}
+    programs = {one.label: one.program for one in evaluation.methods if one.name != FULL}
     losses = measure_losses(
         evaluation.loaded, programs, tasks, how.samples, how.seed, progress,
         protocol=how.protocol, max_length=how.max_length,
@@ -315,7 +315,7 @@ def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
         losses = TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
     except ValidationError as error:
         raise UsageError(f"{path} is damaged ({error.errors()[0]['msg']}): {remedy}") from error
-    asked = {task.task.name for task in evaluation.encoded}, {one.label for one in evaluation.contenders} - {FULL}
+    asked = {task.task.name for task in evaluation.encoded}, {one.label for one in evaluation.methods} - {FULL}
     if ({row.task for row in losses}, {row.method for row in losses}) != asked:
         raise UsageError(f"{path} is not of the tasks and methods of this run: {remedy}")
     return losses

@@ -13,7 +13,7 @@ from kvsearch.jobs.talk import Talk
 if TYPE_CHECKING:
     from kvsearch.evaluation.perplexity import Perplexity
     from kvsearch.jobs.evaluate import EvaluateOptions
-    from kvsearch.strategies.request import Contest
+    from kvsearch.strategies.request import Request
     from kvsearch.tasks.perplexity import PerplexityText
 
 CONTEXT, CONTINUATION = 1024, 128
@@ -61,19 +61,19 @@ def measure(options: EvaluateOptions, talk: Talk) -> MeasuredPerplexity:
     from kvsearch.strategies.methods import FULL
 
     loaded = options.load(options.model, talk)
-    contenders = request.contenders(loaded)
-    check_totals(loaded, contenders, [context + len(loaded.tokenizer("")["input_ids"])])
-    programs = {one.label: one.program for one in contenders if one.name != FULL}
+    ready = request.ready(loaded)
+    check_totals(loaded, ready, [context + len(loaded.tokenizer("")["input_ids"])])
+    programs = {one.label: one.program for one in ready if one.name != FULL}
     with talk.progress("batches") as progress:
         result = measure_perplexity(
             loaded, programs, text, context, continuation, stride=options.stride, windows=options.samples,
             batch=options.batch, seed=options.seed, progress=progress,
         )  # fmt: skip
-    phases = ", ".join(sorted({one.phases for one in contenders if one.name != FULL}))
+    phases = ", ".join(sorted({one.phases for one in ready if one.name != FULL}))
     return MeasuredPerplexity(result, phases, options.batch, environment(loaded))
 
 
-def _checked(options: EvaluateOptions) -> tuple[Contest, PerplexityText, int, int]:
+def _checked(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, int]:
     """What is compared, the text, and tokens of a context and of its continuation."""
     from kvsearch.tasks.perplexity import PerplexityText
 

@@ -64,7 +64,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
         return None if label == block.subject else sections((row, block.difference(row, label)) for row in block.rows)
 
     def block_json(block: SizeBlock) -> dict[str, Any]:
-        by_label = {contender.label: contender for contender in result.contenders}
+        by_label = {method.label: method for method in result.methods}
         return {
             "size": None if block.size is None else block.size.as_json(),
             "methods": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -112,9 +112,23 @@ class Program:
         """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
         size = (len(shape.full_layers), shape.kv_heads)
-        policies = dict.fromkeys(shape.full_layers, policy)
-        phase = PhaseProgram(policies, lambda length: np.full(size, entries(length), dtype=np.int64))
-        return cls(phase, allocation=allocation)
+        return cls.of_policy(
+            model, policy, {"prefill": lambda length: np.full(size, entries(length), np.int64)}, allocation=allocation
+        )
+
+    @classmethod
+    def of_policy(
+        cls,
+        model: nn.Module,
+        policy: Policy,
+        tables: Mapping[Phase, BudgetTable],
+        floor: int = 1,
+        allocation: Allocation | None = None,
+    ) -> Program:
+        """Use one policy in all full-attention layers, with the budgets of `tables` in its phases."""
+        policies = dict.fromkeys(describe(model).full_layers, policy)
+        phases = {phase: PhaseProgram(policies, table, floor) for phase, table in tables.items()}
+        return cls(phases.get("prefill"), phases.get("decode"), allocation)
 
     @property
     def layers(self) -> tuple[int, ...]:

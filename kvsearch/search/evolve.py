@@ -148,7 +148,7 @@ class PreparedSearch:
         chosen = {**settings, "chosen": best, "found": finalists[best].where, "score": result.score(best).mean}
         return Choice(best, table, self.plan(table, chosen), result, finalists)
 
-    def contenders(self, choice: Choice) -> dict[str, Plan]:
+    def reported_plans(self, choice: Choice) -> dict[str, Plan]:
         """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
         streaming, size = create_policy(STREAMING), Size(budget=self.budget)
@@ -157,8 +157,8 @@ class PreparedSearch:
         return plans
 
     def report(self, choice: Choice, store: Store | None = None) -> PlanComparison:
-        """Score the `contenders` on the third split."""
-        return self.compare(self.contenders(choice), self.splits.report, "report", store)
+        """Score the `reported_plans` on the third split."""
+        return self.compare(self.reported_plans(choice), self.splits.report, "report", store)
 
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {tuple(one.table.ravel()): one for one in outcome.pool}

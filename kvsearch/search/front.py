@@ -76,10 +76,10 @@ def search_front(
     plans: dict[str, Plan] = {}
     smallest = found[0][2].table
     for ready, _, choice in found:
-        contenders = ready.contenders(choice)
+        compared = ready.reported_plans(choice)
         if plans:
-            contenders[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
-        plans |= {f"{name}-{ready.budget}": plan for name, plan in contenders.items()}
+            compared[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
+        plans |= {f"{name}-{ready.budget}": plan for name, plan in compared.items()}
     report = searches[0].compare(plans, searches[0].splits.report, "report", store)
     return [Evolved(ready, outcome, choice, _view(report, ready.budget)) for ready, outcome, choice in found]
 

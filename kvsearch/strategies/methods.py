@@ -24,7 +24,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import BudgetTable, PhaseProgram
+from kvsearch.runtime.program import BudgetTable
 from kvsearch.strategies.direct import check_request
 from kvsearch.strategies.from_profile import round_ratios
 
@@ -149,12 +149,8 @@ class Method:
             metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        policies, floor = dict.fromkeys(shape.full_layers, self.policy), self.policy.floor
-        chosen = {
-            phase: PhaseProgram(policies, self._table(size, heads, decode=phase == "decode"), floor)
-            for phase in PHASES[phases]
-        }
-        return Program(chosen.get("prefill"), chosen.get("decode"), self.allocation)
+        tables = {phase: self._table(size, heads, decode=phase == "decode") for phase in PHASES[phases]}
+        return Program.of_policy(loaded.model, self.policy, tables, self.policy.floor, self.allocation)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
         """Everything that decides what is kept, as JSON."""

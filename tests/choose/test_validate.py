@@ -303,7 +303,7 @@ def test_a_profile_without_the_papers_signals() -> None:
 
 def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
     label = made.prepared.labels[name]
-    program = next(one.program for one in made.evaluation.contenders if one.label == label)
+    program = next(one.program for one in made.evaluation.methods if one.label == label)
     found = getattr(program, phase)
     assert isinstance(found, PhaseProgram)
     return found

@@ -18,7 +18,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.baselines import equal_uniform, full_cache
+from kvsearch.strategies.compared import equal_uniform, full_cache
 from tests.examples import at_most
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
@@ -48,7 +48,11 @@ def both_phases(model: Any) -> Program:
     """A third of the prompt, and no more than that while a text grows."""
     shape = describe(model)
     heads = len(shape.full_layers) * shape.kv_heads
-    return equal_uniform(model, create_policy("tova"), *(lambda length: heads * max(1, length // 3),) * 2)
+
+    def total(length: int) -> int:
+        return heads * max(1, length // 3)
+
+    return equal_uniform(model, create_policy("tova"), {"prefill": total, "decode": total})
 
 
 def scored(

@@ -29,7 +29,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay import replay
 from kvsearch.signals.output_loss import attention_change
-from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.compared import full_cache
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks
 from tests import tiny

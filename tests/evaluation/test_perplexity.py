@@ -27,7 +27,7 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.baselines import equal_uniform
+from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.perplexity import PerplexityText
 from tests import tiny
 from tests.examples import at_most
@@ -176,7 +176,7 @@ def test_a_context_is_read_once_for_all_methods() -> None:
 def test_what_is_held(model: LoadedModel) -> None:
     half = {2: create_policy("streaming"), 3: create_policy("streaming")}
     part = Program(PhaseProgram(half, lambda _: np.full((2, 2), 8, dtype=np.int64)))
-    uniform = equal_uniform(model.model, create_policy("streaming"), lambda _: 77)
+    uniform = equal_uniform(model.model, create_policy("streaming"), {"prefill": lambda _: 77})
     result = measure(model, {"part": part, "uniform": uniform})
     length, fed, heads = LEAD + CONTEXT, CONTINUATION - 1, 8
     held = {row.method: row for row in perplexity_rows(result)}

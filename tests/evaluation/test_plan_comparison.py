@@ -19,7 +19,7 @@ from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
 from kvsearch.runs.estimates import Difference
-from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from tests import tiny
@@ -75,7 +75,7 @@ def test_plans_that_differ_in_a_policy_only_both_run(model: LoadedModel) -> None
     content = flat.model_dump()
     content["prefill"]["layers"][2]["policy"] = {"name": "streaming", "params": {"sinks": 2}}
     found = prepared(model, {"flat": flat, "other": Plan.model_validate(content)})
-    assert [one.label for one in found.evaluation.contenders] == ["full", "flat", "other"]
+    assert [one.label for one in found.evaluation.methods] == ["full", "flat", "other"]
 
 
 def test_scores_are_means_over_tasks(result: PlanComparison) -> None:
@@ -108,7 +108,7 @@ def test_nothing_is_gained_on_oneself(result: PlanComparison) -> None:
     assert result.gain("flat", ["again"]) == Difference(0.0, 0.0, 0.0, 0, questions, 0)
 
 
-def test_contenders_of_another_size_have_scores_too(model: LoadedModel) -> None:
+def test_methods_of_another_size_have_scores_too(model: LoadedModel) -> None:
     others = sweep(model, find_methods("streaming", []), [Size(9)])[1:]
     found = prepare_plans(model, {"flat": tiny.plan_for(model, FLAT)}, TASKS, Settings(2, batch=2), others).run()
     assert found.score("streaming@9").mean == pytest.approx(fmean(found.by_task("streaming@9").values()))

@@ -16,7 +16,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.baselines import equal_uniform, full_cache
+from kvsearch.strategies.compared import equal_uniform, full_cache
 from tests import families as all_families
 from tests.families import FAMILIES, prompts
 from tests.runtime.helpers import feed, held_tokens, running
@@ -66,7 +66,7 @@ def both_phases(model: Any) -> Program:
     def total(length: int) -> int:
         return heads * (length // 3)
 
-    return equal_uniform(model, create_policy("tova"), total, total)
+    return equal_uniform(model, create_policy("tova"), {"prefill": total, "decode": total})
 
 
 def plain(model: Any, ids: Tensor, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.report.evaluation import as_json
 from kvsearch.runs.directory import CONFIG, LEDGER
 from kvsearch.runs.identity import SCHEMA
-from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
@@ -46,8 +46,8 @@ def model() -> LoadedModel:
 def evaluation(
     model: LoadedModel, methods: str = METHODS, phases: str = "prefill", tasks: Sequence[Any] = TASKS, **settings: Any
 ) -> Evaluation:
-    contenders = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
-    return prepare(model, contenders, contenders[1].name, tasks, Settings(**{"seed": 3, "batch": 2, **settings}))
+    ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
+    return prepare(model, ready, ready[1].name, tasks, Settings(**{"seed": 3, "batch": 2, **settings}))
 
 
 def report(comparison: Comparison) -> bytes:
@@ -369,27 +369,27 @@ def test_a_run_with_replies_of_another_goes_on_to_the_same_report(model: LoadedM
 
 def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) -> None:
     one = evaluation(model)
-    (task, other), contenders = one.encoded, one.contenders
+    (task, other), ready = one.encoded, one.methods
     prompt = task.prompts[0]
     question, second = prompt.questions[:2]
-    keys = ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(task, prompt, question)
-    assert len(set(keys.values())) == len(contenders)
-    assert ReplyKeys(model, contenders[:2], QUESTION_AGNOSTIC).of(task, prompt, question)["full"] == keys["full"]
+    keys = ReplyKeys(model, ready, QUESTION_AGNOSTIC).of(task, prompt, question)
+    assert len(set(keys.values())) == len(ready)
+    assert ReplyKeys(model, ready[:2], QUESTION_AGNOSTIC).of(task, prompt, question)["full"] == keys["full"]
     stopping = replace(task, task=replace(TASKS[0], stops=("x",)))
     longer = replace(question, query=replace(question.query, max_new_tokens=9))
     moved = replace(prompt, context=prompt.context[:-1])
     joined = replace(question, ids=prompt.with_question(question)[len(moved.context) :])
     assert moved.with_question(joined).tolist() == prompt.with_question(question).tolist()
     named = LoadedModel("tiny", model.model, model.tokenizer, model.fingerprint.model_copy(update={"name": "other"}))
-    assert ReplyKeys(named, contenders, QUESTION_AGNOSTIC).of(task, prompt, question) == keys
+    assert ReplyKeys(named, ready, QUESTION_AGNOSTIC).of(task, prompt, question) == keys
     changed = tiny.loaded(num_hidden_layers=3)
     chatty = LoadedModel("tiny", model.model, tiny.chat_tokenizer(), model.fingerprint)
     others = [
-        ReplyKeys(model, contenders, QUESTION_AWARE).of(task, prompt, question),
-        ReplyKeys(changed, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
-        ReplyKeys(chatty, contenders, QUESTION_AGNOSTIC).of(task, prompt, question),
+        ReplyKeys(model, ready, QUESTION_AWARE).of(task, prompt, question),
+        ReplyKeys(changed, ready, QUESTION_AGNOSTIC).of(task, prompt, question),
+        ReplyKeys(chatty, ready, QUESTION_AGNOSTIC).of(task, prompt, question),
         *(
-            ReplyKeys(model, contenders, QUESTION_AGNOSTIC).of(*asked)
+            ReplyKeys(model, ready, QUESTION_AGNOSTIC).of(*asked)
             for asked in (
                 (task, prompt, second), (stopping, prompt, question), (task, prompt, longer), (task, moved, joined),
                 (other, other.prompts[0], other.prompts[0].questions[0]),

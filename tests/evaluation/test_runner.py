@@ -24,8 +24,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.baselines import full_cache
-from kvsearch.strategies.contenders import full_contender
+from kvsearch.strategies.compared import full_cache, full_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
@@ -272,7 +271,7 @@ class Failing(tiny.Listed):
 
 
 def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Path) -> None:
-    full, keys = full_contender(model), ReplyKeys(model, [full_contender(model)], QUESTION_AGNOSTIC)
+    full, keys = full_method(model), ReplyKeys(model, [full_method(model)], QUESTION_AGNOSTIC)
 
     def run_kept(task: tiny.Listed, store: ReplyStore) -> list[Sample]:
         encoded, kept = encode_tasks(model, [task], 2), KeptReplies(store, keys)

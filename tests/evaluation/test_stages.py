@@ -11,7 +11,7 @@ from kvsearch.evaluation.compare import Settings, prepare
 from kvsearch.evaluation.reply_store import check_place, open_stage
 from kvsearch.runs.directory import CONFIG, LEDGER
 from kvsearch.runs.identity import RunConfig
-from kvsearch.strategies.contenders import sweep
+from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
@@ -86,8 +86,8 @@ def test_what_changes_replies_by_rounding_alone() -> None:
     model, tasks = tiny.loaded(), [tiny.listed((60, 3), (48, 1))]
 
     def config(methods: str, batch: int, digest: str) -> RunConfig:
-        contenders = sweep(model, find_methods(methods, ["window=3"]), [Size(8)], "prefill")
-        one = prepare(model, contenders, contenders[1].name, tasks, Settings(batch=batch))
+        ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8)], "prefill")
+        one = prepare(model, ready, ready[1].name, tasks, Settings(batch=batch))
         return one.stage_config("select", profile_sha256=digest)
 
     first = config("pyramid,lava", 2, "a")

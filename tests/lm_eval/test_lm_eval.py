@@ -22,7 +22,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, sha256_of
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.compared import full_cache
 from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
 from tests.tiny import chat_tokenizer, document, loaded, plan_for
 

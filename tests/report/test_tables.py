@@ -17,7 +17,7 @@ from kvsearch.report.evaluation import difference_table, find_columns, score_tab
 from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, latex, markdown, on_screen
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.contenders import Contender
+from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.encode import Coverage
 from tests.evaluation.shown import rendered
 
@@ -29,10 +29,10 @@ TASKS = {"a_1": "qa", "b": "qa", "c": "code"}
 SIZES: dict[str, Size] = {"8": Size(8), "0.5": Size(ratio=0.5)}
 
 
-def contender(label: str) -> Contender:
+def method(label: str) -> ReadyMethod:
     name, _, size = label.partition("@")
     phase = PhaseProgram({}, lambda length: np.full((0, 1), length))
-    return Contender(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
+    return ReadyMethod(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
 
 
 def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Comparison:
@@ -44,12 +44,12 @@ def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averag
         for (task, category), score in zip(tasks.items(), (means * 9)[: len(tasks)], strict=True)
         for n in range(2)
     ]  # fmt: skip
-    contenders = tuple(map(contender, MEANS))
+    ready = tuple(map(method, MEANS))
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
-    blocks = blocks_of(samples, contenders, subject, named, 0)
+    blocks = blocks_of(samples, ready, subject, named, 0)
     metrics = dict.fromkeys(tasks, "exact")
-    return Comparison("m", subject, Settings(), contenders, covered, samples, named, blocks, None, {}, metrics, {})
+    return Comparison("m", subject, Settings(), ready, covered, samples, named, blocks, None, {}, metrics, {})
 
 
 def shown(table: Table) -> list[list[str]]:

@@ -15,7 +15,7 @@ from kvsearch.policies import Observation, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.baselines import BASELINES, baselines, equal_uniform, full_cache
+from kvsearch.strategies.compared import BASELINES, baselines, equal_uniform, full_cache
 from tests import tiny
 from tests.families import prompts
 from tests.runtime.helpers import feed, running
@@ -101,7 +101,7 @@ def test_the_full_cache_keeps_everything(model: LoadedModel) -> None:
 
 
 def test_what_does_not_divide_goes_to_the_first_heads(model: LoadedModel) -> None:
-    program = equal_uniform(model.model, create_policy("streaming"), lambda length: 8 * 3 + 5)
+    program = equal_uniform(model.model, create_policy("streaming"), {"prefill": lambda _: 8 * 3 + 5})
     assert program.prefill is not None
     table = program.prefill.table(20)
     assert table.tolist() == [[4, 4], [4, 4], [4, 3], [3, 3]]

@@ -18,7 +18,7 @@ from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.baselines import equal_uniform, full_cache
+from kvsearch.strategies.compared import equal_uniform, full_cache
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, token_hash
 from kvsearch.tasks.readings import readings
@@ -113,9 +113,9 @@ def programs(model: LoadedModel) -> dict[str, Program]:
 
     return {
         "full": full_cache(model.model),
-        "prefill": equal_uniform(model.model, snapkv, total),
-        "decode": equal_uniform(model.model, create_policy("tova"), None, total),
-        "both": equal_uniform(model.model, create_policy("tova"), total, total),
+        "prefill": equal_uniform(model.model, snapkv, {"prefill": total}),
+        "decode": equal_uniform(model.model, create_policy("tova"), {"decode": total}),
+        "both": equal_uniform(model.model, create_policy("tova"), {"prefill": total, "decode": total}),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.evaluation.runner import run
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.strategies.baselines import full_cache
+from kvsearch.strategies.compared import full_cache
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import WORDS

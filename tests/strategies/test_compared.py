@@ -26,12 +26,12 @@ from kvsearch.plan.profile import save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.strategies.contenders import Contender, sweep
+from kvsearch.strategies.compared import ReadyMethod, sweep
 from kvsearch.strategies.direct import direct_plan
 from kvsearch.strategies.from_profile import plan_from_profile
 from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
 from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method
-from kvsearch.strategies.request import read_contest
+from kvsearch.strategies.request import read_request
 from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS
 from kvsearch.tasks.longbench.task import LongBenchTask
 from tests import tiny
@@ -161,23 +161,23 @@ def every(model: LoadedModel) -> list[Method]:
 @pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
 def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: list[Method], phases: str) -> None:
     sizes = [Size(8), Size(33), Size(ratio=0.7)]
-    contenders = sweep(model, every, sizes, phases)
-    assert len(contenders) == 1 + len(sizes) * len(every)
-    check_totals(model, contenders, range(1, 60))
-    for contender in contenders[1:]:
-        assert contender.size is not None
-        assert contender.label == f"{contender.name}@{contender.size}"
-        assert (contender.program.prefill is not None, contender.program.decode is not None) == (
+    ready = sweep(model, every, sizes, phases)
+    assert len(ready) == 1 + len(sizes) * len(every)
+    check_totals(model, ready, range(1, 60))
+    for method in ready[1:]:
+        assert method.size is not None
+        assert method.label == f"{method.name}@{method.size}"
+        assert (method.program.prefill is not None, method.program.decode is not None) == (
             phases != "decode", phases != "prefill",
         )  # fmt: skip
         for length in (1, 7, 8, 20, 33, 59):
-            total = contender.size.held(length, 8)
-            if contender.program.prefill is not None:
-                table = contender.program.prefill.table(length)
+            total = method.size.held(length, 8)
+            if method.program.prefill is not None:
+                table = method.program.prefill.table(length)
                 assert table.sum() == min(total, 8 * length)
                 assert table.max() <= length
-            if contender.program.decode is not None:
-                assert contender.program.decode.table(length).sum() == total
+            if method.program.decode is not None:
+                assert method.program.decode.table(length).sum() == total
 
 
 @given(st.integers(1, 80), st.integers(1, 90), st.sampled_from(["uniform", "pyramid", "pyramid:keydiff"]))
@@ -212,26 +212,26 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
 
 
 def test_ratios_below_what_is_protected(model: LoadedModel) -> None:
-    contenders = sweep(model, [one("uniform")], [Size(ratio=0.99)])
+    ready = sweep(model, [one("uniform")], [Size(ratio=0.99)])
     problem = (
         r"method uniform: ratio 0.99 leaves 5.125 entries per kv head of a prompt of 512 tokens, which is below the 32 "
         r"that snapkv always keeps \(0 sinks, 32 recent\): keep more, or lower them with --set"
     )
     with pytest.raises(UsageError, match=problem):
-        check_totals(model, contenders, [512, 300, 512])
-    assert check_totals(model, contenders, [512, 300, 300, 3200]) == [
+        check_totals(model, ready, [512, 300, 512])
+    assert check_totals(model, ready, [512, 300, 300, 3200]) == [
         "uniform at ratio 0.99: 3 of 4 prompts (300 to 512 tokens) are so short that it holds less than the 32 entries "
         "per kv head that snapkv always keeps"
     ]
-    assert check_totals(model, contenders, [3200, 5000]) == []
+    assert check_totals(model, ready, [3200, 5000]) == []
     with pytest.raises(UsageError, match="below the 32"):
         check_totals(model, sweep(model, [one("uniform")], [Size(ratio=0.99)], "decode"), [512])
     assert check_totals(model, sweep(model, [one("uniform", "window=5")], [Size(ratio=0.99)]), [512]) == []
 
 
 def test_notes_on_short_prompts_reach_the_study(model: LoadedModel) -> None:
-    contenders = sweep(model, [one("uniform", "window=20")], [Size(ratio=0.6)])
-    comparison = prepare(model, contenders, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
+    ready = sweep(model, [one("uniform", "window=20")], [Size(ratio=0.6)])
+    comparison = prepare(model, ready, "uniform", [tiny.listed((60, 1), (48, 2))], Settings(batch=2)).run()
     (note,) = (note for note in comparison.notes if "at ratio" in note)
     assert note.startswith("uniform at ratio 0.6: 1 of 2 prompts (")
 
@@ -319,13 +319,13 @@ def written(model: LoadedModel, tmp_path: Path, name: str = "mine", budget: int 
 def test_a_plan_joins_the_size_it_has(model: LoadedModel, tmp_path: Path) -> None:
     fixed = written(model, tmp_path, scaling="fixed")
     share = written(model, tmp_path, "share", 10)
-    contest = read_contest([fixed, share], "uniform,streaming", "20,15", "0.75", settings=["window=4"])
-    labels = [contender.label for contender in contest.contenders(model)]
+    request = read_request([fixed, share], "uniform,streaming", "20,15", "0.75", settings=["window=4"])
+    labels = [method.label for method in request.ready(model)]
     assert labels == [
         "full", "uniform@20", "streaming@20", "uniform@15", "streaming@15", "mine@15",
         "uniform@0.75", "streaming@0.75", "share@0.75",
     ]  # fmt: skip
-    told = contest.as_json()
+    told = request.as_json()
     assert (told["subject"], told["phases"], told["plans"]) == ("uniform", "prefill", ["mine", "share"])
     assert told["sizes"] == [{"budget": 20}, {"budget": 15}, {"ratio": 0.75}]
 
@@ -345,14 +345,14 @@ def test_a_plan_joins_the_size_it_has(model: LoadedModel, tmp_path: Path) -> Non
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        read_contest(**given)
+        read_request(**given)
 
 
 def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -> None:
     fixed = written(model, tmp_path, scaling="fixed")
 
     def ask(path: Path, methods: str = "streaming", budgets: str = "15", **more: Any) -> None:
-        read_contest([path], methods, budgets, **more)
+        read_request([path], methods, budgets, **more)
 
     ask(fixed)
     with pytest.raises(UsageError, match="plan mine holds 120 in prefill, which is none of the sizes"):
@@ -366,9 +366,9 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
         ask(fixed, budgets="15,16", subject="mine")
     partly = Plan.model_validate(tiny.plan_for(model, [[15, 15], None, [15, 15], None], scaling="fixed").model_dump())
     save_plan(partly, tmp_path / "partly.json")
-    contest = read_contest([tmp_path / "partly.json"], "streaming", "15")
+    request = read_request([tmp_path / "partly.json"], "streaming", "15")
     with pytest.raises(IncompatibleError, match=r"plan partly leaves layers \[1, 3\] their full cache"):
-        contest.contenders(model)
+        request.ready(model)
 
 
 # --- averages --------------------------------------------------------------------------------------------------------
@@ -392,8 +392,8 @@ def scored(task: str, method: str, *scores: float) -> list[Sample]:
     ]
 
 
-def contender(model: LoadedModel, name: str, size: Size | None = None) -> Contender:
-    return Contender(name, Program(), {}, size)
+def method(model: LoadedModel, name: str, size: Size | None = None) -> ReadyMethod:
+    return ReadyMethod(name, Program(), {}, size)
 
 
 def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
@@ -403,10 +403,10 @@ def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
         for task, score in (("x", 0.1), ("y", 0.2), ("z", 0.6))
         for sample in scored(task, method, score + shift, score + shift)
     ]
-    contenders = [contender(model, "full")]
-    contenders += [contender(model, name, Size(budget)) for budget in (8, 9) for name in ("a", "b")]
+    ready = [method(model, "full")]
+    ready += [method(model, name, Size(budget)) for budget in (8, 9) for name in ("a", "b")]
     averages = {MACRO: ("x", "y", "z"), "paper": ("x", "y"), "same": ("z", "y", "x")}
-    first, second = blocks_of(samples, contenders, "a", averages)
+    first, second = blocks_of(samples, ready, "a", averages)
     assert [row.task for row in first.rows] == ["x", "y", "z", MACRO, "paper", "same"]
     means = {row.task: row.scores["b@9"].mean for row in second.rows}
     assert means[MACRO] == means["same"] == pytest.approx(0.7)
@@ -414,7 +414,7 @@ def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
     assert (first.subject, second.methods) == ("a@8", {"a": "a@9", "b": "b@9"})
     assert second.difference(second.overall, "b@9").mean == pytest.approx(0.1)
     assert second.difference(second.overall, "full").losses == 6
-    (alone, _) = blocks_of(samples, contenders, FULL, averages)
+    (alone, _) = blocks_of(samples, ready, FULL, averages)
     assert alone.difference(alone.overall, "a@8").mean == pytest.approx(0.1)
 
 
@@ -424,8 +424,8 @@ def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
 def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
     task = tiny.listed((60, 2), (48, 1))
     methods = find_methods("pyramid,adakv,cake,lava,h2o", ["window=3"])
-    contenders = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
-    comparison = prepare(model, contenders, "pyramid", [task], Settings(batch=2)).run()
+    ready = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
+    comparison = prepare(model, ready, "pyramid", [task], Settings(batch=2)).run()
     lengths = {sample.key: sample.context_tokens for sample in comparison.samples}
     for sample in comparison.samples:
         if sample.method != "full":
