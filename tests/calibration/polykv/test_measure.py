@@ -210,7 +210,7 @@ def test_a_budget_above_some_prompts_is_told() -> None:
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     with pytest.raises(UsageError, match=r"takes [\d.]+ GB besides the weights, --max-memory is 1e-06 GB"):
-        profile(max_memory=1000)
+        profile(max_memory=1e-6)
 
 
 def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.M
         return original(*args, **kwargs)
 
     monkeypatch.setattr(polykv, "LayerSweep", noted)
-    found = profile(max_memory=least)
+    found = profile(max_memory=least / 1e9)
     assert swept
     assert max(swept) < 3 * 2 * 2 * 4
     np.testing.assert_allclose(found.arrays["nll"], made.arrays["nll"], atol=1e-5)
