@@ -26,7 +26,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     from kvsearch.jobs import calibrate as jobs
 
     if console.dry_run:
-        told, cost = jobs.dry_run(options, console)
+        told, cost = jobs.dry_run(options, talk=console)
         console.print_json(told)
         if cost is not None and not console.as_json:
             _say_cost(cost, console)

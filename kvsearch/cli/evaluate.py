@@ -20,7 +20,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> None:
     from kvsearch.jobs import evaluate as jobs
 
     if console.dry_run:
-        console.print_json(jobs.dry_run(options))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     found = jobs.evaluate(options, talk=console)
     if isinstance(found, jobs.Evaluated) and found.comparison.doubt is not None:

@@ -19,7 +19,7 @@ def generate(options: GenerateOptions, console: Console) -> None:
     from kvsearch.jobs import generate as jobs
 
     if console.dry_run:
-        console.print_json(jobs.dry_run(options))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     reply = jobs.generate(options, talk=console)
     if console.as_json:

@@ -16,7 +16,7 @@ def headroom(options: HeadroomOptions, console: Console) -> None:
     from kvsearch.jobs import headroom as jobs
 
     if console.dry_run:
-        console.print_json(jobs.dry_run(options))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     from kvsearch.report.evaluation import plain_scores
 

@@ -19,7 +19,7 @@ def lm_eval(options: LmEvalOptions, console: Console) -> None:
 
     jobs.prepare_harness(options.offline, console.quiet, console.verbose)
     if console.dry_run:
-        console.print_json(jobs.dry_run(options))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     results = jobs.lm_eval(options, talk=console)
     if console.as_json:

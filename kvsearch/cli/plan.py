@@ -10,7 +10,9 @@ from kvsearch.cli.plan_diff import diff
 from kvsearch.cli.plan_output import show_written
 from kvsearch.jobs import plan as jobs
 
-plan = typer.Typer(help="Make plans without calibration, change plans, compare them.", no_args_is_help=True)
+plan = typer.Typer(
+    name="plan", help="Make plans without calibration, change plans, compare them.", no_args_is_help=True
+)
 
 
 @command(jobs.UniformOptions, dry_run=True)

@@ -20,7 +20,7 @@ def select(options: SelectOptions, console: Console) -> None:
     from kvsearch.jobs import select as jobs
 
     if console.dry_run:
-        console.print_json(jobs.dry_run(options, console))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     from kvsearch.report.selection import tables
     from kvsearch.report.table import on_screen

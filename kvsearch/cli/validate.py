@@ -21,7 +21,7 @@ def validate(options: ValidateOptions, console: Console) -> None:
     from kvsearch.jobs import validate as jobs
 
     if console.dry_run:
-        console.print_json(jobs.dry_run(options, console))
+        console.print_json(jobs.dry_run(options, talk=console))
         return
     from kvsearch.report.validation import parts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
@@ -25,6 +25,7 @@ from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.public import job
+from kvsearch.jobs.stages import on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import list_problems
@@ -141,6 +142,7 @@ METHODS: dict[str, type[CalibrateOptions]] = {
 }  # fmt: skip
 
 
+@job(CalibrateOptions)
 def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | None]:
     """Return the configuration of the run and, of PolyKV, what it would cost.
 
@@ -184,6 +186,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         goes_on = _goes_on(options, config)
         loaded = options.load(options.model, talk)
 
+        from kvsearch.evaluation.identity import environment
         from kvsearch.plan.profile import save_profile
         from kvsearch.runtime.plan_checks import warn_unfit
 
@@ -192,7 +195,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         named = ", ".join(policy.name for policy in policies)
         talk.say(f"calibrating {options.model} by {options.method} for {named} on {options.scope(texts)} "
                  f"from {texts.name}")  # fmt: skip
-        config = config.model_copy(update={"execution": _environment(loaded)})
+        config = config.model_copy(update={"execution": environment(loaded)})
         with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
             profile = _measure(options, loaded, texts, progress, start)
         save_profile(profile, options.output / PROFILE, overwrite=True)
@@ -204,7 +207,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
 
 
 def _checked(options: CalibrateOptions, talk: Talk, *, tflops: bool = False) -> tuple[CalibrationData, RunConfig]:
-    """The texts and the configuration, once all is checked that can be without a model."""
+    """Return the texts and the configuration, once all is checked that can be without a model."""
     from kvsearch.calibration.data import default_data, load_calibration_data
 
     options.make_policy()
@@ -218,18 +221,12 @@ def _checked(options: CalibrateOptions, talk: Talk, *, tflops: bool = False) -> 
 
 
 def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:
-    """Whether an unfinished run goes on; UsageError if something else is in the directory."""
+    """Tell whether an unfinished run goes on; UsageError if something else is in the directory."""
     resumes = isinstance(options, PolykvOptions) and options.output.is_dir() and not options.force
     if resumes and goes_on_in(options.output, config):
         return True
     check_new(options.output, options.force)
     return False
-
-
-def _environment(loaded: LoadedModel) -> dict[str, Any]:
-    from kvsearch.evaluation.identity import environment
-
-    return environment(loaded)
 
 
 @contextmanager
@@ -249,16 +246,14 @@ def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk
         begin(options.output, config)
         begun = True
 
-    try:
+    def words() -> str:
+        if not begun or not (kept := kept_samples(options.output)):
+            return "no question is finished: the same command begins anew"
+        how = "the same command, without --force," if options.force else "the same command"
+        return f"kept in {options.output}: {questions(kept)}; {how} goes on with the others"
+
+    with on_interruption(talk, words) if isinstance(options, PolykvOptions) else nullcontext():
         yield start
-    except KeyboardInterrupt:
-        if isinstance(options, PolykvOptions):
-            if begun and (kept := kept_samples(options.output)):
-                how = "the same command, without --force," if options.force else "the same command"
-                talk.say(f"kept in {options.output}: {questions(kept)}; {how} goes on with the others")
-            else:
-                talk.say("no question is finished: the same command begins anew")
-        raise
 
 
 def _measure(

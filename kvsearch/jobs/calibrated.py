@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from kvsearch.calibration.directory import HOW, PROFILE, calibrated_model
-from kvsearch.config.options import Option, Seeded
+from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
 from kvsearch.plan.protocol import Protocol, find_protocol
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Profile
 
 
-class OnSignals(WithTasks, Batching, Loading, Seeded):
+class OnSignals(WithTasks, Batching, Loading):
     """A PolyKV calibration, and how questions are asked of its model."""
 
     directory: Annotated[
@@ -36,29 +36,16 @@ class OnSignals(WithTasks, Batching, Loading, Seeded):
         BeforeValidator(find_protocol),
         Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
     ] = None
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
 
     def settings(self, profile: Profile) -> Settings:
         """Return how questions are asked, by default under the protocol of the calibration."""
-        from kvsearch.evaluation.compare import Settings
         from kvsearch.signals.table import SignalTable
 
-        protocol = self.protocol or find_protocol(SignalTable(profile).axes.protocol)
-        return Settings(self.samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
+        return self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
 
     def load_calibrated(self, profile: Profile, talk: Talk) -> LoadedModel:
         """Load the model that was calibrated; see the function of this name."""
         return load_calibrated(self, self.directory, self.model, profile, talk)
-
-
-def comma_separated(flag: str, typed: str | None) -> list[str] | None:
-    """Split names such as cosine,ppl; UsageError if one of them is empty."""
-    if typed is None:
-        return None
-    names = [name.strip() for name in typed.split(",")]
-    if not all(names):
-        raise UsageError(f"{flag} takes names with commas between them, got {typed!r}")
-    return names
 
 
 def load_signals(directory: Path) -> Profile:

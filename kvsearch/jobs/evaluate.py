@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.config.options import Option, Repeated
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks
 from kvsearch.jobs.public import job
+from kvsearch.jobs.stages import going_on, on_interruption
 from kvsearch.jobs.talk import Talk
+from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Comparison, Evaluation, Settings
+    from kvsearch.evaluation.compare import Comparison, Evaluation
     from kvsearch.evaluation.losses import LayerLoss
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.jobs.perplexity import MeasuredPerplexity
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 COMPARED = "What is compared"
 
 
-class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
+class EvaluateOptions(WithModel, WithTasks, Asking):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
@@ -92,7 +94,6 @@ class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
             shown="synthetic and ruler: report, others: all",
         ),
     ] = None
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
     continuation: Annotated[
         int | None,
         Field(ge=1),
@@ -160,12 +161,6 @@ class EvaluateOptions(WithModel, WithTasks, Asking, Seeded):
             self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
         )
 
-    def asking(self) -> Settings:
-        """Return how questions are asked."""
-        from kvsearch.evaluation.compare import Settings
-
-        return Settings(self.samples, self.protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
-
     def columns_of_tables(self) -> Columns | None:
         """Return which columns tables have (None: what suits); UsageError if there are no such columns."""
         from kvsearch.report.evaluation import find_columns
@@ -188,7 +183,8 @@ class Evaluated:
         return as_json(self.comparison, self.losses)
 
 
-def dry_run(options: EvaluateOptions) -> dict[str, Any]:
+@job(EvaluateOptions)
+def dry_run(options: EvaluateOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be compared and asked, as JSON; errors as `evaluate` before a model is loaded."""
     if options.asks_perplexity:
         from kvsearch.jobs import perplexity
@@ -217,19 +213,17 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
     from kvsearch.evaluation.compare import prepare
 
     loaded = options.load(options.model, talk)
-    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking())
+    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
         comparison = evaluation.run(progress, store)
-        losses = None
-        if options.losses or _kept_losses(options) is not None:
-            losses = _output_losses(evaluation, tasks, options, progress)
+        losses = _output_losses(evaluation, tasks, options, progress)
         found = Evaluated(comparison, losses, options.columns_of_tables())
         _write(found, options)
     return found
 
 
 def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
-    """What is compared and what is asked, once all is checked that can be without a model."""
+    """Return what is compared and what is asked, once all is checked that can be without a model."""
     from kvsearch.evaluation.reply_store import check_run
     from kvsearch.evaluation.samples import check_samples_file
     from kvsearch.report.table import check_table_file
@@ -251,61 +245,50 @@ def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
 
 @contextmanager
 def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> Iterator[ReplyStore | None]:
-    """The replies of the run, if it is kept; says what is there already, and how to go on after Ctrl-C."""
+    """Open the replies of the run, if it is kept; see `going_on`."""
     from kvsearch.evaluation.reply_store import open_run
 
     if options.output is None:
-        try:
+        with on_interruption(
+            talk, lambda: "nothing is kept without --output DIR, with which a run can go on where it stopped"
+        ):
             yield None
-        except KeyboardInterrupt:
-            talk.say("nothing is kept without --output DIR, with which a run can go on where it stopped")
-            raise
         return
     config = evaluation.config().with_options(options.recorded())
-    with open_run(options.output, config, options.force, options.reuse) as store:
-        there = f"{evaluation.replies} replies"
-        if store.samples:
-            talk.say(f"going on with {options.output}: {len(store.samples)} of {there} are there")
-        try:
-            yield store
-        except KeyboardInterrupt:
-            talk.say(
-                f"{len(store.samples)} of {there} are kept in {options.output}: give the same command again to go on"
-            )
-            raise
+    with (
+        open_run(options.output, config, options.force, options.reuse) as store,
+        going_on(options.output, store, evaluation.replies, talk),
+    ):
+        yield store
 
 
-def _kept_losses(options: EvaluateOptions) -> Path | None:
-    """The file of output losses that the run has measured already."""
-    from kvsearch.evaluation.reply_store import LOSSES
-
-    place = None if options.output is None else options.output / LOSSES
-    return place if place is not None and place.exists() else None
-
-
-def _output_losses(evaluation: Evaluation, tasks: list[Task], options: EvaluateOptions, progress: Any) -> Any:
-    """Output losses of all methods but the full cache; a kept run measures them once."""
+def _output_losses(
+    evaluation: Evaluation, tasks: list[Task], options: EvaluateOptions, progress: Progress
+) -> list[LayerLoss] | None:
+    """Return the output losses of all methods but the full cache, if they are wanted; a kept run measures them once."""
     from kvsearch.evaluation.losses import measure_losses
     from kvsearch.evaluation.reply_store import LOSSES
     from kvsearch.runs.directory import write_json
     from kvsearch.strategies.methods import FULL
 
-    kept = _kept_losses(options)
-    if kept is not None:
-        return _read_losses(kept, evaluation)
+    place = None if options.output is None else options.output / LOSSES
+    if place is not None and place.exists():
+        return _read_losses(place, evaluation)
+    if not options.losses:
+        return None
     how = evaluation.settings
     programs = {one.label: one.program for one in evaluation.methods if one.name != FULL}
     losses = measure_losses(
         evaluation.loaded, programs, tasks, how.samples, how.seed, progress,
         protocol=how.protocol, max_length=how.max_length,
     )  # fmt: skip
-    if options.output is not None:
-        write_json(options.output / LOSSES, [asdict(row) for row in losses])
+    if place is not None:
+        write_json(place, [asdict(row) for row in losses])
     return losses
 
 
 def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
-    """The losses that a run has kept; UsageError if the file is damaged or of something else."""
+    """Return the losses that a run has kept; UsageError if the file is damaged or of something else."""
     from kvsearch.evaluation.losses import LayerLoss
     from kvsearch.plan.files import read_bytes
     from kvsearch.strategies.methods import FULL

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option, Params, Repeated, Seeded, parse_setting
+from kvsearch.config.options import Option, Params, Repeated, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
-from kvsearch.jobs.groups import ASKED, TASKS, Asking, Numbers, TaskDetails, WithModel
+from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Asking, Numbers, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
@@ -33,7 +32,7 @@ LIMITS = "When to stop"
 SPLITS = "train", "select", "report"
 
 
-class EvolveOptions(WithModel, TaskDetails, Asking, Seeded, EvolveSettings):
+class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
@@ -41,7 +40,7 @@ class EvolveOptions(WithModel, TaskDetails, Asking, Seeded, EvolveSettings):
     example: ClassVar[str] = "budget: 128"
 
     output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
-    budget: Annotated[Entries | None, Option("Entries to keep per kv head, on average.", panel=WHAT)] = None
+    budget: Annotated[Entries | None, replace(BUDGET, panel=WHAT)] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
         Numbers,
@@ -227,7 +226,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         require_same(options.output, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
-        _evaluating(searches, workers, options, talk) as executor,
+        _executor(searches, workers, options, talk) as executor,
         open_search(options.output, config, options.resume, options.force) as run,
         watching(talk, run, limits) as watcher,
     ):
@@ -250,7 +249,6 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
-    from kvsearch.evaluation.compare import Settings
     from kvsearch.policies import create_policy
     from kvsearch.search.evolve import Splits, prepare_search
     from kvsearch.search.front import prepare_front
@@ -262,9 +260,7 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
     options.ray_workers()
     splits = Splits(*(find_tasks(options.tasks, options.task_options(split)) for split in SPLITS))
-    asked = Settings(
-        options.samples, options.protocol, options.seed, options.batch, options.memory_bytes, options.max_length
-    )
+    asked = options.asking(options.protocol)
     check_search(options.output, options.resume, options.force)
     plans = _start_plans(options.start)
     if options.policy is None and plans:
@@ -310,11 +306,10 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _evaluating(
+def _executor(
     searches: Sequence[PreparedSearch], workers: RayWorkers | None, options: EvolveOptions, talk: Talk
-) -> Iterator[Executor]:
-    """Build who evaluates candidates, with the prompts read."""
+) -> Executor:
+    """Return who evaluates candidates, with the prompts read."""
     from kvsearch.models.loading import LoadOptions
     from kvsearch.search.workers import make_executor
 
@@ -324,9 +319,7 @@ def _evaluating(
     loading = replace(options.loading(), device=LoadOptions.device, device_map=LoadOptions.device_map)
     cap = max(search.cap for search in searches)
     with talk.progress("prompts") as progress:
-        executor = make_executor(first, loading, workers, cap, options.memory_bytes, progress)
-    with executor:
-        yield executor
+        return make_executor(first, loading, workers, cap, options.memory_bytes, progress)
 
 
 def _store(directory: Path, talk: Talk) -> Store:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
+from kvsearch.jobs.stages import on_interruption
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
@@ -70,15 +71,13 @@ def watching(talk: Talk, run: SearchRun, limits: SearchLimits) -> Iterator[Searc
     from kvsearch.search.ledger import BEST
 
     watcher = SearchProgress(talk, run.ledger, limits)
-    try:
-        yield watcher
-    except KeyboardInterrupt:
+
+    def words() -> str:
         watcher.close()
-        best = run.ledger.best
-        if best is not None:
+        if (best := run.ledger.best) is not None:
             write_json(run.directory / BEST, {"value": best.value, "where": best.where, "budgets": best.candidate})
             talk.say(f"best so far: {best.value:.6g} ({best.where}), in {run.directory / BEST}")
-        talk.say(f"go on with --resume: what was measured is in {run.directory}")
-        raise
-    finally:
-        watcher.close()
+        return f"go on with --resume: what was measured is in {run.directory}"
+
+    with closing(watcher), on_interruption(talk, words):
+        yield watcher

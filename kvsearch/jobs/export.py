@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
-from kvsearch.jobs.calibrated import comma_separated
+from kvsearch.jobs.groups import BUDGET, Names
 from kvsearch.jobs.plan_files import PlanOptions, Sized
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from kvsearch.strategies.from_signals import Strategy
 
 PANEL = "PolyKV"
-
-
-def _names(typed: object) -> object:
-    return comma_separated("--exclude", typed) if isinstance(typed, str) else typed
 
 
 def _is_given(value: object) -> bool:
@@ -36,11 +33,7 @@ class ExportOptions(PlanOptions, Sized):
 
     profile: Annotated[Path, Option("Directory or file that `calibrate` wrote.", argument=True)]
     ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1.")] = None
-    budget: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Entries to keep per kv head, on average.", shown="polykv: that of the calibration"),
-    ] = None
+    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
     length: Annotated[int | None, Field(ge=1), Option("Prompt length the integer budgets are for.")] = None
     route: Annotated[
         str | None,
@@ -69,8 +62,7 @@ class ExportOptions(PlanOptions, Sized):
         str | None, Option("With --route none: the pattern of all layers.", panel=PANEL, shown="as calibrated")
     ] = None
     exclude: Annotated[
-        tuple[str, ...] | None,
-        BeforeValidator(_names),
+        Names | None,
         Option("Patterns that no layer may take.", metavar="NAME,...", panel=PANEL),
     ] = None
     least: Annotated[

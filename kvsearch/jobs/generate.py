@@ -38,7 +38,8 @@ class GenerateOptions(WithModel, Seeded):
         return plan, *example_for(self.model, context, prompt, self.seed)
 
 
-def dry_run(options: GenerateOptions) -> dict[str, Any]:
+@job(GenerateOptions)
+def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be read and asked, as JSON; UsageError if something is missing."""
     _, context, prompt, _ = options.read()
     return {"context": context, "prompt": prompt}

@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from kvsearch.config.options import JobOptions, Option, above_zero
+from kvsearch.config.options import JobOptions, Option, Seeded, above_zero
+from kvsearch.errors import UsageError
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Settings
     from kvsearch.models.loading import LoadedModel
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.catalog import TaskOptions
@@ -34,8 +36,20 @@ def _numbers(value: object) -> object:
         raise ValueError(f"takes whole numbers with commas between them, got {value!r}") from None
 
 
+def _names(value: object, info: ValidationInfo) -> object:
+    """Read names as they are typed, "cosine,ppl"; UsageError if one of them is empty."""
+    if not isinstance(value, str):
+        return value
+    names = [name.strip() for name in value.split(",")]
+    if not all(names):
+        raise UsageError(f"--{info.field_name} takes names with commas between them, got {value!r}")
+    return names
+
+
 Numbers = BeforeValidator(_numbers)
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+BUDGET = Option("Entries to keep per kv head, on average.")
 
 
 class Loading(JobOptions):
@@ -151,9 +165,10 @@ class WithTasks(TaskDetails):
         return find_tasks(self.tasks, self.task_options(split))
 
 
-class Batching(JobOptions):
-    """How long prompts may be, and how many are asked at a time."""
+class Batching(Seeded):
+    """How many questions are asked, how long prompts may be, and how many are asked at a time."""
 
+    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
     max_length: Annotated[
         int | None,
         Field(ge=1),
@@ -163,7 +178,6 @@ class Batching(JobOptions):
             panel=ASKED,
         ),
     ] = None
-
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.", panel=ASKED)] = 8
     max_memory: Annotated[
         float | None,
@@ -180,6 +194,12 @@ class Batching(JobOptions):
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+
+    def asking(self, protocol: Protocol) -> Settings:
+        """Return how questions are asked under a protocol."""
+        from kvsearch.evaluation.compare import Settings
+
+        return Settings(self.samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
 
 
 class Asking(Batching):

@@ -54,7 +54,8 @@ class Headroom:
         return {**stated, "scores": scores, "share_of_full": self.shares}
 
 
-def dry_run(options: HeadroomOptions) -> dict[str, Any]:
+@job(HeadroomOptions)
+def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be asked, as JSON; UsageError if there are no such tasks."""
     from kvsearch.tasks.catalog import find_tasks
 

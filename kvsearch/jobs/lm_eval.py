@@ -59,7 +59,8 @@ def prepare_harness(offline: bool, quiet: bool, verbose: int) -> None:
     logging.getLogger("lm_eval").setLevel(logging.WARNING if verbose else logging.ERROR)
 
 
-def dry_run(options: LmEvalOptions) -> dict[str, Any]:
+@job(LmEvalOptions)
+def dry_run(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be run, as JSON; errors as `lm_eval` before a model is loaded."""
     _, names = _checked(options)
     return {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
@@ -86,14 +87,16 @@ def lm_eval(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:
         )  # fmt: skip
     samples = results.pop("samples", {})
     if options.log_samples is not None:
-        atomic_write(options.log_samples, "".join(_lines(samples)).encode())
+        rows = ({"task": task, **row} for task, documents in samples.items() for row in documents)
+        lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+        atomic_write(options.log_samples, "".join(lines).encode())
     for doubt in _doubts(results):
         talk.warn(doubt)
     return results
 
 
 def _checked(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
-    """The plan and the names of the tasks, once all is checked that can be without a model."""
+    """Return the plan and the names of the tasks, once all is checked that can be without a model."""
     from kvsearch.lm_eval.tasks import TaskNames
     from kvsearch.plan.files import check_target
 
@@ -103,14 +106,8 @@ def _checked(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
     return plan, TaskNames.find([name for name in options.tasks.split(",") if name], list(options.include_path))
 
 
-def _lines(samples: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    for task, rows in samples.items():
-        for row in rows:
-            yield json.dumps({"task": task, **row}, ensure_ascii=False, sort_keys=True) + "\n"
-
-
 def _doubts(results: dict[str, Any]) -> Iterator[str]:
-    """What a reader of the scores should know."""
+    """Say what a reader of the scores should know."""
     for task, held in results["kvsearch"]["held"].items():
         if held["truncated"]:
             yield f"{task}: {held['truncated']} of {held['prompts']} prompts lost their beginning, they were too long"

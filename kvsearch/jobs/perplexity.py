@@ -74,7 +74,7 @@ def measure(options: EvaluateOptions, talk: Talk) -> MeasuredPerplexity:
 
 
 def _checked(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, int]:
-    """What is compared, the text, and tokens of a context and of its continuation."""
+    """Return what is compared, the text, and tokens of a context and of its continuation."""
     from kvsearch.tasks.perplexity import PerplexityText
 
     for name in UNREAD:

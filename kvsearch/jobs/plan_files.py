@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from kvsearch.config.options import JobOptions, Option
+from kvsearch.jobs.groups import BUDGET
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.files import check_output
 
@@ -20,7 +21,7 @@ class Sized(JobOptions):
     """How much a plan keeps."""
 
     ratio: Annotated[float | None, Option("Share of the prompt to evict, between 0 and 1.")] = None
-    budget: Annotated[int | None, Field(ge=1), Option("Entries to keep per kv head, on average.")] = None
+    budget: Annotated[int | None, Field(ge=1), BUDGET] = None
     length: Annotated[int | None, Field(ge=1), Option("Prompt length that a ratio's integer budgets are for.")] = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -10,11 +10,11 @@ from pydantic import Field
 
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
-from kvsearch.jobs.calibrated import OnSignals, comma_separated, load_signals
-from kvsearch.jobs.groups import ASKED
+from kvsearch.jobs.calibrated import OnSignals, load_signals
+from kvsearch.jobs.groups import ASKED, BUDGET, Names
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
-from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
     from kvsearch.choose.select import Kept, PreparedSelection
@@ -32,11 +32,7 @@ class SelectOptions(OnSignals):
     job: ClassVar[str] = "select"
 
     output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
-    budget: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Entries to keep per kv head, on average.", shown="the one that was measured"),
-    ] = None
+    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="the one that was measured")] = None
     phases: Annotated[
         str,
         Option(
@@ -53,7 +49,7 @@ class SelectOptions(OnSignals):
         ),
     ] = "standard"
     routes: Annotated[
-        str | None,
+        Names | None,
         Option(
             "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
             metavar="NAME,...",
@@ -62,7 +58,7 @@ class SelectOptions(OnSignals):
         ),
     ] = None
     allocators: Annotated[
-        str | None,
+        Names | None,
         Option(
             "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen, "
             "also to a power: nll-chosen^2, nll-chosen^0.5.",
@@ -134,9 +130,10 @@ class Selected:
         return {**as_json(self.selection), "plan": str(self.plan)}
 
 
-def dry_run(options: SelectOptions, talk: Talk | None = None) -> dict[str, Any]:
+@job(SelectOptions)
+def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
-    prepared, place = _prepared(options, talk or Silent())
+    prepared, place = _prepared(options, talk)
     fields = [one.field for one in prepared.evaluations]
     counted = {
         field.phases: {
@@ -191,9 +188,7 @@ def _prepared(options: SelectOptions, talk: Talk) -> tuple[PreparedSelection, Pa
 
     profile = load_signals(options.directory)
     rule, size, phases = Rule(options.top, margin=options.margin), options.size(profile), options.phase_settings()
-    routes = comma_separated("--routes", options.routes)
-    allocators = comma_separated("--allocators", options.allocators)
-    explored = explore(profile, size, options.explore, routes, allocators)
+    explored = explore(profile, size, options.explore, options.routes, options.allocators)
     questions = Questions(options.find_tasks("select"), options.find_tasks("report"))
     settings = options.settings(profile)
     check_output(options.output, options.force)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -10,11 +10,11 @@ from pydantic import Field
 
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
-from kvsearch.jobs.calibrated import OnSignals, comma_separated, load_signals
-from kvsearch.jobs.groups import TASKS
+from kvsearch.jobs.calibrated import OnSignals, load_signals
+from kvsearch.jobs.groups import BUDGET, TASKS, Names
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
-from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
     from kvsearch.choose.validate import PreparedValidation
@@ -28,13 +28,9 @@ class ValidateOptions(OnSignals):
 
     job: ClassVar[str] = "validate"
 
-    budget: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Entries to keep per kv head, on average.", shown="those that were measured, one by one"),
-    ] = None
+    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="those that were measured, one by one")] = None
     phases: Annotated[
-        str | None,
+        Names | None,
         Option(
             "When strategies evict: prefill, decode, both; each is judged by itself.",
             metavar="NAME,...",
@@ -43,7 +39,7 @@ class ValidateOptions(OnSignals):
         ),
     ] = None
     signals: Annotated[
-        str | None,
+        Names | None,
         Option(
             "Signals to judge, as routes or for budgets: cosine, ppl, entropy, error, nll, ppl-chosen and others; "
             "route:NAME and budgets:NAME say which of the two.",
@@ -77,9 +73,10 @@ class Validated:
         return as_json(self.found)
 
 
-def dry_run(options: ValidateOptions, talk: Talk | None = None) -> dict[str, Any]:
+@job(ValidateOptions)
+def dry_run(options: ValidateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be judged and asked, as JSON; errors as `validate` before anything is asked."""
-    prepared = _prepared(options, talk or Silent())
+    prepared = _prepared(options, talk)
     _found_before(prepared[0], options)
     conditions = prepared[0].conditions
     return {
@@ -143,7 +140,7 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
     refuse_reported(tasks)
     profile = load_signals(options.directory)
     table = SignalTable(profile)
-    uses = find_uses(table, comma_separated("--signals", options.signals), comma_separated("--phases", options.phases))
+    uses = find_uses(table, options.signals, options.phases)
     sizes = [Size(budget=measured) for measured in table.axes.budgets]
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
