@@ -35,7 +35,12 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = Tr
     head's next block pops them in: slopes fall strictly inside a head, so sorting cannot break its prefix order.
     `rows` is [heads, T], `floors` and `caps` are [heads].
     """
-    gains = _pool(rows, floors, caps)
+    from sklearn.isotonic import isotonic_regression
+
+    gains = np.zeros_like(rows)
+    for row, (floor, cap) in enumerate(zip(floors.tolist(), caps.tolist(), strict=True)):
+        if floor < cap:
+            gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False)
     rank = np.arange(rows.shape[1])
     inside = (rank >= floors[:, None]) & (rank < caps[:, None])
     first = rank == floors[:, None]
@@ -57,13 +62,3 @@ def check_importance(importance: ArrayLike) -> Floats:
         at = tuple(int(axis) for axis in np.argwhere(~good)[0])
         raise UsageError(f"importance must be finite and >= 0, got {values[at]} at {list(at)}")
     return values
-
-
-def _pool(rows: Floats, floors: Ints, caps: Ints) -> Floats:
-    from sklearn.isotonic import isotonic_regression
-
-    gains = np.zeros_like(rows)
-    for row, (floor, cap) in enumerate(zip(floors.tolist(), caps.tolist(), strict=True)):
-        if floor < cap:
-            gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False)
-    return gains

@@ -7,20 +7,6 @@ from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Floats
 from kvsearch.budgets.convex import check_importance
-from kvsearch.errors import UsageError
-
-
-def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:
-    """Sum the importance that budgets evict, i.e. all beyond the first b ranked entries.
-
-    `importance` is [..., T] in the ranking's order, `budgets` [...]; returns float64 [...] in units of importance.
-    UsageError if a budget is outside [0, T] (LU-KV, Eq. 6).
-    """
-    ranked, kept = check_importance(importance), np.asarray(budgets)
-    if kept.size and (kept.min() < 0 or kept.max() > ranked.shape[-1]):
-        raise UsageError(f"budgets {kept.min()} to {kept.max()} are outside 0 to {ranked.shape[-1]} entries")
-    lost: Floats = np.where(np.arange(ranked.shape[-1]) >= kept[..., None], ranked, 0.0).sum(axis=-1)
-    return lost
 
 
 def without_gap(importance: ArrayLike) -> Floats:
@@ -36,7 +22,9 @@ def recall_curve(importance: ArrayLike) -> Floats:
 
     A head without any importance has nothing to lose: its recall is 1 at every budget.
     """
-    kept = _kept(check_importance(importance))
+    ranked = check_importance(importance)
+    kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))
+    np.cumsum(ranked, axis=-1, out=kept[..., 1:])
     mass = kept[..., -1:]
     return np.divide(kept, mass, out=np.ones_like(kept), where=mass > 0)
 
@@ -44,10 +32,3 @@ def recall_curve(importance: ArrayLike) -> Floats:
 def oracle_recall_curve(importance: ArrayLike) -> Floats:
     """Share of the importance the best possible ranking keeps at every budget: [..., T] -> float64 [..., T + 1]."""
     return recall_curve(without_gap(importance))
-
-
-def _kept(ranked: Floats) -> Floats:
-    """Sum the importance kept at every budget 0 ... T."""
-    kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))
-    np.cumsum(ranked, axis=-1, out=kept[..., 1:])
-    return kept

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, typed
 from kvsearch.plan.guard import GUARD
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.plan.schema import STATIC
@@ -236,16 +236,7 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
     module, _, attribute = BUILT_IN[name].partition(":")
     found: type[Allocation] = getattr(import_module(module), attribute)
     fields = {field.name: field.default for field in dataclasses.fields(found)}  # type: ignore[arg-type]
-    values = dict(params or {})
-    for key, value in values.items():
-        if key not in fields:
-            raise UsageError(f"allocation {name} has no option {key!r}{suggest(key, list(fields))}")
-        wanted = type(fields[key])
-        if wanted is float and type(value) is int:
-            values[key] = float(value)
-        elif type(value) is not wanted:
-            raise UsageError(f"allocation {name}: {key} must be {wanted.__name__}, got {value!r}")
-    return found(**values)
+    return found(**typed(params or {}, fields, f"allocation {name}", "option"))
 
 
 def allocation_names() -> list[str]:

@@ -108,17 +108,15 @@ def _hull(at: Floats, values: Floats) -> Floats:
     """Andrew's monotone chain, lower half."""
     kept: list[int] = []
     for new in range(len(at)):
-        while len(kept) > 1 and _rises_above(at, values, kept[-2], kept[-1], new):
+        while len(kept) > 1:
+            first, middle = kept[-2:]
+            left = (values[middle] - values[first]) * (at[new] - at[first])
+            right = (values[new] - values[first]) * (at[middle] - at[first])
+            if left < right:  # the middle point is below the line through the other two
+                break
             kept.pop()
         kept.append(new)
     return np.interp(at, at[kept], values[kept])
-
-
-def _rises_above(at: Floats, values: Floats, first: int, middle: int, last: int) -> bool:
-    """Return whether the middle point is on or above the line through the other two."""
-    left = (values[middle] - values[first]) * (at[last] - at[first])
-    right = (values[last] - values[first]) * (at[middle] - at[first])
-    return bool(left >= right)
 
 
 def _bought(gain: Floats, knots: Ints, total: int, have: Ints, most: Ints) -> Ints:

@@ -82,17 +82,12 @@ class MarginalSolver:
         for row in np.argsort(wanted, kind="stable"):
             np.add.at(whole, self._blocks.head[reached : taken[row]], self._blocks.size[reached : taken[row]])
             reached = int(taken[row])
-            solved[row] = self._place(whole, reached, int(wanted[row] - self._ends[reached]))
+            solved[row], left = whole, int(wanted[row] - self._ends[reached])
+            if left and self.split == "best":
+                solved[row] = spend_leftover(self._prefix, self._caps, self._blocks, reached, whole, left)
+            elif left:
+                solved[row, self._blocks.head[reached]] += left
         return solved.reshape(-1, *self.shape)
-
-    def _place(self, whole: Ints, taken: int, left: int) -> Ints:
-        if not left:
-            return whole
-        if self.split == "best":
-            return spend_leftover(self._prefix, self._caps, self._blocks, taken, whole, left)
-        cut = whole.copy()
-        cut[self._blocks.head[taken]] += left
-        return cut
 
 
 def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:

@@ -58,19 +58,15 @@ class Proportional:
         if not low.size:
             return low
         least = round_half_up(total / low.size / 10) if self.least is None else self.least
-        weights = _positive(given)
+        scale = np.abs(given).max(initial=0.0)
+        size = np.abs(given / scale).mean() * scale if scale > 0 else 0.0  # the sum of huge values would overflow
+        weights = np.maximum(given, 0.0) + (1e-12 + 1e-6 * size)
         forward = share_above(
             weights if given.ndim == 2 else weights[:, None], total, lift_floors(least, total, low, high), high
         )
         if self.direction == "forward":
             return forward
         return largest_remainder(_reverse(forward, given), total, low, high)
-
-
-def _positive(signals: Floats) -> Floats:
-    scale = np.abs(signals).max(initial=0.0)
-    size = np.abs(signals / scale).mean() * scale if scale > 0 else 0.0  # the sum of huge values would overflow
-    return np.maximum(signals, 0.0) + (1e-12 + 1e-6 * size)
 
 
 def _reverse(budgets: Ints, signals: Floats) -> Ints:

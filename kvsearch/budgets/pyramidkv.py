@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.budgets.allocator import Ints, Signals
 from kvsearch.budgets.bounds import check_bounds, lift_floors, share_above
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_down
@@ -52,14 +52,7 @@ class Pyramid:
             return low
         base = lift_floors(self.window, total, low, high)
         mean = (total - int(base.sum())) / base.size
-        return share_above(_line(mean, self.beta, (high - base)[0].mean(), len(base))[:, None], total, base, high)
-
-
-def _line(mean: float, beta: float, room: float, layers: int) -> Floats:
-    """Free budgets per head before rounding, float64 [L], with mean `mean`; the first is at most `room` if it can."""
-    smallest = round_down(mean / beta)
-    largest = max(min(2 * mean - smallest, room), mean)
-    if layers == 1:
-        return np.array([mean])
-    line: Floats = np.linspace(largest, 2 * mean - largest, layers)
-    return np.maximum(line, 0.0)
+        room = (high - base)[0].mean()
+        largest = max(min(2 * mean - round_down(mean / self.beta), room), mean)
+        line = np.linspace(largest, 2 * mean - largest, len(base)) if len(base) > 1 else np.array([mean])
+        return share_above(np.maximum(line, 0.0)[:, None], total, base, high)

@@ -29,7 +29,8 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
         int64 [heads], summing to the sum of budgets plus `left`; among equals the first candidate wins.
     """
     candidates = [_on_one_head(prefix, caps, budgets, left), _ByDensity(prefix, blocks, taken, budgets, left).spend()]
-    if _is_tied(blocks, taken):
+    near = blocks.slope[max(taken - 1, 0) : taken + 2]
+    if np.count_nonzero(near == blocks.slope[taken]) > 1:
         candidates.append(_in_head_order(blocks, taken, budgets, left))
     heads = np.arange(len(budgets))
     held = prefix[heads, budgets]
@@ -46,11 +47,6 @@ def _on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
     grown = budgets.copy()
     grown[best] += left
     return grown
-
-
-def _is_tied(blocks: Blocks, taken: int) -> bool:
-    near = blocks.slope[max(taken - 1, 0) : taken + 2]
-    return int(np.count_nonzero(near == blocks.slope[taken])) > 1
 
 
 def _in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
@@ -91,7 +87,10 @@ class _ByDensity:
             elif self.length[best] > self.left:
                 self._cut(best)
             else:
-                self._take_prefix(best)
+                self.kept[best] += self.length[best]
+                self.left -= int(self.length[best])
+                if self.left:
+                    self._cut(best)
         return self.kept
 
     def _take_blocks(self, at_least: float) -> None:
@@ -107,12 +106,6 @@ class _ByDensity:
             self.left -= int(spent[fit - 1]) if fit else 0
             if fit < len(head):
                 return
-
-    def _take_prefix(self, head: int) -> None:
-        self.kept[head] += self.length[head]
-        self.left -= int(self.length[head])
-        if self.left:
-            self._cut(head)
 
     def _cut(self, head: int) -> None:
         """Find the densest prefix of what is left for a head; equal densities resolve to the longest."""

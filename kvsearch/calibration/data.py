@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import read_bytes
+from kvsearch.plan.files import read_bytes, read_text
 from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.resources import resource
 from kvsearch.tasks.fields import Filled, NotEmpty
@@ -133,10 +133,6 @@ def _text(item: Text, folder: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        text = read_bytes(path).decode().strip()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start}") from error
-    if not text:
+    if not (text := read_text(path).strip()):
         raise UsageError(f"{path} is empty: a calibration context needs text")
     return text

@@ -41,21 +41,19 @@ def _write(value: object, indent: str, place: str) -> str:
         return _write(value.model_dump(), indent, place)
     if isinstance(value, dict):
         deeper = indent + _INDENT
-        keys = sorted(_key(key, place) for key in value)
-        members = (f"{_text(key)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in keys)
+        for key in value:
+            if not isinstance(key, str):
+                raise InternalError(f"cannot write the key {key!r} at {_named(place)}: JSON keys are text")
+        members = (f"{_text(key)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in sorted(value))
         return _block("{", members, "}", indent)
     if isinstance(value, list | tuple):
-        return _list(value, indent, place)
+        if all(isinstance(item, int | float) for item in value):
+            line = f"[{', '.join(_scalar(item, place) for item in value)}]"
+            if len(indent) + len(line) <= _LINE:
+                return line
+        written = (_write(item, indent + _INDENT, f"{place}.{index}") for index, item in enumerate(value))
+        return _block("[", written, "]", indent)
     return _scalar(value, place)
-
-
-def _list(items: list[object] | tuple[object, ...], indent: str, place: str) -> str:
-    if all(isinstance(item, int | float) for item in items):
-        line = f"[{', '.join(_scalar(item, place) for item in items)}]"
-        if len(indent) + len(line) <= _LINE:
-            return line
-    written = (_write(item, indent + _INDENT, f"{place}.{index}") for index, item in enumerate(items))
-    return _block("[", written, "]", indent)
 
 
 def _block(opening: str, members: Iterable[str], closing: str, indent: str) -> str:
@@ -75,12 +73,6 @@ def _scalar(value: object, place: str) -> str:
             raise UsageError(f"cannot write {float(value)} at {_named(place)}: JSON has finite numbers only")
         return float.__repr__(value)
     raise InternalError(f"cannot write a {type(value).__name__} at {_named(place)} as JSON")
-
-
-def _key(key: object, place: str) -> str:
-    if not isinstance(key, str):
-        raise InternalError(f"cannot write the key {key!r} at {_named(place)}: JSON keys are text")
-    return key
 
 
 def _text(value: str) -> str:

@@ -40,16 +40,11 @@ def _scalar(value: object) -> Scalar:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
-    if isinstance(value, str) and _is_utf8(value):
-        return value
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value  # half of a surrogate pair is no UTF-8
     what = repr(value) if isinstance(value, float | str) else type(value).__name__
     message = "must be a finite number, true, false or a text, not {what}"
     raise PydanticCustomError(COMPLETE, message, {"what": what})
-
-
-def _is_utf8(text: str) -> bool:
-    """Tell whether UTF-8 can store `text`, which half of a surrogate pair prevents."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _setting(value: object) -> Setting:

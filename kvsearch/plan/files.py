@@ -16,7 +16,15 @@ from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
 
-__all__ = ["atomic_write", "describe_validation_error", "load_plan", "read_bytes", "save_plan", "write_fault"]
+__all__ = [
+    "atomic_write",
+    "describe_validation_error",
+    "load_plan",
+    "read_bytes",
+    "read_text",
+    "save_plan",
+    "write_fault",
+]
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
 _REMEDIES = {
@@ -67,6 +75,14 @@ def read_bytes(path: str | Path) -> bytes:
         raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
     except ValueError as error:  # a zero byte in the name
         raise UsageError(f"cannot read {path!r}: {error}") from error
+
+
+def read_text(path: str | Path, name: str | None = None) -> str:
+    """Read a whole text file, called `name` where it is no text; raises as `read_bytes`, or UsageError: not UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name or path} is not UTF-8 text: byte {error.start}") from error
 
 
 def atomic_write(path: str | Path, data: bytes, overwrite: bool = True) -> None:

@@ -23,7 +23,13 @@ def describe_validation_error(error: ValidationError, name: str) -> str:
 
 def problems_of(error: ValidationError) -> list[str]:
     """List the problems of `error` as `path.to.field: what`, one line each."""
-    return [_problem(line) for line in error.errors(include_url=False)]
+    problems = []
+    for line in error.errors(include_url=False):
+        kind, place = line["type"], ".".join(map(str, line["loc"])) or "the whole"
+        what = _PLAIN.get(kind, line["msg"].removeprefix("Value error, "))
+        shown = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {_shown(line['input'])}"
+        problems.append(" ".join(f"{place}: {what}{shown}".splitlines()))
+    return problems
 
 
 def list_problems(problems: list[str], name: str) -> str:
@@ -70,13 +76,6 @@ def require_header(data: object, kind: str, version: int, name: str) -> dict[str
     if given > version:
         raise UsageError(f"{name} was written by a newer kvsearch (version {given}, this one reads {version}): upgrade")
     return data
-
-
-def _problem(line: Any) -> str:
-    place = ".".join(str(part) for part in line["loc"]) or "the whole"
-    what = _PLAIN.get(line["type"], line["msg"].removeprefix("Value error, "))
-    shown = "" if line["type"] in _PLAIN or line["type"] in _ABOUT_CONTENT else f", not {_shown(line['input'])}"
-    return " ".join(f"{place}: {what}{shown}".splitlines())
 
 
 def _shown(value: object) -> str:

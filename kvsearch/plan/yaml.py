@@ -41,7 +41,10 @@ Params = dict[str, Any]
 def plan_to_yaml(plan: Plan) -> str:
     """Render a plan as YAML; equal plans give equal texts, and reading them gives the plan again."""
     shared = _shared(plan)
-    model = plan.model.model_dump(exclude_none=True)
+    model, provenance = plan.model.model_dump(exclude_none=True), plan.provenance.model_dump(exclude_none=True)
+    provenance["settings"] = dict(sorted(plan.provenance.settings.items()))
+    if not provenance["settings"]:
+        del provenance["settings"]
     document: dict[str, Any] = {
         "format": STRATEGY_FORMAT,
         "version": STRATEGY_VERSION,
@@ -54,7 +57,7 @@ def plan_to_yaml(plan: Plan) -> str:
         "prefill": _phase(plan.prefill, shared),
         "decode": _phase(plan.decode, shared),
         "fingerprint": model,
-        "provenance": _provenance(plan),
+        "provenance": provenance,
     }
     given = {key: value for key, value in document.items() if value is not None}
     return _HEADER + yaml.dump(given, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
@@ -138,11 +141,3 @@ def _entry(layer: LayerPlan | None, shared: dict[str, Params]) -> _Line | str:
     if canonical_json(params) != canonical_json(shared.get(name, {})):  # 1 == 1.0 == True would not do
         entry["params"] = dict(sorted(params.items()))
     return entry
-
-
-def _provenance(plan: Plan) -> dict[str, Any]:
-    dumped = plan.provenance.model_dump(exclude_none=True)
-    dumped["settings"] = dict(sorted(plan.provenance.settings.items()))
-    if not dumped["settings"]:
-        del dumped["settings"]
-    return dumped

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, typed
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
@@ -70,19 +70,10 @@ def policy_class(name: str) -> type[Policy]:
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:
     """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range."""
     found = policy_class(name)
-    fields = {field.name: field for field in dataclasses.fields(found)}
-    values = dict(params or {})
-    for key, value in values.items():
-        if key not in fields:
-            raise UsageError(f"policy {name} has no parameter {key!r}{suggest(key, list(fields))}")
-        if fields[key].default is dataclasses.MISSING:
-            continue  # a third-party parameter without a default: its own __post_init__ judges it
-        wanted = type(fields[key].default)
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            values[key] = float(value)
-        elif type(value) is not wanted:
-            raise UsageError(f"policy {name}: {key} must be {wanted.__name__}, got {value!r}")
-    required = (key for key, given in fields.items() if is_required(given) and key not in values)
+    fields = dataclasses.fields(found)
+    # a third-party parameter without a default: its own __post_init__ judges it
+    values = typed(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
+    required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
     return found(**values)

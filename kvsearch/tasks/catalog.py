@@ -134,12 +134,8 @@ def _made(entry: Entry, options: TaskOptions) -> Task:
         )
     given = {set_by: getattr(options, option) for option, set_by in entry.reads.items() if option in options.given}
     if "length" in given:
-        given["length"] = _only(given["length"], entry.kind)
+        if len(given["length"]) != 1:
+            told = ", ".join(map(str, given["length"])) or "none"
+            raise UsageError(f"{entry.kind} tasks take one length, got {told}: evaluate one length after the other")
+        (given["length"],) = given["length"]
     return entry.make(**given)
-
-
-def _only(lengths: Sequence[int], kind: str) -> int:
-    if len(lengths) != 1:
-        told = ", ".join(map(str, lengths)) or "none"
-        raise UsageError(f"{kind} tasks take one length, got {told}: evaluate one length after the other")
-    return lengths[0]

@@ -130,7 +130,11 @@ def encode(
     prompts = tuple(_prompts(form, examples, limit, excluded))
     if not prompts:
         raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
-    _check_answers(task, prompts)
+    for prompt in prompts:  # before anything is generated: does the metric understand the answers?
+        for question in prompt.questions:
+            score(task, prompt.key, question.number, question.query, "")
+    several = len({prompt.whole for prompt in prompts}) > 1
+    contexts = {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
     coverage = Coverage(
         task.name,
         task.category,
@@ -141,7 +145,7 @@ def encode(
         questions=sum(len(prompt.questions) for prompt in prompts),
         excluded=dict(sorted(excluded.items())),
     )
-    return TaskPrompts(task, form, prompts, coverage, _contexts(prompts))
+    return TaskPrompts(task, form, prompts, coverage, contexts)
 
 
 def token_hash(ids: Tensor) -> str:
@@ -184,13 +188,6 @@ def _check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
         raise UsageError(f"task {task.name} makes prompts of {longest} tokens, {taker} {limit}: lower --length")
 
 
-def _check_answers(task: Task, prompts: Sequence[Prompt]) -> None:
-    """Find out, before anything is generated, whether the metric understands the answers."""
-    for prompt in prompts:
-        for question in prompt.questions:
-            score(task, prompt.key, question.number, question.query, "")
-
-
 def _prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
@@ -204,12 +201,6 @@ def _prompts(
         if questions:
             context = whole if limit is None else _fitted(form, example, whole, questions, limit)
             yield Prompt(example.key, context, questions, len(context) < len(whole), token_hash(whole))
-
-
-def _contexts(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """See `contexts_of`."""
-    several = len({prompt.whole for prompt in prompts}) > 1
-    return {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
 
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:

@@ -53,20 +53,13 @@ def _entries() -> Iterator[Entry]:
     for name in FORMS:
         yield Entry(f"{SYNTHETIC}:{name}", partial(SyntheticTask, name), _GENERATED)
     for name in RULER_TASKS:
-        yield _ruler(name)
+        essay, file = name in NIAH and NIAH[name].haystack == "essay", QA_OPTIONS.get(name)
+        reads = _GENERATED | ({"haystack": "haystack"} if essay else {}) | ({file: "qa_file"} if file else {})
+        yield Entry(f"{RULER}:{name}", partial(RulerTask, name), reads, file)
     for name in (*LONGBENCH_TASKS, *LONGBENCH_E):
         yield Entry(f"{LONGBENCH}:{name}", partial(LongBenchTask, name), _ROWS | {"prompts": "prompts"})
     yield Entry(GSM8K, Gsm8kTask, _ROWS | {"shots": "shots", "shots_from": "train", "metric": "metric"})
     yield Entry(NEEDLE, NiahTask, {name: name for name in ("lengths", "depths", "haystack", "metric", "split")})
-
-
-def _ruler(name: str) -> Entry:
-    reads, file = dict(_GENERATED), QA_OPTIONS.get(name)
-    if name in NIAH and NIAH[name].haystack == "essay":
-        reads["haystack"] = "haystack"
-    if file is not None:
-        reads[file] = "qa_file"
-    return Entry(f"{RULER}:{name}", partial(RulerTask, name), reads, file)
 
 
 def _specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -157,7 +157,10 @@ class Gsm8kTask:
         rows = _read(source, "train", self.revision if str(source) == str(self.source) else None, where)
         if len(rows) < self.shots:
             raise UsageError(f"{self.shots} worked examples were asked for, {where} has {len(rows)}")
-        return [_shot(row) for _, row in rows]
+        return [
+            Shot(row.question.strip(), _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip(), _final(row.answer))
+            for _, row in rows
+        ]
 
 
 def _read(source: str | Path, split: str, revision: str | None, where: str) -> list[tuple[int, Gsm8kRow]]:
@@ -175,11 +178,6 @@ def _fault(row: Gsm8kRow) -> str | None:
 def _final(answer: str) -> str:
     found = _FINAL.search(answer)
     return found.group(1).replace(",", "") if found else ""
-
-
-def _shot(row: Gsm8kRow) -> Shot:
-    solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
-    return Shot(row.question.strip(), solution, _final(row.answer))
 
 
 def _asked(question: str) -> str:

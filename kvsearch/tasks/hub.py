@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -114,11 +115,14 @@ def _from_folder(dataset: Dataset, folder: Path) -> list[Row]:
 
 def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
     import datasets
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        archive = _archive(dataset, repo, revision)
-        if archive is not None:
-            return read_archive(archive, dataset.members)
+        if dataset.archive is not None:
+            with suppress(RemoteEntryNotFoundError):
+                archive = hf_hub_download(repo, dataset.archive, repo_type="dataset", revision=revision)
+                return read_archive(Path(archive), dataset.members)
         rows: list[Row] = datasets.load_dataset(repo, dataset.config, split=dataset.split, revision=revision).to_list()
     except Exception as error:
         # what goes wrong shows as an exception of datasets, huggingface_hub, httpx or Python itself
@@ -126,19 +130,6 @@ def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
             raise
         raise _explain(repo, dataset, error) from error
     return rows
-
-
-def _archive(dataset: Dataset, repo: str, revision: str | None) -> Path | None:
-    """Return the zip of a repository, fetched once; None if it has none."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    if dataset.archive is None:
-        return None
-    try:
-        return Path(hf_hub_download(repo, dataset.archive, repo_type="dataset", revision=revision))
-    except RemoteEntryNotFoundError:
-        return None
 
 
 def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:

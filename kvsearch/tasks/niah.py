@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.plan.files import read_bytes
+from kvsearch.plan.files import read_text
 from kvsearch.resources import resource
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.means import Scored, mean_by
@@ -161,10 +161,7 @@ class NiahTask:
     @cached_property
     def _sentences(self) -> tuple[str, ...]:
         """The haystack; each sentence begins with the white space before it."""
-        try:
-            text = read_bytes(self._file).decode().strip()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{self._file} is not UTF-8 text: byte {error.start}") from error
+        text = read_text(self._file).strip()
         if not text:
             raise UsageError(f"{self._file} is empty: a haystack needs text")
         return tuple(_split("\n\n" + text))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import read_bytes
+from kvsearch.plan.files import read_bytes, read_text
 from kvsearch.tasks.rows import parse_rows
 
 
@@ -34,17 +34,13 @@ class PerplexityText:
         Raises:
             UsageError: there is no such file, it is not UTF-8 text, it is empty, or a row has no text.
         """
-        data = read_bytes(path)
         if Path(path).suffix == ".jsonl":
-            rows = [row.get("text") for row in parse_rows(data, str(path))]
+            rows = [row.get("text") for row in parse_rows(read_bytes(path), str(path))]
             if not all(isinstance(row, str) for row in rows):
                 raise UsageError(f'{path} has rows without a text: perplexity needs rows such as {{"text": "..."}}')
             text = "\n\n".join(map(str, rows))
         else:
-            try:
-                text = data.decode()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{path} is not UTF-8 text: byte {error.start}") from error
+            text = read_text(path)
         if not text.strip():
             raise UsageError(f"{path} is empty: perplexity needs text")
         return cls(Path(path).stem, text)

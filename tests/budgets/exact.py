@@ -8,6 +8,13 @@ from numpy.typing import ArrayLike
 from kvsearch.budgets.allocator import Floats, Ints
 
 
+def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:
+    """Sum the importance [..., T] beyond the first b ranked entries, `budgets` [...], float64 (LU-KV, Eq. 6)."""
+    ranked = np.asarray(importance, dtype=np.float64)
+    lost: Floats = np.where(np.arange(ranked.shape[-1]) >= np.asarray(budgets)[..., None], ranked, 0.0).sum(axis=-1)
+    return lost
+
+
 def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> Ints:
     """Maximise the importance kept by prefixes of every head, a multiple-choice knapsack in O(heads * T * total).
 

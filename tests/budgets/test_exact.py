@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 
 from kvsearch.budgets.allocator import Floats
-from kvsearch.budgets.curves import eviction_loss
-from tests.budgets.exact import exact_budgets
+from tests.budgets.exact import eviction_loss, exact_budgets
 from tests.budgets.samples import tables
 
 

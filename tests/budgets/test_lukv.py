@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
-from kvsearch.budgets.curves import eviction_loss, without_gap
+from kvsearch.budgets.curves import without_gap
 from kvsearch.budgets.lukv import MarginalSolver, Split, profile_grid
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
-from tests.budgets.exact import exact_budgets
+from tests.budgets.exact import eviction_loss, exact_budgets
 from tests.budgets.samples import heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.budgets.curves import eviction_loss
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation import headroom as module
@@ -20,6 +19,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.prompts import PromptFormat
 from tests import tiny
+from tests.budgets.exact import eviction_loss
 from tests.runtime.helpers import feed, running
 
 TASK = tiny.listed((60, 2), (75, 1))

@@ -97,7 +97,11 @@ class LongBenchTask:
     @cached_property
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split; those of LongBench-E have keys that begin with their bucket."""
-        rows = checked(load_rows(_location(self.name), self.source, self.revision), LongBenchRow, self._where)
+        name = self.name
+        files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
+        members = (f"data/{name}.jsonl", f"{name}.jsonl")
+        dataset = Dataset(REPOSITORY, name, "test", files, "data.zip", members)
+        rows = checked(load_rows(dataset, self.source, self.revision), LongBenchRow, self._where)
         self._refuse_others(rows)
         kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
         return tuple(self._example(position, row) for position, row in kept)
@@ -138,20 +142,14 @@ class LongBenchTask:
         answers = tuple(answer for answer in row.answers if not is_blank(answer))
         question = self.template.question(row.input)
         query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
-        bucket = f"{_bucket(row.length)}/" if self.name in LONGBENCH_E and row.length is not None else ""
-        return Example(self.name, f"{bucket}{position}", self.template.context(row.context), (query,))
+        key, length = str(position), row.length
+        if self.name in LONGBENCH_E and length is not None:
+            bucket = next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
+            key = f"{bucket}/{position}"
+        return Example(self.name, key, self.template.context(row.context), (query,))
 
 
 def by_bucket(samples: Iterable[Scored]) -> dict[str, float]:
     """Return the mean score of the replies to LongBench-E per bucket of context lengths, shortest first."""
     means = mean_by(samples, lambda sample: sample.key.partition("/")[0])
     return {bucket: means[bucket] for bucket in BUCKETS if bucket in means}
-
-
-def _bucket(length: int) -> str:
-    return next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
-
-
-def _location(name: str) -> Dataset:
-    files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
-    return Dataset(REPOSITORY, name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))

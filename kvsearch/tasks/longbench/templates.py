@@ -115,7 +115,15 @@ def parse_template(text: str, where: str) -> Template:
     Raises:
         UsageError: other or misplaced fields, or nothing after the context.
     """
-    fields, literals = _pieces(text, where)
+    fields, literals = [], [""]
+    try:
+        for literal, name, form, conversion in string.Formatter().parse(text):
+            literals[-1] += literal  # a literal brace ends a piece, too
+            if name is not None:
+                fields.append(name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else ""))
+                literals.append("")
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}; write literal braces twice") from error
     if fields not in (["context"], ["context", "input"]):
         found = ", ".join(f"{{{name}}}" for name in fields) or "none"
         raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
@@ -149,17 +157,3 @@ def load_template(path: Path, name: str) -> Template:
     if own_template(name).asks and not template.asks:
         raise UsageError(f"{where} has no {{input}}, the place of the question")
     return template
-
-
-def _pieces(text: str, where: str) -> tuple[list[str], list[str]]:
-    """Return the fields of a prompt, and the text before, between and after them."""
-    fields, literals = [], [""]
-    try:
-        for literal, name, form, conversion in string.Formatter().parse(text):
-            literals[-1] += literal  # a literal brace ends a piece, too
-            if name is not None:
-                fields.append(name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else ""))
-                literals.append("")
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}; write literal braces twice") from error
-    return fields, literals

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import read_bytes
+from kvsearch.plan.files import read_text
 from kvsearch.resources import resource
 
 STORY = "data/calibration/novel.txt"
@@ -51,11 +51,7 @@ class Essay:
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         file = resource(STORY) if path is None else path
-        try:
-            text = read_bytes(file).decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"the haystack {file} is not UTF-8 text: byte {error.start}") from error
-        words = tuple(text.split())
+        words = tuple(read_text(file, f"the haystack {file}").split())
         if not words:
             raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")
         return cls(words, tuple(_sentence_ends(words)), " ".join(words))

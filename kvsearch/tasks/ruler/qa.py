@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 
 from kvsearch.tasks.ruler.draft import Draft, Stream
 from kvsearch.tasks.ruler.qa_files import QaFile, QaQuestion
@@ -36,7 +35,11 @@ class QaDocuments:
         question = self.questions[order[stream.index]]
 
         def context(units: int) -> str:
-            chosen = [self.documents[number] for number in self._chosen(question, units, stream.rng("documents"))]
+            rng = stream.rng("documents")
+            first = [*question.own, *rng.sample(question.near, len(question.near))][:units]
+            # so many that enough are left without those that come first
+            others = rng.sample(range(len(self.documents)), min(len(self.documents), units))
+            chosen = [self.documents[number] for number in list(dict.fromkeys((*first, *others)))[:units]]
             stream.rng("order").shuffle(chosen)
             told = (f"Document {place}:\n{text}" for place, text in enumerate(chosen, 1))
             return "\n\n".join((_INTRO, *told))
@@ -49,11 +52,3 @@ class QaDocuments:
             least=len(question.own),
             most=len(self.documents),
         )
-
-    def _chosen(self, question: QaQuestion, units: int, rng: Random) -> list[int]:
-        """Return the numbers of `units` documents."""
-        near = rng.sample(question.near, len(question.near))
-        first = [*question.own, *near][:units]
-        # so many that enough are left without those that come first
-        others = rng.sample(range(len(self.documents)), min(len(self.documents), units))
-        return list(dict.fromkeys((*first, *others)))[:units]

@@ -87,7 +87,12 @@ class RulerTask:
                 f"{self.length} tokens are too few"
             )
         return [
-            Example(self.name, f"{seed}-{index}", self._context(draft, count), (self._query(draft),))
+            Example(
+                self.name,
+                f"{seed}-{index}",
+                self._context(draft, count),
+                (Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix),),
+            )
             for index, draft in enumerate(drafts)
         ]
 
@@ -108,9 +113,6 @@ class RulerTask:
         """The next length that is long enough; other lengths have other examples, so it takes more than one look."""
         needed = self._needed(self._drafts(samples, seed, count), count)
         return self.length if needed <= self.length else replace(self, length=needed)._least(samples, seed, count)
-
-    def _query(self, draft: Draft) -> Query:
-        return Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix)
 
     def _context(self, draft: Draft, count: TokenCount) -> str:
         """Return the context of a draft, filled up to the length."""
