@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvsearch.budgets.curves import eviction_loss, oracle_recall_curve, recall_curve
+from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.analysis import (
     FitGain,
     Misplaced,
@@ -27,6 +27,7 @@ from kvsearch.calibration.analysis import (
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata
+from tests.budgets.exact import eviction_loss
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, ratio_table
 
