@@ -17,7 +17,6 @@ import time
 import numpy as np
 
 from kvsearch.budgets.allocator import Floats
-from kvsearch.budgets.curves import eviction_loss
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.plan import GRID
 
@@ -60,7 +59,8 @@ def main() -> None:
         local = profile_grid(solver)
         clock.append(time.perf_counter())
         profile += local / args.questions
-        loss += eviction_loss(importance, solver.solve(importance.size // 5)).mean() / args.questions
+        evicted = np.arange(importance.shape[-1]) >= solver.solve(importance.size // 5)[..., None]
+        loss += np.where(evicted, importance, 0.0).sum(-1).mean() / args.questions
         blocks += len(solver.whole_totals) - 1
         for name, start, stop in zip(seconds, clock, clock[1:], strict=False):
             seconds[name] += stop - start
