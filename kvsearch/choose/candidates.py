@@ -79,41 +79,31 @@ LEVELS: Final = {
 
 
 @dataclass(frozen=True, eq=False)
-class Entrant:
-    """A plan with the name of its strategy or method; `origin` says what it is made of, for its provenance."""
-
-    name: str
-    plan: Plan
-    origin: Mapping[str, str]
-
-    @property
-    def content(self) -> str:
-        """Equal for plans that keep the same of every prompt."""
-        plan = self.plan
-        scales, shares = plan.scaling == "proportional", plan.allocation.name != STATIC
-        kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
-        return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
-
-
-@dataclass(frozen=True, eq=False)
-class Field:
-    """All that is compared in one phase setting, every plan once, by name.
+class CandidateSet:
+    """All plans that are compared in one phase setting, every plan once, by the name of its strategy or method.
 
     There are no candidates if every strategy is a baseline, too. `even` is the baseline that stands for uniform: the
-    policy of the profile, if it can be used, with equal budgets. `notes` say what was left out, and which signals could
-    not tell patterns or layers apart.
+    policy of the profile, if it can be used, with equal budgets. `origins` say what plans are made of, for their
+    provenance. `notes` say what was left out, and which signals could not tell patterns or layers apart.
     """
 
     phases: str
-    candidates: Mapping[str, Entrant]
-    baselines: Mapping[str, Entrant]
+    candidates: Mapping[str, Plan]
+    baselines: Mapping[str, Plan]
     even: str
+    origins: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...] = ()
 
     @property
-    def entrants(self) -> dict[str, Entrant]:
+    def plans(self) -> dict[str, Plan]:
         """Candidates, then baselines."""
         return {**self.candidates, **self.baselines}
+
+
+class _Made(NamedTuple):
+    name: str
+    plan: Plan
+    origin: Mapping[str, str]
 
 
 def explore(
@@ -154,10 +144,10 @@ def explore(
     )
 
 
-def find_field(
+def find_candidates(
     loaded: LoadedModel, profile: Profile, size: Size, phases: str = "prefill", explored: Explored | None = None
-) -> Field:
-    """Candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
+) -> CandidateSet:
+    """Make candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
 
     Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
 
@@ -165,32 +155,48 @@ def find_field(
         UsageError: a phase was not measured, or no pattern can be used at `size`.
     """
     table = SignalTable(profile)
-    _check_phases(table, phases)
+    for phase in phases_of(phases):
+        if phase not in table.axes.phases:
+            known = ", ".join(table.axes.phases)
+            raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
     pool = size.pool(profile.metadata)
     barred = _barred(table, pool.mean)
-    made = _Maker(table, size, pool, phases, tuple(barred))
     notes = [f"{name} is left out: {why}" for name, why in barred.items()]
-    found = dict[str, Entrant]()
-    baselines = _distinct(found, [*made.single(), *made.methods(loaded, notes)])
+    maker = _Maker(table, size, pool, phases, tuple(barred))
+    origins, contents = dict[str, Mapping[str, str]](), set[str]()
+
+    def distinct(made: Iterable[_Made]) -> dict[str, Plan]:
+        found = {}
+        for name, plan, origin in made:
+            content = content_hash(plan)
+            if content not in contents:
+                contents.add(content)
+                found[name], origins[name] = plan, origin
+        return found
+
+    baselines = distinct([*maker.single(), *maker.methods(loaded, notes)])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", KvsearchWarning)
-        candidates = _distinct(found, made.strategies(explored or explore(profile, size)))
-    _pass_on(told, notes)
-    own = profile.metadata.policy.name
-    return Field(phases, candidates, baselines, own if own in baselines else next(iter(baselines)), tuple(notes))
-
-
-def _pass_on(told: Sequence[warnings.WarningMessage], notes: list[str]) -> None:
-    """Make notes of warnings about signals, each once: they mean candidates that are there already. Warn of others."""
-    for one in told:
+        candidates = distinct(maker.strategies(explored or explore(profile, size)))
+    for one in told:  # of signals: they mean candidates that are there already
         if not issubclass(one.category, KvsearchWarning):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         elif str(one.message) not in notes:
             notes.append(str(one.message))
+    own = profile.metadata.policy.name
+    even = own if own in baselines else next(iter(baselines))
+    return CandidateSet(phases, candidates, baselines, even, origins, tuple(notes))
+
+
+def content_hash(plan: Plan) -> str:
+    """Return a hash that is equal for plans that keep the same of every prompt."""
+    scales, shares = plan.scaling == "proportional", plan.allocation.name != STATIC
+    kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
+    return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
 
 
 def tuned_policy(name: str, profile: Profile) -> Policy:
-    """A policy with the settings that the patterns of a profile have, so that a comparison with them is fair.
+    """Return a policy with the settings that the patterns of a profile have, so that comparing them is fair.
 
     One that is no pattern takes over their window, that of the profile's own policy first.
     """
@@ -207,7 +213,7 @@ def tuned_policy(name: str, profile: Profile) -> Policy:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the entrants of one phase setting; no layer takes a `barred` pattern."""
+    """Makes the plans of one phase setting; no layer takes a `barred` pattern."""
 
     table: SignalTable
     size: Size
@@ -215,22 +221,22 @@ class _Maker:
     phases: str
     barred: tuple[str, ...]
 
-    def single(self) -> Iterator[Entrant]:
+    def single(self) -> Iterator[_Made]:
         """Every pattern with equal budgets."""
         for name in self._usable:
             chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
-            yield self._entrant(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
+            yield self._made(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
-    def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[Entrant]:
+    def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[_Made]:
         """Methods of papers with their own allocators, in prefill; notes say which cannot be used."""
         for method, recipe in METHODS.items() if self.phases == "prefill" else ():
             name = f"{method}, own budgets" if method in self.table.patterns else method
             try:
-                yield Entrant(name, self._method_plan(loaded, recipe), {"baseline": name, "policy": recipe.policy})
+                yield _Made(name, self._method_plan(loaded, recipe), {"baseline": name, "policy": recipe.policy})
             except UsageError as error:
                 notes.append(f"baseline {name} is left out: {error}")
 
-    def strategies(self, explored: Explored) -> Iterator[Entrant]:
+    def strategies(self, explored: Explored) -> Iterator[_Made]:
         """Every route with every allocator; the joint allocator brings its own patterns."""
         for strategy in self._routed(explored.routes):
             routed = choose(self.table, strategy, self.size)
@@ -239,9 +245,9 @@ class _Maker:
                 name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
                 budgets = self._budgets(allocator, routed)
                 chosen = {phase: part._replace(budgets=budgets) for phase, part in routed.items()}
-                yield self._entrant(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
+                yield self._made(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
         for name in (name for name in explored.allocators if name in TOGETHER):
-            yield self._entrant(name, self._joint(name), {"strategy": name, "route": name, "budget_signal": name})
+            yield self._made(name, self._joint(name), {"strategy": name, "route": name, "budget_signal": name})
 
     def _routed(self, routes: Sequence[str]) -> Iterator[Strategy]:
         for name in routes:
@@ -252,8 +258,8 @@ class _Maker:
                     if name in (NONE, pattern):
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
-    def _entrant(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> Entrant:
-        return Entrant(name, plan_of(self.table.profile, chosen, self.size, {}), origin)
+    def _made(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> _Made:
+        return _Made(name, plan_of(self.table.profile, chosen, self.size, {}), origin)
 
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
@@ -287,7 +293,9 @@ class _Maker:
         if len(weights) > 1 and is_constant(weights):
             warn_constant(signal, phase)
             return part.budgets
-        return Proportional().allocate(_powered(weights, power), *bounds)
+        if power != 1.0 and weights.max() > 0:  # on a scale where rounding does not matter; below zero counts as zero
+            weights = (np.maximum(weights, 0.0) / weights.max()) ** power
+        return Proportional().allocate(weights, *bounds)
 
     def _joint(self, allocator: str) -> dict[Phase, Chosen]:
         """Budgets by the best patterns of the first phase, and in every phase those that are best at these budgets."""
@@ -326,11 +334,6 @@ class _Maker:
         return tuple(name for name in _patterns(self.table) if name not in self.barred)
 
 
-def _distinct(found: dict[str, Entrant], entrants: Iterable[Entrant]) -> dict[str, Entrant]:
-    """Entrants by name whose content is not in `found`, to which they are added."""
-    return {one.name: one for one in entrants if found.setdefault(one.content, one) is one}
-
-
 def _patterns(table: SignalTable) -> tuple[str, ...]:
     """All patterns but the full cache, which evicts nothing."""
     return tuple(name for name in table.patterns if name != FULL.name)
@@ -347,13 +350,6 @@ def _barred(table: SignalTable, mean: float) -> dict[str, str]:
         listed = "; ".join(f"{name}: {why}" for name, why in found.items())
         raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
     return found
-
-
-def _check_phases(table: SignalTable, phases: str) -> None:
-    for phase in phases_of(phases):
-        if phase not in table.axes.phases:
-            known = ", ".join(table.axes.phases)
-            raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
 
 
 def _missing_curves(table: SignalTable, mean: float) -> dict[str, str | None]:
@@ -373,14 +369,6 @@ def _split(allocator: str) -> tuple[str, float]:
     """The signal of an allocator, and the power it is raised to."""
     signal, _, power = allocator.partition("^")
     return signal, POWERS[f"^{power}"] if power else 1.0
-
-
-def _powered(weights: Floats, power: float) -> Floats:
-    """Sensitivities to a power, on a scale where rounding does not matter; below zero they count as zero."""
-    if power == 1.0 or weights.max() <= 0:
-        return weights
-    powered: Floats = (np.maximum(weights, 0.0) / weights.max()) ** power
-    return powered
 
 
 def _refuse(what: str, name: str, known: Sequence[str], measured: Sequence[str]) -> NoReturn:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
-from kvsearch.choose.candidates import Entrant, Explored, Field, find_field
+from kvsearch.choose.candidates import CandidateSet, Explored, find_candidates
 from kvsearch.choose.selection import Kind, MethodResult, PhaseResult, QuestionCount, Reported, Selection
 from kvsearch.choose.splits import Questions, halves, shared_questions
 from kvsearch.errors import UsageError
@@ -53,19 +53,17 @@ def prepare_selection(
 
     Raises:
         UsageError: no phases, a task with one context, a question in both splits, or nothing is evicted from any
-            prompt; see `find_field`.
+            prompt; see `find_candidates`.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     profile.metadata.model.require(loaded.fingerprint, "this profile")
     if not phases:
         raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
-    fields = [find_field(loaded, profile, size, when, explored) for when in phases]
     evaluations = []
-    for field in fields:
-        plans = {name: entrant.plan for name, entrant in field.entrants.items()}
-        prepared_plans = prepare_plans(loaded, plans, questions.selection, settings)
+    for found in [find_candidates(loaded, profile, size, when, explored) for when in phases]:
+        prepared_plans = prepare_plans(loaded, found.plans, questions.selection, settings)
         note = check_eviction(prepared_plans.evaluation, size)
-        noted = field if note is None else replace(field, notes=(*field.notes, note))
+        noted = found if note is None else replace(found, notes=(*found.notes, note))
         evaluations.append(_PhaseEvaluation(noted, prepared_plans))
     prepared = PreparedSelection(loaded, profile, size, questions, settings, rule or Rule(), tuple(evaluations))
     prepared.check()
@@ -73,9 +71,9 @@ def prepare_selection(
 
 
 class _PhaseEvaluation(NamedTuple):
-    """One phase setting, with all of its entrants ready to run on all questions of the selection split."""
+    """One phase setting, with all of its plans ready to run on all questions of the selection split."""
 
-    field: Field
+    found: CandidateSet
     prepared: PlanEvaluation
 
 
@@ -130,23 +128,22 @@ class PreparedSelection:
         keeping = keep or (lambda _, __: nullcontext((None, None)))
         results = [self._decided(one, keeping) for one in self.evaluations]
         best = max(range(len(results)), key=lambda n: results[n].score)
-        chosen, field = results[best], self.evaluations[best].field
+        chosen, found = results[best], self.evaluations[best].found
         return Selection(
             self.loaded.name, self.size, self.settings.protocol, self.settings.seed, self.rule, tuple(results), chosen,
-            field.even, self._plan(field.entrants[chosen.written], chosen, results),
-            self._reported(chosen, field, keeping),
+            found.even, self._plan(found, chosen, results), self._reported(chosen, found, keeping),
         )  # fmt: skip
 
     def _decided(self, one: _PhaseEvaluation, keep: Keep) -> PhaseResult:
         """Run both stages of a phase setting, and apply the rule."""
-        field, seed = one.field, self.settings.seed
+        plans, seed = one.found, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / len(self.evaluations))
-        first = _run(self._stages(one.prepared)[0], f"{field.phases}/first", keep)
+        first = _run(self._stages(one.prepared)[0], f"{plans.phases}/first", keep)
         before = Scores.of(first.comparison.samples, first.comparison.contexts)
-        finalists = before.ranked(list(field.candidates))[: rule.top]
-        baselines = before.ranked(list(field.baselines))[: rule.kept]
-        again = self._prepared(field, (*finalists, *baselines), self.questions.selection)
-        second = _run(self._stages(again)[1], f"{field.phases}/second", keep)
+        finalists = before.ranked(list(plans.candidates))[: rule.top]
+        baselines = before.ranked(list(plans.baselines))[: rule.kept]
+        again = self._prepared(plans, (*finalists, *baselines), self.questions.selection)
+        second = _run(self._stages(again)[1], f"{plans.phases}/second", keep)
         after = Scores.of(second.comparison.samples, second.comparison.contexts)
         best = before.beside(after).ranked(baselines)[0]
         leads = {name: second.gain(name, [best]) for name in finalists}
@@ -155,7 +152,7 @@ class PreparedSelection:
 
         def result(name: str) -> MethodResult:
             score = second.score(name) if name in second.labels else None
-            kind: Kind = "candidate" if name in field.candidates else "baseline"
+            kind: Kind = "candidate" if name in plans.candidates else "baseline"
             return MethodResult(
                 name, kind, first.score(name), score, leads.get(name), *verdicts.get(name, (None, False))
             )
@@ -164,15 +161,15 @@ class PreparedSelection:
             return found.second is None, -(found.second or found.first).mean
 
         return PhaseResult(
-            field.phases, tuple(sorted(map(result, field.entrants), key=rank)), second.score(FULL), best,
+            plans.phases, tuple(sorted(map(result, plans.plans), key=rank)), second.score(FULL), best,
             winners[0] if winners else None, rule.level, rule.margin, QuestionCount.of(first.comparison),
-            QuestionCount.of(second.comparison), (*field.notes, *second.comparison.notes),
+            QuestionCount.of(second.comparison), (*plans.notes, *second.comparison.notes),
         )  # fmt: skip
 
-    def _reported(self, chosen: PhaseResult, field: Field, keep: Keep) -> Reported:
+    def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep) -> Reported:
         """Ask the report split, once."""
-        names = list(dict.fromkeys([field.even, chosen.best, *([chosen.winner] if chosen.winner else [])]))
-        result = _run(self._prepared(field, names, self.questions.report), f"{chosen.phases}/report", keep)
+        names = list(dict.fromkeys([found.even, chosen.best, *([chosen.winner] if chosen.winner else [])]))
+        result = _run(self._prepared(found, names, self.questions.report), f"{chosen.phases}/report", keep)
         gain = share = None
         if chosen.winner:
             gain = result.gain(chosen.winner, [chosen.best])
@@ -183,11 +180,11 @@ class PreparedSelection:
             dict(result.comparison.held), gain, share, tuple(result.comparison.notes),
         )  # fmt: skip
 
-    def _plan(self, entrant: Entrant, chosen: PhaseResult, results: Sequence[PhaseResult]) -> Plan:
+    def _plan(self, found: CandidateSet, chosen: PhaseResult, results: Sequence[PhaseResult]) -> Plan:
         """Return the plan to write; its provenance says how it was chosen."""
-        origin, one = self.profile.metadata.provenance, chosen.method(entrant.name)
+        origin, one = self.profile.metadata.provenance, chosen.method(chosen.written)
         how = {
-            **origin.settings, **self.size.as_json(), **entrant.origin, "phases": chosen.phases,
+            **origin.settings, **self.size.as_json(), **found.origins[chosen.written], "phases": chosen.phases,
             "phases_tried": tuple(result.phases for result in results), "fallback": chosen.winner is None,
             "candidates": chosen.count("candidate"), "baselines": chosen.count("baseline"),
             "best_baseline": chosen.best, "selection_protocol": self.settings.protocol,
@@ -196,10 +193,10 @@ class PreparedSelection:
             "lead": None if one.lead is None else one.lead.mean, "chance": one.chance, "margin": self.rule.margin,
         }  # fmt: skip
         made = provenance(SIGNALLED, origin.seed, origin.data_sha256, how)
-        return entrant.plan.model_copy(update={"provenance": made})
+        return found.plans[chosen.written].model_copy(update={"provenance": made})
 
-    def _prepared(self, field: Field, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:
-        plans = {name: field.entrants[name].plan for name in names}
+    def _prepared(self, found: CandidateSet, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:
+        plans = {name: found.plans[name] for name in names}
         return prepare_plans(self.loaded, plans, tasks, self.settings)
 
     def _stages(self, prepared: PlanEvaluation) -> tuple[PlanEvaluation, PlanEvaluation]:

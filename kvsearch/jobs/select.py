@@ -134,12 +134,11 @@ class Selected:
 def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
     prepared, place = _prepared(options, talk)
-    fields = [one.field for one in prepared.evaluations]
     counted = {
-        field.phases: {
-            "candidates": len(field.candidates), "baselines": list(field.baselines), "notes": list(field.notes),
+        found.phases: {
+            "candidates": len(found.candidates), "baselines": list(found.baselines), "notes": list(found.notes),
         }
-        for field in fields
+        for found, _ in prepared.evaluations
     }  # fmt: skip
     return {"phases": counted, "most_replies": prepared.replies, "run": str(place)}
 

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.choose.candidates import ALLOCATORS, Explored, Field, explore, find_field, tuned_policy
+from kvsearch.choose.candidates import (
+    ALLOCATORS,
+    CandidateSet,
+    Explored,
+    content_hash,
+    explore,
+    find_candidates,
+    tuned_policy,
+)
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
@@ -46,9 +54,11 @@ def losing(losses: Any, samples: int = 2) -> dict[str, Any]:
     return {"nll": full[:, None, None, None, None] + both, "full_nll": full, "samples": samples}
 
 
-def field_of(model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any) -> Field:
+def found_in(
+    model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
+) -> CandidateSet:
     size = options.pop("size", SIZE)
-    return find_field(model, profile, size, explored=explore(profile, size, "full", routes, allocators), **options)
+    return find_candidates(model, profile, size, explored=explore(profile, size, "full", routes, allocators), **options)
 
 
 def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
@@ -78,49 +88,49 @@ def test_everything_that_was_measured(model: LoadedModel) -> None:
 
 
 def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
-    field = find_field(model, profile_of(model), SIZE)
-    assert len(field.candidates) > 30
-    contents = [entrant.content for entrant in field.entrants.values()]
+    found = find_candidates(model, profile_of(model), SIZE)
+    assert len(found.candidates) > 30
+    contents = [content_hash(plan) for plan in found.plans.values()]
     assert len(set(contents)) == len(contents)
-    for name, entrant in field.entrants.items():
-        assert entrant.plan.total == 12 * LAYERS * HEADS, name
-        assert entrant.plan.decode is None
-        check_plan(entrant.plan, name)
+    for name, plan in found.plans.items():
+        assert plan.total == 12 * LAYERS * HEADS, name
+        assert plan.decode is None
+        check_plan(plan, name)
     # perplexity orders patterns as its logarithm does, so one of two routes is left
-    assert {"cosine", "error", "ppl"} <= field.candidates.keys()
-    assert "nll" not in field.candidates
-    assert field.even == "snapkv"
-    assert field.notes == ()
+    assert {"cosine", "error", "ppl"} <= found.candidates.keys()
+    assert "nll" not in found.candidates
+    assert found.even == "snapkv"
+    assert found.notes == ()
 
 
 def test_the_baselines_are_patterns_and_methods(model: LoadedModel) -> None:
-    field = field_of(model, profile_of(model), ["cosine"], ["uniform"])
+    found = found_in(model, profile_of(model), ["cosine"], ["uniform"])
     # the method uniform is the pattern snapkv, with the window of the profile
-    assert set(field.baselines) == {*PATTERNS, *METHODS} - {"uniform"}
-    assert {one.plan.allocation.name for one in field.baselines.values()} == {"static", "adakv", "cake", "lava"}
-    assert "snapkv" not in field.candidates
-    assert dict(field.baselines["lava"].origin) == {"baseline": "lava", "policy": "lava"}
+    assert set(found.baselines) == {*PATTERNS, *METHODS} - {"uniform"}
+    assert {one.allocation.name for one in found.baselines.values()} == {"static", "adakv", "cake", "lava"}
+    assert "snapkv" not in found.candidates
+    assert dict(found.origins["lava"]) == {"baseline": "lava", "policy": "lava"}
     windows = {
         layer.policy.params["window"]
-        for one in field.baselines.values()
-        for layer in (one.plan.prefill.layers if one.plan.prefill else ())
+        for one in found.baselines.values()
+        for layer in (one.prefill.layers if one.prefill else ())
         if layer is not None and "window" in layer.policy.params
     }
     assert windows == {4}
 
 
 def test_a_method_that_is_a_pattern_keeps_both_of_its_forms(model: LoadedModel) -> None:
-    field = field_of(model, profile_of(model, {"cake": {"window": 4}, "tova": {}}), ["cosine"], ["uniform"])
-    static, dynamic = field.baselines["cake"].plan, field.baselines["cake, own budgets"].plan
+    found = found_in(model, profile_of(model, {"cake": {"window": 4}, "tova": {}}), ["cosine"], ["uniform"])
+    static, dynamic = found.baselines["cake"], found.baselines["cake, own budgets"]
     assert (static.allocation.name, dynamic.allocation.name) == ("static", "cake")
     assert patterns(static) == patterns(dynamic) == ["cake"] * LAYERS
 
 
 def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: LoadedModel) -> None:
-    field = field_of(model, profile_of(model, {"streaming": {"sinks": 2}, "tova": {}}), ["cosine"], ["uniform"])
-    assert {"streaming", "tova"} <= field.baselines.keys()
-    assert "cake" not in field.baselines
-    (note,) = [note for note in field.notes if note.startswith("baseline cake ")]
+    found = found_in(model, profile_of(model, {"streaming": {"sinks": 2}, "tova": {}}), ["cosine"], ["uniform"])
+    assert {"streaming", "tova"} <= found.baselines.keys()
+    assert "cake" not in found.baselines
+    (note,) = [note for note in found.notes if note.startswith("baseline cake ")]
     assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set window")
 
 
@@ -135,9 +145,9 @@ def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
 @pytest.mark.parametrize("signal", ["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
 def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, route: str, signal: str) -> None:
     profile = profile_of(model)
-    field = field_of(model, profile, [route], ["uniform", signal])
+    found = found_in(model, profile, [route], ["uniform", signal])
     strategy = Strategy(route, signal)
-    mine, theirs = field.candidates[strategy.name].plan, strategy_plan(profile, strategy, SIZE)
+    mine, theirs = found.candidates[strategy.name], strategy_plan(profile, strategy, SIZE)
     assert mine.prefill == theirs.prefill
     assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
 
@@ -149,20 +159,20 @@ def test_sensitivities_to_a_power(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 1, 2, 3])[:, None]
     profile = profile_of(model, arrays=losing(losses))
-    field = field_of(model, profile, ["tova"], ["nll", "nll^2", "nll^0.5"], size=Size(budget=25))
+    found = found_in(model, profile, ["tova"], ["nll", "nll^2", "nll^0.5"], size=Size(budget=25))
     # 100 entries, 2.5 (a tenth of the mean, rounded up) for each layer; the rest as 0 : 1 : 2 : 3 and their powers
-    found = {name: np.array(kept(entrant.plan)) for name, entrant in field.candidates.items()}
-    assert np.abs(found["tova + nll"] - [3, 3 + 88 / 6, 3 + 88 / 3, 47]).max() < 1
-    assert np.abs(found["tova + nll^2"] - [3, 3 + 88 / 14, 3 + 88 * 4 / 14, 3 + 88 * 9 / 14]).max() < 1
+    budgets = {name: np.array(kept(plan)) for name, plan in found.candidates.items()}
+    assert np.abs(budgets["tova + nll"] - [3, 3 + 88 / 6, 3 + 88 / 3, 47]).max() < 1
+    assert np.abs(budgets["tova + nll^2"] - [3, 3 + 88 / 14, 3 + 88 * 4 / 14, 3 + 88 * 9 / 14]).max() < 1
     roots = np.sqrt([0, 1, 2, 3])
-    assert np.abs(found["tova + nll^0.5"] - (3 + 88 * roots / roots.sum())).max() < 1
+    assert np.abs(budgets["tova + nll^0.5"] - (3 + 88 * roots / roots.sum())).max() < 1
 
 
 def test_powers_of_tiny_and_of_negative_sensitivities(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([-3.0, 1, 2, 3])[:, None] * 1e-8
-    field = field_of(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], size=Size(budget=25))
-    assert np.abs(np.array(kept(field.candidates["tova + nll^2"].plan)) - [3, 9.3, 28.1, 59.6]).max() < 1
+    found = found_in(model, profile_of(model, arrays=losing(losses)), ["tova"], ["nll^2"], size=Size(budget=25))
+    assert np.abs(np.array(kept(found.candidates["tova + nll^2"])) - [3, 9.3, 28.1, 59.6]).max() < 1
 
 
 @pytest.mark.parametrize("length", [None, 90])
@@ -171,21 +181,21 @@ def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, lengt
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 0, 0, 1])[:, None]
     profile, size = profile_of(model, arrays=losing(losses)), Size(budget=40, length=length)
-    field = find_field(model, profile, size, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
-    tops = {name: max(kept(entrant.plan)) for name, entrant in field.entrants.items()}
+    found = find_candidates(model, profile, size, explored=Explored(("tova",), ("nll", "nll^2", "pyramid", "curves")))
+    tops = {name: max(kept(plan)) for name, plan in found.plans.items()}
     assert max(tops.values()) <= (length or LENGTH)
     assert tops["tova + nll"] == (length or LENGTH)
-    for entrant in field.entrants.values():
-        assert entrant.plan.total == 40 * LAYERS * HEADS
-        assert entrant.plan.length == (length or LENGTH)
+    for plan in found.plans.values():
+        assert plan.total == 40 * LAYERS * HEADS
+        assert plan.length == (length or LENGTH)
 
 
 def test_pyramids_stand_on_what_each_pattern_keeps(model: LoadedModel) -> None:
-    field = field_of(model, profile_of(model), ["snapkv", "cosine"], ["pyramid"])
+    found = found_in(model, profile_of(model), ["snapkv", "cosine"], ["pyramid"])
     # 8 free entries per head on average, none in the last layer: 16, 10.67, 5.33, 0 above a window of 4
-    snapkv = next(name for name, one in field.baselines.items() if patterns(one.plan) == ["pyramidkv"] * LAYERS)
-    assert kept(field.candidates["snapkv + pyramid"].plan) == kept(field.baselines[snapkv].plan)
-    mixed = field.candidates["cosine + pyramid"].plan
+    snapkv = next(name for name, one in found.baselines.items() if patterns(one) == ["pyramidkv"] * LAYERS)
+    assert kept(found.candidates["snapkv + pyramid"]) == kept(found.baselines[snapkv])
+    mixed = found.candidates["cosine + pyramid"]
     floors = {"snapkv": 4, "streaming": 3, "tova": 1}
     free = [budget - floors[name] for budget, name in zip(kept(mixed), patterns(mixed), strict=True)]
     assert free == sorted(free, reverse=True)
@@ -196,20 +206,20 @@ def test_loss_curves_of_the_patterns_that_are_used(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:, 2, 1] = [4, 1, 0.2]
     losses[:, 0, 2] = [4, 1, 0.2]
-    field = field_of(model, profile_of(model, arrays=losing(losses)), ["streaming", "tova"], ["curves"])
-    assert kept(field.candidates["streaming + curves"].plan) == [8, 8, 24, 8]
-    assert kept(field.candidates["tova + curves"].plan) == [24, 8, 8, 8]
+    found = found_in(model, profile_of(model, arrays=losing(losses)), ["streaming", "tova"], ["curves"])
+    assert kept(found.candidates["streaming + curves"]) == [8, 8, 24, 8]
+    assert kept(found.candidates["tova + curves"]) == [24, 8, 8, 8]
 
 
 def test_curves_below_what_was_measured(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:, 2, 1] = [4, 2, 1]
     profile = profile_of(model, arrays=losing(losses))
-    field = field_of(model, profile, ["streaming"], ["curves", "curves-low", "curves-joint-low"])
+    found = found_in(model, profile, ["streaming"], ["curves", "curves-low", "curves-joint-low"])
     # a tenth of the mean is 1 entry, streaming keeps two sinks and the last token
-    assert kept(field.candidates["streaming + curves-low"].plan) == [3, 3, 39, 3]
-    smallest = field_of(model, profile, ["streaming"], ["curves-low"], size=Size(budget=8))
-    assert kept(smallest.candidates["streaming + curves-low"].plan) == [3, 3, 23, 3]
+    assert kept(found.candidates["streaming + curves-low"]) == [3, 3, 39, 3]
+    smallest = found_in(model, profile, ["streaming"], ["curves-low"], size=Size(budget=8))
+    assert kept(smallest.candidates["streaming + curves-low"]) == [3, 3, 23, 3]
 
 
 def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedModel) -> None:
@@ -217,24 +227,24 @@ def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedM
     losses[:, :, 0] = 0  # snapkv loses nothing but in layer 1, where streaming is best at 8 and tova at 16 and 32
     losses[:, 1] = [[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]
     profile = profile_of(model, arrays=losing(losses))
-    wide = field_of(model, profile, ["cosine"], ["curves-joint"]).candidates["curves-joint"]
-    assert kept(wide.plan) == [8, 24, 8, 8]
-    assert patterns(wide.plan) == ["snapkv", "tova", "snapkv", "snapkv"]
-    assert dict(wide.origin) == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
-    tight = field_of(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
-    assert (kept(tight.plan)[1], patterns(tight.plan)[1]) == (12, "tova")
+    found = found_in(model, profile, ["cosine"], ["curves-joint"])
+    wide = found.candidates["curves-joint"]
+    assert kept(wide) == [8, 24, 8, 8]
+    assert patterns(wide) == ["snapkv", "tova", "snapkv", "snapkv"]
+    origin = dict(found.origins["curves-joint"])
+    assert origin == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
+    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
+    assert (kept(tight)[1], patterns(tight)[1]) == (12, "tova")
     losses[:, 3, :2] = [[6, 8], [2.9, 5], [0, 0]]  # now layer 3 needs more than layer 1
     profile = profile_of(model, arrays=losing(losses))
-    tight = field_of(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
-    assert (kept(tight.plan), patterns(tight.plan)[1]) == ([8, 8, 8, 12], "streaming")
+    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
+    assert (kept(tight), patterns(tight)[1]) == ([8, 8, 8, 12], "streaming")
 
 
 def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
-    field = find_field(model, profile_of(model), Size(ratio=0.7))
-    assert {(one.plan.scaling, one.plan.length, one.plan.total) for one in field.entrants.values()} == {
-        ("proportional", LENGTH, 144)
-    }
-    assert max(max(kept(one.plan)) for one in field.entrants.values()) <= LENGTH
+    found = find_candidates(model, profile_of(model), Size(ratio=0.7))
+    assert {(one.scaling, one.length, one.total) for one in found.plans.values()} == {("proportional", LENGTH, 144)}
+    assert max(max(kept(one)) for one in found.plans.values()) <= LENGTH
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -242,30 +252,29 @@ def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("phases", ["decode", "both"])
 def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phases: str) -> None:
-    field = field_of(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
-    assert set(field.baselines) == set(PATTERNS)
-    assert "curves-joint" in field.candidates
-    for entrant in field.entrants.values():
-        plan = entrant.plan
+    found = found_in(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
+    assert set(found.baselines) == set(PATTERNS)
+    assert "curves-joint" in found.candidates
+    for name, plan in found.plans.items():
         assert plan.decode is not None
         assert plan.decode.total == 12 * LAYERS * HEADS
         assert (plan.prefill is None) == (phases == "decode")
-        assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), entrant.name
+        assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), name
 
 
 def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
     profile = profile_of(model)
     explored = explore(profile, SIZE, "full", ["cosine", "none"], ["nll-chosen", "entropy^2", "pyramid", *CURVES])
-    both, alone = (find_field(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
+    both, alone = (find_candidates(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
     for name in ("tova + nll-chosen", "tova + entropy^2", "tova + curves", "curves-joint"):
-        assert kept(both.candidates[name].plan, "decode") == kept(alone.candidates[name].plan), name
+        assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
     floors = {"snapkv": 4, "streaming": 3, "tova": 1}
-    for entrant in both.candidates.values():
+    for name, plan in both.candidates.items():
         for phase in ("prefill", "decode"):
-            rows = zip(kept(entrant.plan, phase), patterns(entrant.plan, phase), strict=True)
-            assert all(budget >= floors[pattern] for budget, pattern in rows), entrant.name
+            rows = zip(kept(plan, phase), patterns(plan, phase), strict=True)
+            assert all(budget >= floors[pattern] for budget, pattern in rows), name
     strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
-    mine = both.candidates["cosine + nll-chosen"].plan
+    mine = both.candidates["cosine + nll-chosen"]
     assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
 
 
@@ -276,8 +285,8 @@ def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_pref
     losses[1, 3] = [[9, 9, 9], [0, 0, 0], [9, 9, 9]]  # would take much of the budget, if decode were asked
     nll = 1 + losses.transpose(3, 0, 1, 2)[None]
     profile = profile_of(model, arrays={"nll": nll, "full_nll": np.ones(1), "samples": 1})
-    field = field_of(model, profile, ["cosine"], ["curves-joint"], phases="both")
-    plan = field.candidates["curves-joint"].plan
+    found = found_in(model, profile, ["cosine"], ["curves-joint"], phases="both")
+    plan = found.candidates["curves-joint"]
     assert kept(plan) == kept(plan, "decode") == [8, 24, 8, 8]
     assert (patterns(plan)[1], patterns(plan, "decode")[1], patterns(plan, "decode")[3]) == (
         "tova",
@@ -288,19 +297,18 @@ def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_pref
 
 def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedModel) -> None:
     large = {**PATTERNS, "pyramidkv": {"window": 13}}
-    field = find_field(model, profile_of(model, large), SIZE)
-    assert field.notes[0] == "pyramidkv is left out: it always keeps 13 entries per kv head, above the mean of 12"
-    plans = [one.plan for one in field.candidates.values()]
-    assert all("pyramidkv" not in patterns(plan) for plan in plans)
+    found = find_candidates(model, profile_of(model, large), SIZE)
+    assert found.notes[0] == "pyramidkv is left out: it always keeps 13 entries per kv head, above the mean of 12"
+    assert all("pyramidkv" not in patterns(plan) for plan in found.candidates.values())
     with pytest.raises(UsageError, match=r"no pattern of the profile can be used \(snapkv: it always keeps 4 entries"):
-        find_field(model, profile_of(model, {"snapkv": {"window": 4}}), Size(budget=3))
+        find_candidates(model, profile_of(model, {"snapkv": {"window": 4}}), Size(budget=3))
 
 
 def test_the_full_cache_is_no_pattern_to_choose(model: LoadedModel) -> None:
     with_full = {**PATTERNS, "full": {}}
-    field = find_field(model, profile_of(model, with_full), SIZE)
-    assert "full" not in field.baselines
-    assert all("full" not in patterns(one.plan) for one in field.candidates.values())
+    found = find_candidates(model, profile_of(model, with_full), SIZE)
+    assert "full" not in found.baselines
+    assert all("full" not in patterns(one) for one in found.candidates.values())
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -353,26 +361,26 @@ def test_routes_that_were_not_measured(model: LoadedModel) -> None:
 
 def test_phases_that_were_not_measured(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
-        find_field(model, profile_of(model, phases=("prefill",)), SIZE, "both")
+        find_candidates(model, profile_of(model, phases=("prefill",)), SIZE, "both")
     with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
-        find_field(model, profile_of(model), SIZE, "decoding")
+        find_candidates(model, profile_of(model), SIZE, "decoding")
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_field_may_have_no_candidates(model: LoadedModel) -> None:
-    field = field_of(model, profile_of(model), ["none"], ["uniform"])
-    assert (dict(field.candidates), field.notes, set(field.entrants)) == ({}, (), set(field.baselines))
+def test_there_may_be_no_candidates(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model), ["none"], ["uniform"])
+    assert (dict(found.candidates), found.notes, set(found.plans)) == ({}, (), set(found.baselines))
     one = tiny.loaded(num_hidden_layers=1)
-    assert not field_of(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
+    assert not found_in(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
     cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((3, 2, LAYERS), 0.5, np.float32)
     profile = profile_of(model, arrays={"cosine": cosine, "entropy": entropy})
-    field = field_of(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen", "entropy^2"])
-    assert not field.candidates
-    assert field.notes == (
+    found = found_in(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen", "entropy^2"])
+    assert not found.candidates
+    assert found.notes == (
         "cosine is the same for all patterns in every prefill layer: nothing seems to have been evicted at 16 entries "
         "per kv head, so snapkv is used everywhere",
         "entropy is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
@@ -383,6 +391,6 @@ def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
 def test_signals_that_say_nothing_make_no_candidates(model: LoadedModel) -> None:
     flat = np.zeros((3, 3, 2, LAYERS, 3), dtype=np.float32) + 0.5
     profile = profile_of(model, arrays={"cosine": flat})
-    field = field_of(model, profile, ["cosine"], ["uniform", "cosine-chosen", "entropy"])
-    assert list(field.candidates) == ["cosine + entropy"]
+    found = found_in(model, profile, ["cosine"], ["uniform", "cosine-chosen", "entropy"])
+    assert list(found.candidates) == ["cosine + entropy"]
     assert "cosine-chosen" in SENSITIVITIES

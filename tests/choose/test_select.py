@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, chances, recovered
-from kvsearch.choose.candidates import Explored, explore, find_field
+from kvsearch.choose.candidates import Explored, explore, find_candidates
 from kvsearch.choose.select import PreparedSelection, prepare_selection
 from kvsearch.choose.selection import Selection
 from kvsearch.choose.splits import Questions, halves
@@ -359,8 +359,8 @@ def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **o
     explored = explore(profile, SIZE, **EXPLORED)
     if favourite is not None:
         when = options.get("phases", ("prefill",))[0]
-        entrant = find_field(model, profile, SIZE, when, explored).entrants[favourite]
-        tasks = [answered_by(model, entrant.plan, task) for task in tasks]
+        plan = find_candidates(model, profile, SIZE, when, explored).plans[favourite]
+        tasks = [answered_by(model, plan, task) for task in tasks]
     return prepare_selection(model, profile, SIZE, Questions(tasks[:1], tasks[1:]), HOW, explored=explored, **options)
 
 
@@ -426,7 +426,7 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
     explored = explore(profile, SIZE, routes=["none"], allocators=["uniform"])
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
-    plan = find_field(model, profile, SIZE, "prefill", explored).entrants["streaming"].plan
+    plan = find_candidates(model, profile, SIZE, "prefill", explored).plans["streaming"]
     questions = Questions(*([answered_by(model, plan, task)] for task in tasks))
     found = prepare_selection(model, profile, SIZE, questions, HOW, explored=explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
@@ -518,7 +518,7 @@ def test_a_prompt_with_its_question(model: LoadedModel, profile: Profile) -> Non
 def test_one_text_under_several_keys_is_no_evidence_twice(model: LoadedModel, profile: Profile) -> None:
     """Twelve keys, but three texts: one or two of them in the second stage, which cannot show any lead."""
     explored = explore(profile, SIZE, **EXPLORED)
-    plan = find_field(model, profile, SIZE, "prefill", explored).entrants["error + entropy"].plan
+    plan = find_candidates(model, profile, SIZE, "prefill", explored).plans["error + entropy"]
     task, other = (answered_by(model, plan, questions_of(*numbers, each=4)) for numbers in ((0, 1, 2), (3, 4)))
     keys = [
         replace(row, key=f"{row.key}/{n}", queries=(query,)) for row in task.rows for n, query in enumerate(row.queries)
@@ -553,9 +553,9 @@ def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, pro
         prepare_selection(model, profile, Size(budget=59), questions, HOW, **late)
     both = Questions([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions.report)
     (one,) = prepare_selection(model, profile, Size(budget=59), both, HOW, **late).evaluations
-    assert "4 of 8 prompts are so short" in one.field.notes[-1]
+    assert "4 of 8 prompts are so short" in one.found.notes[-1]
     (one,) = prepare_selection(model, profile, Size(budget=50), questions, HOW).evaluations  # some give and take
-    assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.field.notes[-1])
+    assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.found.notes[-1])
 
 
 def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile: Profile) -> None:
