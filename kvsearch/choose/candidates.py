@@ -113,7 +113,7 @@ def explore(
     routes: Sequence[str] | None = None,
     allocators: Sequence[str] | None = None,
 ) -> Explored:
-    """The routes and allocators of a level of `LEVELS`, as far as they were measured, or those that are named.
+    """Return the routes and allocators of a level of `LEVELS`, as far as they were measured, or those that are named.
 
     A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
     `ALLOCATORS`: "nll-chosen^2" shares by the square of a sensitivity; "curves" by loss curves of the routed patterns,
@@ -222,22 +222,24 @@ class _Maker:
     barred: tuple[str, ...]
 
     def single(self) -> Iterator[_Made]:
-        """Every pattern with equal budgets."""
+        """Make every pattern with equal budgets."""
         for name in self._usable:
             chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
             yield self._made(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[_Made]:
-        """Methods of papers with their own allocators, in prefill; notes say which cannot be used."""
+        """Make the methods of papers with their own allocators, in prefill; notes say which cannot be used."""
         for method, recipe in METHODS.items() if self.phases == "prefill" else ():
             name = f"{method}, own budgets" if method in self.table.patterns else method
             try:
-                yield _Made(name, self._method_plan(loaded, recipe), {"baseline": name, "policy": recipe.policy})
+                plan = self._method_plan(loaded, recipe)
             except UsageError as error:
                 notes.append(f"baseline {name} is left out: {error}")
+            else:
+                yield _Made(name, plan, {"baseline": name, "policy": recipe.policy})
 
     def strategies(self, explored: Explored) -> Iterator[_Made]:
-        """Every route with every allocator; the joint allocator brings its own patterns."""
+        """Make every route with every allocator; the joint allocator brings its own patterns."""
         for strategy in self._routed(explored.routes):
             routed = choose(self.table, strategy, self.size)
             route = strategy.route or NONE
@@ -263,11 +265,10 @@ class _Maker:
 
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
-        spec = policy.spec
-        if self.pool.mean < floor_of(spec):
-            smaller = ", or calibrate with a smaller --set window" if has_window(spec) else ""
+        if self.pool.mean < policy.floor:
+            smaller = ", or calibrate with a smaller --set window" if has_window(policy.spec) else ""
             raise UsageError(
-                f"{self.pool.mean:g} entries per kv head is below the {floor_of(spec)} that {policy.name} always "
+                f"{self.pool.mean:g} entries per kv head is below the {policy.floor} that {policy.name} always "
                 f"keeps: keep more{smaller}"
             )
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
@@ -276,13 +277,13 @@ class _Maker:
         return direct_plan(loaded, policy, size, PHASES[self.phases], allocator, allocation)
 
     def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
-        """Of the patterns of all phases together, [L, Hkv], by the signals of the first."""
+        """Return the budgets of the patterns of all phases together, [L, Hkv], by the signals of the first."""
         phase, part = next(iter(routed.items()))
         if allocator == UNIFORM:
             return part.budgets
         floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
-        bounds, used = (self.pool.total, floors, self._caps), [pattern.name for pattern in part.policies]
-        indices = [self.table.patterns.index(name) for name in used]
+        bounds = self.pool.total, floors, self._caps
+        indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)
         if allocator in ALONE:
@@ -298,7 +299,7 @@ class _Maker:
         return Proportional().allocate(weights, *bounds)
 
     def _joint(self, allocator: str) -> dict[Phase, Chosen]:
-        """Budgets by the best patterns of the first phase, and in every phase those that are best at these budgets."""
+        """Return budgets by the best patterns of the first phase, and every phase's best patterns at these budgets."""
         usable = [self.table.patterns.index(name) for name in self._usable]
         specs = [self.table.axes.patterns[index] for index in usable]
         low, high = self._floors([max(map(floor_of, specs))] * self.pool.shape[0]), self._caps
@@ -314,7 +315,7 @@ class _Maker:
         return LossCurves((*self._measured, self.table.profile.metadata.length), least)
 
     def _losses(self, phase: Phase) -> Floats:
-        """Nats per token that the model loses at the measured budgets below the length, [L, R, N]."""
+        """Return nats per token that the model loses at the measured budgets below the length, [L, R, N]."""
         return np.stack([self.table.measured("nll", phase, budget) for budget in self._measured], axis=-1)
 
     def _floors(self, by_layer: Sequence[int]) -> Ints:
@@ -335,12 +336,12 @@ class _Maker:
 
 
 def _patterns(table: SignalTable) -> tuple[str, ...]:
-    """All patterns but the full cache, which evicts nothing."""
+    """Return all patterns but the full cache, which evicts nothing."""
     return tuple(name for name in table.patterns if name != FULL.name)
 
 
 def _barred(table: SignalTable, mean: float) -> dict[str, str]:
-    """Patterns that cannot be used, and why; UsageError if none is left."""
+    """Return patterns that cannot be used, and why; UsageError if none is left."""
     found = {
         pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
         for pattern in table.axes.patterns
@@ -353,7 +354,7 @@ def _barred(table: SignalTable, mean: float) -> dict[str, str]:
 
 
 def _missing_curves(table: SignalTable, mean: float) -> dict[str, str | None]:
-    """Why loss curves cannot share out a mean budget, by allocator; None if they can."""
+    """Return why loss curves cannot share out a mean budget, by allocator; None if they can."""
     budgets, listed = table.axes.budgets, ", ".join(map(str, table.axes.budgets))
     why = None
     if "nll" not in table.routes:
@@ -366,7 +367,7 @@ def _missing_curves(table: SignalTable, mean: float) -> dict[str, str | None]:
 
 
 def _split(allocator: str) -> tuple[str, float]:
-    """The signal of an allocator, and the power it is raised to."""
+    """Return the signal of an allocator, and the power it is raised to."""
     signal, _, power = allocator.partition("^")
     return signal, POWERS[f"^{power}"] if power else 1.0
 

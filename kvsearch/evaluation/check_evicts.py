@@ -11,7 +11,7 @@ from kvsearch.tasks.readings import Reading, readings
 
 
 def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
-    """A note if some strategies evict nothing from some prompts, which are too short; None if all evict from all.
+    """Return a note if some strategies evict nothing from prompts that are too short; None if all evict from all.
 
     `size` is the size of all strategies, for the words.
 
@@ -39,7 +39,7 @@ def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
 
 
 def _end(reading: Reading) -> int:
-    """Tokens of a prompt with its longest question and reply."""
+    """Return tokens of a prompt with its longest question and reply."""
     return max(
         len(reading.prompt.context) + len(question.ids) + question.query.max_new_tokens
         for question in reading.questions
@@ -47,7 +47,7 @@ def _end(reading: Reading) -> int:
 
 
 def _evicts(program: Program, length: int, end: int) -> bool:
-    """Whether a program drops anything from a prompt of `length` tokens until there are `end` of them."""
+    """Return whether a program drops anything from a prompt of `length` tokens until there are `end` of them."""
     prefill, decode = program.prefill, program.decode
     if prefill is not None and prefill.entries(length) < prefill.table(length).size * length:
         return True

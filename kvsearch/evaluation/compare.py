@@ -249,5 +249,5 @@ def prepare(
 
 
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
-    """Tokens of everything that is compressed as one."""
+    """Return tokens of everything that is compressed as one."""
     return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]

@@ -57,7 +57,7 @@ def environment(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def metric_of(task: Task) -> str:
-    """The name of what scores a task's replies; of a task of one's own that names none, the name of its class."""
+    """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
     if isinstance(task, LongBenchTask):
         return task.spec.metric
     if isinstance(task, RulerTask | SyntheticTask):
@@ -101,7 +101,7 @@ class ReplyKeys:
         self._methods = {one.label: sha256_of({**shared, "method": one.definition}) for one in methods}
 
     def of(self, task: TaskPrompts, prompt: Prompt, question: Question) -> dict[str, str]:
-        """The keys of the replies to one question, by the method's label."""
+        """Return the keys of the replies to one question, by the method's label."""
         asked = {
             "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
             "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,

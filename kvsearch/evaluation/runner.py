@@ -41,7 +41,7 @@ def run(
     protocol: Protocol = QUESTION_AGNOSTIC,
     max_length: int | None = None,
 ) -> list[Sample]:
-    """Every program on the same `samples` examples of every task; see `encode_tasks` for what may be wrong with them.
+    """Run every program on the same `samples` examples of every task; `encode_tasks` says what may be wrong with them.
 
     Raises:
         IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
@@ -60,7 +60,7 @@ def run_encoded(
     memory: int | None = None,
     kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """As `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is `kept` is not done again.
+    """Do as `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is `kept` is not done again.
 
     What is left of a batch is done as if all of it were, so replies that share their arithmetic still do.
     """
@@ -89,7 +89,7 @@ def _missing(
     memory: int | None,
     known: Known,
 ) -> Iterator[list[Sample]]:
-    """The samples of a batch that are not known, not scored, by methods that reply together."""
+    """Return the samples of a batch that are not known, not scored, by methods that reply together."""
     wanted = {method: program for method, program in programs.items() if method not in known.left_out}
     if set(wanted) - known.finished:
         yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
@@ -128,7 +128,7 @@ def answer_all(
     programs: Mapping[str, Program],
     memory: int | None = None,
 ) -> Iterator[Sample]:
-    """All questions of one batch under every program; the model must run the attention "kvsearch".
+    """Ask all questions of one batch under every program; the model must run the attention "kvsearch".
 
     The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
     """
@@ -144,7 +144,7 @@ def answer_joints(
     memory: int | None = None,
     finished: Collection[str] = (),
 ) -> Iterator[list[Sample]]:
-    """As `answer_all`, a list for methods that reply together; without those of which all are `finished`.
+    """Do as `answer_all`, a list for methods that reply together; without those of which all are `finished`.
 
     The samples are not scored: see `UNSCORED`.
     """
@@ -161,7 +161,7 @@ def answer_joints(
 
 
 def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str) -> Iterator[Sample]:
-    """Replies of the methods that reply together to all questions of the batch."""
+    """Return replies of the methods that reply together to all questions of the batch."""
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
@@ -190,7 +190,7 @@ def _sample(
 
 
 def score_of(task: Task, prompt: Prompt, question: Question, reply: str) -> float:
-    """The score of a reply; errors as for `kvsearch.tasks.scoring.score`."""
+    """Return the score of a reply; errors as for `kvsearch.tasks.scoring.score`."""
     return score(task, prompt.key, question.number, question.query, reply)
 
 
@@ -202,13 +202,13 @@ def _answered(replies: Replies, questions: Sequence[Question], protocol: Protoco
 
 
 def _finished(prompts: TaskPrompts) -> Callable[[list[int]], bool] | None:
-    """Whether a reply has come to a stop text of its task; None where there are none."""
+    """Return whether a reply has come to a stop text of its task; None where there are none."""
     stops, decode = prompts.task.stops, prompts.format.decode
     return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
 
 
 def _timed(action: Callable[[], T]) -> tuple[T, float]:
-    """A result and the seconds it took. Replies wait for the device: each looks at its logits."""
+    """Return a result and the seconds it took. Replies wait for the device: each looks at its logits."""
     started = perf_counter()
     return action(), perf_counter() - started
 
@@ -228,7 +228,7 @@ def _pad_token(tokenizer: Any) -> int:
 
 
 def _batches(items: Sequence[Reading], size: int, parted: bool) -> Iterator[Sequence[Reading]]:
-    """Batches of at most `size`; `parted`: of questions that need no padding to follow their contexts."""
+    """Return batches of at most `size`; `parted`: of questions that need no padding to follow their contexts."""
     groups: dict[tuple[int, ...], list[Reading]] = {}
     for item in items:
         follows = item.questions if parted and item.protocol == QUESTION_AGNOSTIC else ()

@@ -35,7 +35,7 @@ def check_totals(loaded: LoadedModel, methods: Sequence[ReadyMethod], lengths: I
 
 
 def decode_entries(phase: PhaseProgram, length: int) -> int:
-    """Entries of all governed layers and heads that a decode phase allows after a prompt of `length` tokens.
+    """Return the entries of all governed layers and heads that a decode phase allows after `length` prompt tokens.
 
     A head that is never evicted counts as one more than the longest of the others and the prompt.
     """
@@ -60,7 +60,7 @@ def _check_total(method: ReadyMethod, size: Size, length: int, heads: int) -> No
 
 
 def _short_prompts(method: ReadyMethod, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
-    """UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, a note."""
+    """Raise UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, note it."""
     policy = max(method.program.policies, key=lambda policy: policy.floor)
     least = policy.floor
     short = sorted(length for length in counts if size.held(length, heads) < least * heads)

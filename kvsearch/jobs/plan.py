@@ -253,7 +253,7 @@ def uncounted(plan: Plan) -> Iterator[str]:
 
 
 def _disagreements(plan: Plan) -> Iterator[str]:
-    """Where phases, budgets and length do not fit together, which may be meant."""
+    """Say where phases, budgets and length do not fit together, which may be meant."""
     totals = {name: part.total for name, part in _phases(plan)}
     if len(set(totals.values())) > 1:
         yield (

@@ -51,7 +51,7 @@ class PlanOptions(JobOptions):
         return plan
 
     def check_output(self) -> None:
-        """UsageError if no plan can be written, found out before there is one."""
+        """Raise UsageError if no plan can be written, found out before there is one."""
         check_output(self.output, self.force)
 
     def checked(self, plan: Plan) -> Plan:

@@ -80,7 +80,7 @@ class Base:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """UsageError if a start plan has a name that something else has in a search or its report."""
+    """Raise UsageError if a start plan has a name that something else has in a search or its report."""
     for name in names:
         if name in RESERVED or name.startswith(PREFIXES):
             raise UsageError(
@@ -89,7 +89,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
-    """Even budgets, PyramidKV's, and those of plans scaled to `budget` entries per kv head, by name; equal ones once.
+    """Return even budgets, PyramidKV's, and those of plans scaled to `budget` entries per kv head; equal ones once.
 
     Raises:
         UsageError: the budget is below what some policy always keeps, or a plan cannot be a start.

@@ -160,7 +160,7 @@ def _policy(name: str) -> Policy:
 
 
 def _check_whole(loaded: LoadedModel, name: str, program: Program) -> None:
-    """IncompatibleError if a plan is not of all full-attention layers: it holds more than its budgets say."""
+    """Raise IncompatibleError if a plan is not of all full-attention layers: it holds more than its budgets say."""
     for phase in program.phases:
         left = sorted(set(describe(loaded.model).full_layers) - set(phase.policies))
         if left:

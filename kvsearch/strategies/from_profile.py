@@ -13,7 +13,7 @@ from kvsearch.strategies.build import Chosen, build_plan
 
 
 def plan_from_profile(profile: Profile, size: Size) -> Plan:
-    """The static plan of a profile at `size`: interpolated lookup, one global exact rounding.
+    """Return the static plan of a profile at `size`: interpolated lookup, one global exact rounding.
 
     Raises:
         UsageError: the size is below the protected entries or above the length.
@@ -48,6 +48,6 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
 
 
 def round_ratios(ratios: NDArray[np.float64], length: int, total: int, floor: int) -> NDArray[np.int64]:
-    """Integer budgets [L, Hkv] that sum to `total`, from local eviction ratios [L, Hkv]; each in [floor, length]."""
+    """Round local eviction ratios [L, Hkv] to integer budgets [L, Hkv] in [floor, length] that sum to `total`."""
     budgets: NDArray[np.int64] = water_fill((1.0 - ratios) * length, total, floor, length)
     return budgets

@@ -104,7 +104,7 @@ class Strategy:
 
 
 def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
-    """The plan of a strategy at `size`; its provenance says what was chosen and from which signals.
+    """Return the plan of a strategy at `size`; its provenance says what was chosen and from which signals.
 
     Raises:
         UsageError: see `choose`.
@@ -119,7 +119,7 @@ def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
 
 
 def choose(table: SignalTable, strategy: Strategy, size: Size) -> dict[Phase, Chosen]:
-    """Patterns and budgets of every phase of a strategy, from signals at the measured budget nearest to the mean.
+    """Choose patterns and budgets of every phase of a strategy, by signals at the measured budget nearest to the mean.
 
     Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `size`
     exactly; heads of a layer get equal ones, but for odd entries. None is above the length that the plan states: that
@@ -134,27 +134,27 @@ def choose(table: SignalTable, strategy: Strategy, size: Size) -> dict[Phase, Ch
 
 
 def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
-    """What every layer always keeps per kv head, by its patterns in all phases; at least one entry."""
+    """Return what every layer always keeps per kv head, by its patterns in all phases; at least one entry."""
     return [max(map(floor_of, patterns)) for patterns in zip(*chosen.values(), strict=True)]
 
 
 def floor_of(pattern: PolicySpec) -> int:
-    """Entries per kv head that a pattern always keeps, at least one."""
+    """Return entries per kv head that a pattern always keeps, at least one."""
     return policy_of(pattern).floor
 
 
 def has_window(pattern: PolicySpec) -> bool:
-    """Whether what a pattern always keeps can be made smaller by its window."""
+    """Return whether what a pattern always keeps can be made smaller by its window."""
     return "window" in pattern.params
 
 
 def warn_constant(signal: str, phase: Phase) -> None:
-    """KvsearchWarning that the budgets by a signal are equal."""
+    """Warn that the budgets by a signal are equal."""
     _warn(f"{signal} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
 
 
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
-    """The plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
+    """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
     metadata, origin = profile.metadata, profile.metadata.provenance
     floors = [floor_of(policy) for part in chosen.values() for policy in part.policies if policy.name != FULL.name]
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
@@ -189,7 +189,7 @@ class _Construction:
     pool: Pool
 
     def chosen(self) -> dict[Phase, Chosen]:
-        routed = {phase: self._routed(phase) for phase in self._phases}
+        routed = {phase: self._routed(phase) for phase in PHASES[self.strategy.phases]}
         known, full = self.table.axes.patterns, self._full_layers(routed)
         patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
         rest = [row for row in range(self.pool.shape[0]) if row not in full]
@@ -198,47 +198,43 @@ class _Construction:
         floors = [floors_of(patterns)[row] for row in rest]
         self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
         budgets = np.full(self.pool.shape, whole, dtype=np.int64)
-        budgets[rest] = self._share(self._weights(routed, rest), left, floors)
+        budgets[rest] = self._share(routed, rest, left, floors)
         return {
             phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(mine)), budgets)
             for phase, mine in patterns.items()
         }
 
-    @property
-    def _phases(self) -> tuple[Phase, ...]:
-        return PHASES[self.strategy.phases]
-
     def _routed(self, phase: Phase) -> list[int]:
-        """The pattern of every layer, as an index into the patterns of the table."""
-        strategy, layers = self.strategy, self.pool.shape[0]
+        """Return the pattern of every layer, as an index into the patterns of the table."""
+        strategy, layers, own = self.strategy, self.pool.shape[0], self.table.profile.metadata.policy.name
         if strategy.route is None:
-            return [self._policy()] * layers
-        candidates, wanted = self._wanted(strategy.route, phase)
+            policy = strategy.policy or own
+            index = self._index(policy, "use policy")
+            if index not in self._candidates():
+                what = "the full cache evicts nothing" if policy == FULL.name else "it is excluded"
+                raise UsageError(f"cannot use policy {policy!r} in every layer: {what}")
+            return [index] * layers
+        candidates, names, wanted = self._candidates(), self.table.patterns, self._wanted(strategy.route, phase)
         if len(candidates) > 1 and all(is_constant(row) for row in wanted):
-            own = [index for index in candidates if self.table.patterns[index] == self._own_policy]
-            policy = (own or candidates)[0]
+            index = next((index for index in candidates if names[index] == own), candidates[0])
             _warn(
                 f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
                 f"been evicted at {self.table.nearest(self.pool.mean)} entries per kv head, so "
-                f"{self.table.patterns[policy]} is used everywhere"
+                f"{names[index]} is used everywhere"
             )
-            return [policy] * layers
+            return [index] * layers
         best = wanted.argmin(axis=1) if strategy.inverse_route else wanted.argmax(axis=1)
         return [candidates[index] for index in best]
 
-    @property
-    def _own_policy(self) -> str:
-        return self.table.profile.metadata.policy.name
-
-    def _wanted(self, route: str, phase: Phase) -> tuple[list[int], NDArray[np.float64]]:
-        """The candidates, and how much each layer prefers them, [L, candidates]."""
-        candidates = self._candidates()
-        return candidates, self.table.preference(route, phase, self.pool.mean)[:, candidates]
+    def _wanted(self, route: str, phase: Phase) -> NDArray[np.float64]:
+        """Return how much each layer prefers each candidate, [L, candidates]."""
+        wanted: NDArray[np.float64] = self.table.preference(route, phase, self.pool.mean)[:, self._candidates()]
+        return wanted
 
     def _candidates(self) -> list[int]:
-        """Indices of the patterns that a layer may take; no signal can judge the full cache, which agrees with itself.
+        """Return the patterns that a layer may take, as indices into those of the table.
 
-        It takes a layer's place by `full_layers` alone.
+        No signal can judge the full cache, which agrees with itself: it takes a layer's place by `full_layers` alone.
         """
         for name in self.strategy.exclude:
             self._index(name, "exclude")
@@ -249,15 +245,6 @@ class _Construction:
             raise UsageError(f"no pattern is left to choose from, the profile has {listed}: exclude fewer")
         return found
 
-    def _policy(self) -> int:
-        """The pattern of a strategy without a route."""
-        name = self.strategy.policy or self._own_policy
-        index = self._index(name, "use policy")
-        if index not in self._candidates():
-            what = "the full cache evicts nothing" if name == FULL.name else "it is excluded"
-            raise UsageError(f"cannot use policy {name!r} in every layer: {what}")
-        return index
-
     def _index(self, name: str, what: str) -> int:
         known = self.table.patterns
         if name not in known:
@@ -265,8 +252,8 @@ class _Construction:
         return known.index(name)
 
     def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
-        """Rows of the layers that keep the full cache: those that suffer most from the best that can be done."""
-        count, layers = self.strategy.full_layers, self.pool.shape[0]
+        """Return the rows of layers that keep the full cache: those that suffer most from the best that can be done."""
+        count, layers, route = self.strategy.full_layers, self.pool.shape[0], self.strategy.route
         if not count:
             return []
         if self.size.length is None and self.size.ratio is None:  # the calibration's is known, not one's own
@@ -275,13 +262,10 @@ class _Construction:
             raise UsageError(
                 f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
             )
-        harm = np.sum([self._harm(phase, mine) for phase, mine in routed.items()], axis=0)
+        harm = np.zeros(layers)  # in the unit of the signal
+        for phase, mine in routed.items():
+            harm += self._sensitivity(phase, mine) if route is None else -self._wanted(route, phase).max(axis=1)
         return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
-
-    def _harm(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
-        """What every layer suffers in a phase from the best that can be done, [L], in the unit of the signal."""
-        route = self.strategy.route
-        return self._sensitivity(phase, routed) if route is None else -self._wanted(route, phase)[1].max(axis=1)
 
     def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
         return self.table.sensitivity(self.strategy.budgets, phase, self.pool.mean, routed)
@@ -289,7 +273,7 @@ class _Construction:
     def _check_floors(
         self, patterns: Mapping[Phase, Sequence[PolicySpec]], rest: Sequence[int], floors: Sequence[int], mean: float
     ) -> None:
-        """UsageError if a mean of `mean` entries is below what a pattern of one of the `rest` layers always keeps."""
+        """Raise UsageError if the mean is below what a pattern of one of the `rest` layers always keeps."""
         worst = max(range(len(floors)), key=floors.__getitem__)
         if mean >= floors[worst]:
             return
@@ -308,22 +292,17 @@ class _Construction:
             f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"
         )
 
-    def _weights(self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int]) -> NDArray[np.float64] | None:
-        """Sensitivities of the layers that share the budget, in the first phase; None: equal ones."""
-        signal, phase = self.strategy.budgets, self._phases[0]
-        if signal == UNIFORM:
-            return None
-        found = self._sensitivity(phase, routed[phase])[rest]
-        if len(found) > 1 and is_constant(found):
+    def _share(
+        self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int], total: int, floors: Sequence[int]
+    ) -> Ints:
+        """Share `total` out between the `rest` layers with these floors, [layers, Hkv], by the first phase."""
+        signal, least, (phase, mine) = self.strategy.budgets, self.strategy.least, next(iter(routed.items()))
+        shape = len(floors), self.pool.shape[1]
+        low, caps = np.broadcast_to(np.array(floors)[:, None], shape), np.full(shape, self.pool.length)
+        weights = None if signal == UNIFORM else self._sensitivity(phase, mine)[rest]
+        if weights is not None and len(weights) > 1 and is_constant(weights):
             warn_constant(signal, phase)
-            return None
-        return found
-
-    def _share(self, weights: NDArray[np.float64] | None, total: int, floors: Sequence[int]) -> Ints:
-        """Budgets of the layers with these floors, [layers, Hkv]; they add up to `total`."""
-        shape, least = (len(floors), self.pool.shape[1]), self.strategy.least
-        low = np.broadcast_to(np.array(floors)[:, None], shape)
-        caps = np.full(shape, self.pool.length)
+            weights = None
         if weights is None:
             return Uniform().allocate(np.zeros(shape), total, low, caps)
         if least is not None and least * low.size > total:

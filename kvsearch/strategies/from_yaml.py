@@ -119,7 +119,7 @@ class _Reader:
         return plan
 
     def _plan_data(self) -> dict[str, Any]:
-        """The data of a plan file, as far as the document has it."""
+        """Return the data of a plan file, as far as the document has it."""
         data: dict[str, Any] = {key: self.data[key] for key in ("length", "scaling", "floor") if key in self.data}
         for key, record in (("allocation", AllocationSpec), ("provenance", Provenance)):
             if key in self.data:
@@ -141,7 +141,7 @@ class _Reader:
         return {}
 
     def _known(self, place: Place, value: Any, known: Iterable[str]) -> dict[str, Any]:
-        """A mapping without the keys that should not be there."""
+        """Return a mapping without the keys that should not be there."""
         names = list(known)
         found = self._mapping(place, value, f"with the keys {', '.join(names)}")
         for key in found:
@@ -174,7 +174,7 @@ class _Reader:
         return [entry for _, entry in ordered]
 
     def _covered(self, place: Place, count: int | None) -> Iterable[int]:
-        """The layers of a key such as 3 or 0-7 in a model of `count` layers."""
+        """Return the layers of a key such as 3 or 0-7 in a model of `count` layers."""
         match = _LAYERS.fullmatch(str(place[-1]))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if last < first:
@@ -184,7 +184,7 @@ class _Reader:
         return range(first, last + 1 if count is None else min(last + 1, count))
 
     def _entry(self, place: Place, value: Any, heads: int) -> dict[str, Any] | None:
-        """The plan of a layer; None for the whole cache."""
+        """Return the plan of a layer; None for the whole cache."""
         if not isinstance(value, dict):
             if value != WHOLE:
                 self.tell(place, f"must be {WHOLE} (the whole cache) or a mapping such as {EXAMPLE}")
@@ -239,7 +239,7 @@ class _Reader:
                     )
 
     def _source(self, place: Place) -> Place:
-        """Where in the document a place of the plan comes from."""
+        """Return where in the document a place of the plan comes from."""
         if place[:1] == ("model",):
             return ("model",) if place[1:2] == ("name",) else ("fingerprint", *place[1:])
         key, rest = self.rows.get(place[:3], place[:3]), place[3:]

@@ -27,13 +27,13 @@ Settings = Mapping[str, Any]
 
 
 def method_names() -> list[str]:
-    """All names that `find_methods` knows; profiles are given as NAME=DIR."""
+    """Return all names that `find_methods` knows; profiles are given as NAME=DIR."""
     policies = [name for name in policy_names() if name not in METHODS and name != FULL]
     return [*METHODS, *policies, RANDOM]
 
 
 def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
-    """The methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
+    """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
 
     METHOD:POLICY puts another policy under the budgets of a method. NAME=DIR looks budgets up in a calibrated profile,
     whose policy keeps its own settings. `settings` are KEY=VALUE for all methods that have such a parameter or option,
@@ -56,7 +56,7 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
 
 
 def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
-    """The sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
+    """Return the sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
 
     Raises:
         UsageError: no size, one that is no number or out of range, or one twice.
@@ -84,7 +84,7 @@ def _number(text: str, kind: Callable[[str], Any], noun: str, example: str) -> A
 
 
 def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Settings of all methods, and those of single ones by label."""
+    """Return settings of all methods, and those of single ones by label."""
     common: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}
     for key, value in map(parse_setting, settings):
@@ -99,7 +99,7 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
 
 
 def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Method:
-    """One item of the list; notes in `used` which of the common settings it takes."""
+    """Return the method of one item of the list; notes in `used` which of the common settings it takes."""
     name, found, source = item.partition("=")
     if found:
         return _calibrated(name.strip(), Path(source.strip()), common, own)
@@ -117,7 +117,7 @@ def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Metho
 
 
 def _recipe(name: str) -> Recipe:
-    """What `name`, a method, a policy or METHOD:POLICY, stands for."""
+    """Return what `name`, a method, a policy or METHOD:POLICY, stands for."""
     method, colon, policy = name.partition(":")
     if method == FULL:
         raise UsageError("the full cache is always there: leave the method full out")
@@ -131,7 +131,7 @@ def _recipe(name: str) -> Recipe:
 
 
 def _keys(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Names of the policy's parameters, and of the options of allocation and allocator; controls have none."""
+    """Return names of the policy's parameters, and of the options of allocation and allocator; controls have none."""
     if recipe.policy == RANDOM:
         return [], []
     parameters = [field.name for field in dataclasses.fields(policy_class(recipe.policy))]

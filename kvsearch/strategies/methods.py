@@ -59,11 +59,11 @@ class Layout(Protocol):
     """How a total becomes budgets [L, Hkv]."""
 
     def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """Budgets that sum to `total`, each at most `length`."""
+        """Return budgets that sum to `total`, each at most `length`."""
         ...
 
     def definition(self) -> dict[str, Any]:
-        """Everything that the budgets depend on besides the arguments, as JSON."""
+        """Return everything that the budgets depend on besides the arguments, as JSON."""
         ...
 
 
@@ -136,7 +136,7 @@ class Method:
             raise UsageError(f"method {self.name}: {error}") from error
 
     def program(self, loaded: LoadedModel, size: Size, phases: str = "prefill") -> Program:
-        """The method on a model, in the phases of that name: prefill, decode or both.
+        """Return the method on a model, in the phases of that name: prefill, decode or both.
 
         Prefill budgets sum to `Size.held`, or to all of a shorter prompt. Decode budgets sum to `Size.held` always.
 
@@ -153,7 +153,7 @@ class Method:
         return Program.of_policy(loaded.model, self.policy, tables, self.policy.floor, self.allocation)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
-        """Everything that decides what is kept, as JSON."""
+        """Return everything that decides what is kept, as JSON."""
         allocation = self.allocation
         shared = None if allocation is None else {"name": allocation.name, "options": allocation.parameters()}
         return {
