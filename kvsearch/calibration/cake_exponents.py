@@ -17,12 +17,11 @@ from torch import Tensor
 from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.dynamic import calibrate_dynamic
+from kvsearch.calibration.dynamic import calibrate_dynamic, full_pass
 from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
 from kvsearch.calibration.tables import Floats, Ints, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.guard import GUARD, round_half_up
@@ -31,7 +30,6 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.signals.dispersion import dispersion
 from kvsearch.signals.divergence import divergence
@@ -126,7 +124,12 @@ def fit_exponents(
 
     check_lengths(loaded, prompts, policy, floor)
     for prompt in prompts:
-        _check_fit(prompt, options.fit_ratio, floor(prompt.length))
+        least, kept = floor(prompt.length), (1 - options.fit_ratio) * prompt.length
+        if kept < least - GUARD:
+            raise UsageError(
+                f"fit_ratio {options.fit_ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of "
+                f"{prompt.length} tokens, below the {least} that are always kept: lower it"
+            )
     losses: list[Floats] = []
     with running(loaded.model):
         for prompt in counted(prompts, len(prompts), progress):
@@ -139,15 +142,6 @@ def fit_exponents(
     return Fit(PAIRS, np.stack(losses, 1).astype(np.float32))
 
 
-def _check_fit(prompt: CalibrationPrompt, ratio: float, floor: int) -> None:
-    kept = (1 - ratio) * prompt.length
-    if kept < floor - GUARD:
-        raise UsageError(
-            f"fit_ratio {ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of {prompt.length} "
-            f"tokens, below the {floor} that are always kept: lower it"
-        )
-
-
 def _losses(
     loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions, floor: int
 ) -> list[Floats]:
@@ -158,29 +152,18 @@ def _losses(
         entropy, variance = dispersion(observation, rows)
         return Dispersion(float(entropy[0]), float(variance[0]), rank_under(policy, observation)[0])
 
-    check_rotary(loaded.model, [policy])
-    needs = [policy.needs(), Needs(query_rows=rows)]
-    passed = DensePass(
-        loaded.model,
-        dict.fromkeys(describe(loaded.model).full_layers, needs),
-        look,
-        prompt.ids.to(loaded.device),
-        refusal=prompt.refusal(loaded.name),
-    )
-    budgets = [_budgets(passed.noted, pair, prompt.length, options.fit_ratio, floor) for pair in PAIRS]
+    passed = full_pass(loaded, prompt, policy, Needs(query_rows=rows), look)
+    entropy, variance = np.array([(layer.entropy, layer.variance) for layer in passed.noted]).T
+    floors = np.full((len(passed.noted), len(passed.noted[0].ranks)), floor, dtype=np.int64)
+    caps = np.full_like(floors, prompt.length)
+    total = round_half_up((1 - options.fit_ratio) * prompt.length * floors.size)
+    budgets = [
+        CAKEAllocation(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps) for pair in PAIRS
+    ]
     losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.continuations if after.predicted]
     if not np.isfinite(losses).all():
         raise IncompatibleError(f"{loaded.name}: the model computes NaN after calibration context {prompt.context}")
     return losses
-
-
-def _budgets(layers: list[Dispersion], pair: Pair, length: int, ratio: float, floor: int) -> Ints:
-    """Decide as CAKE with a pair of exponents, int64 [L, Hkv]."""
-    entropy, variance = np.array([(layer.entropy, layer.variance) for layer in layers]).T
-    shape = (len(layers), len(layers[0].ranks))
-    floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
-    total = round_half_up((1 - ratio) * length * floors.size)
-    return CAKEAllocation(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps)
 
 
 def _of_answer(passed: DensePass[Dispersion], after: Continuation, budgets: list[Ints], device: Any) -> Floats:

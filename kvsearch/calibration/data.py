@@ -122,14 +122,14 @@ def load_calibration_data(path: str | Path) -> CalibrationData:
         parsed = CalibrationFile.model_validate(raw, context=Path(path).parent)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
-    contexts = tuple(Context(_text(item, Path(path).parent), item.questions) for item in parsed.contexts)
+    folder = Path(path).parent
+    contexts = tuple(
+        Context(_read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions)
+        for item in parsed.contexts
+    )
     content = [[c.text, [[p.question, p.answer] for p in c.questions]] for c in contexts]
     digest = hashlib.sha256(json.dumps([parsed.prompt, content]).encode()).hexdigest()
     return CalibrationData(parsed.name, parsed.prompt, contexts, digest)
-
-
-def _text(item: Text, folder: Path) -> str:
-    return item.text if item.text is not None else _read_text(folder / str(item.text_file))
 
 
 def _read_text(path: Path) -> str:

@@ -6,7 +6,7 @@ prefill. So one pass over a prompt tells what is decided for it at all 99 global
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,12 +22,13 @@ from kvsearch.calibration.tables import Ints, RatioTables, grid_totals
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.policies import Policy
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.demand import LayerDemands
-from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.observe import DensePass, Noted
 
 
 def calibrate_dynamic(
@@ -78,16 +79,18 @@ def observe_demands(
     Raises:
         UsageError, IncompatibleError: see `calibrate_dynamic`.
     """
+    look = partial(LayerDemands, allocation, policy)
+    return full_pass(loaded, prompt, policy, allocation.needs(policy), look).noted
+
+
+def full_pass(
+    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, more: Needs, look: Callable[[Observation], Noted]
+) -> DensePass[Noted]:
+    """Read one prompt, and `look` in every full-attention layer at what `policy` needs and what `more` is asked for."""
     check_rotary(loaded.model, [policy])
-    needs = [policy.needs(), allocation.needs(policy)]
-    passed = DensePass(
-        loaded.model,
-        dict.fromkeys(describe(loaded.model).full_layers, needs),
-        partial(LayerDemands, allocation, policy),
-        prompt.ids.to(loaded.device),
-        refusal=prompt.refusal(loaded.name),
-    )
-    return passed.noted
+    needs = dict.fromkeys(describe(loaded.model).full_layers, (policy.needs(), more))
+    ids, refusal = prompt.ids.to(loaded.device), prompt.refusal(loaded.name)
+    return DensePass(loaded.model, needs, look, ids, refusal=refusal)
 
 
 def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: int, floor: int) -> Ints:

@@ -6,7 +6,7 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, QuestionImportance
 from kvsearch.calibration.options import LukvOptions, Normalization
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
+from kvsearch.calibration.prompts import check_lengths, prompts_of
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
@@ -47,7 +47,11 @@ def measure_importance(
     loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
 ) -> Iterator[MeasuredQuestion]:
     """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
-    for prompt in _checked_prompts(loaded, data, policy, options):
+    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
+    check_lengths(loaded, prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
+    if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
+        raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
+    for prompt in prompts:
         refusal = prompt.refusal(loaded.name)
         passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group, refusal)
         ranks = passed.ranks()
@@ -88,23 +92,18 @@ def calibrate_lukv(
                 kept.append(measured)  # the weights come from all questions together
             else:
                 summary.add(measured, 1 / measured.scale)
-    weights = _effect_weights(kept) if kept else np.ones(0)
-    for measured in kept:
-        summary.add(measured, weights)
+    if kept:  # nats per unit of importance of each layer, [L]; over all questions, as effects are noisy one by one
+        mass = np.sum([one.scale for one in kept], axis=0)
+        effect = np.sum([one.effect for one in kept], axis=0)
+        weights = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
+        for measured in kept:
+            summary.add(measured, weights)
     settings = {"data": data.name, **options.settings()}
     tables = summary.tables
     origin = profile_metadata(
         loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
     )
     return Profile(origin, summary.arrays())
-
-
-def _effect_weights(measured: Sequence[MeasuredQuestion]) -> NDArray[np.float64]:
-    """Return nats per unit of importance of each layer, over all questions: effects are noisy one by one, [L]."""
-    mass = np.sum([item.scale for item in measured], axis=0)
-    effect = np.sum([item.effect for item in measured], axis=0)
-    weights: NDArray[np.float64] = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
-    return weights
 
 
 class _Summary:
@@ -151,16 +150,6 @@ def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     share = position - below
     sampled: NDArray[np.float64] = (1 - share) * curve[..., below] + share * curve[..., above]
     return sampled
-
-
-def _checked_prompts(
-    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
-) -> list[CalibrationPrompt]:
-    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
-    check_lengths(loaded, prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
-    if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
-        raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
-    return prompts
 
 
 def _scale(found: QuestionImportance, protected: Tensor, normalization: Normalization) -> Tensor:

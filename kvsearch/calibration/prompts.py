@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData, Context
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -63,26 +63,19 @@ def prompts_of(
         IncompatibleError: nothing is left of a context or an answer once it is tokenised.
     """
     form = PromptFormat(loaded.tokenizer, data.prompt)
-    return [
-        prompt
-        for number, context in enumerate(data.contexts)
-        for prompt in _of_context(form, context, number, protocol, answer_tokens)
-    ]
-
-
-def _of_context(
-    form: PromptFormat, context: Context, number: int, protocol: Protocol, answer_tokens: int | None
-) -> Iterator[CalibrationPrompt]:
-    ids = form.context(context.text)
-    questions = [form.question(pair.question) for pair in context.questions]
-    answers = [form.answer(pair.answer)[:, :answer_tokens] for pair in context.questions]
-    pairs = list(zip(questions, answers, strict=True))
-    if protocol == QUESTION_AGNOSTIC:
-        after = [Continuation(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
-        yield CalibrationPrompt(ids, number, tuple(after))
-        return
-    for question, answer in pairs:
-        yield CalibrationPrompt(torch.cat([ids, question], 1), number, (Continuation(answer, 0),))
+    prompts: list[CalibrationPrompt] = []
+    for number, context in enumerate(data.contexts):
+        ids = form.context(context.text)
+        questions = [form.question(pair.question) for pair in context.questions]
+        answers = [form.answer(pair.answer)[:, :answer_tokens] for pair in context.questions]
+        pairs = list(zip(questions, answers, strict=True))
+        if protocol == QUESTION_AGNOSTIC:
+            after = [Continuation(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
+            prompts.append(CalibrationPrompt(ids, number, tuple(after)))
+            continue
+        for question, answer in pairs:
+            prompts.append(CalibrationPrompt(torch.cat([ids, question], 1), number, (Continuation(answer, 0),)))
+    return prompts
 
 
 def check_lengths(
@@ -101,20 +94,16 @@ def check_lengths(
     """
     limit = describe(loaded.model).max_positions
     for prompt in prompts:
-        _check_short(prompt.length, policy, floor(prompt.length))
+        # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
+        least = max(floor(prompt.length), policy.floor)
+        if prompt.length <= 2 * least:
+            raise UsageError(
+                f"a calibration prompt of {prompt.length} tokens is too short for {policy.name}: {least} entries are "
+                f"always kept, so there is next to nothing to decide; give at least {4 * least} tokens"
+            )
         asked = max(after.tokens.shape[1] for after in prompt.continuations) if followed else 0
         if limit and prompt.length + asked > limit:
             more = f" and up to {asked} of question and answer" if followed else ""
             raise IncompatibleError(
                 f"a calibration prompt has {prompt.length} tokens{more}: {loaded.name} takes at most {limit}"
             )
-
-
-def _check_short(length: int, policy: Policy, least: int) -> None:
-    # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
-    floor = max(least, policy.floor)
-    if length <= 2 * floor:
-        raise UsageError(
-            f"a calibration prompt of {length} tokens is too short for {policy.name}: {floor} entries are always "
-            f"kept, so there is next to nothing to decide; give at least {4 * floor} tokens"
-        )

@@ -57,7 +57,7 @@ def score(
     leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
     ids, mask = left_padded(leads, pad, model.device)
     cache = PlanCache(model, program)
-    first = prefill_all(model, [cache], ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    first = prefill_all(model, [cache], ids, mask)
     next_tokens(first)  # refuses NaN
     held = held_entries(model, cache, [len(lead) for lead in leads])
     followers = [

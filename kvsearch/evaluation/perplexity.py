@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.shared_prefill import held_entries
+from kvsearch.evaluation.shared_prefill import held_entries, with_unplanned
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.progress import Progress, counted
@@ -144,14 +143,14 @@ def _windows(
             f"windows of {context} + {continuation} tokens are longer than the {limit} tokens that the model takes: "
             "shorten them"
         )
-    every = text.windows(partial(_encode, tokenizer), context, continuation, stride)
+
+    def encode(part: str) -> list[int]:
+        # not verbose: it would warn that the text is longer than the model takes
+        ids: list[int] = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    every = text.windows(encode, context, continuation, stride)
     return lead, every if wanted is None else sorted(draw(every, wanted, seed), key=lambda window: window.start)
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    # not verbose: it would warn that the text is longer than the model takes
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
 
 
 def _measured(
@@ -163,13 +162,13 @@ def _measured(
     following = torch.tensor([window.continuation for window in windows], device=loaded.device)
     lengths = [ids.shape[1]] * len(windows)
     caches = {method: PlanCache(model, program) for method, program in programs.items()}
-    logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids), _positions(ids, 0))
+    logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids))
     first = token_losses(logits, following[:, :1])
     for method in programs:
         cache = caches.pop(method)  # its memory is free again after this round
         entries, size = held_entries(model, cache, lengths), cache.nbytes() / len(windows)
         losses = torch.cat([first, *_forced(model, cache, following)], 1).tolist()
-        most = _most_entries(model, cache)
+        most = with_unplanned(model, cache, cache.most_entries(), [cache.get_seq_length()] * len(windows))
         for row, window in enumerate(windows):
             if not all(map(math.isfinite, losses[row])):
                 raise IncompatibleError(
@@ -186,18 +185,6 @@ def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:
     for given, wanted in zip(torch.split(inputs, step, 1), torch.split(targets, step, 1), strict=True):
         seen = cache.get_seq_length()
         mask = torch.ones(len(given), seen + given.shape[1], dtype=torch.long, device=given.device)
-        logits = model(
-            input_ids=given, attention_mask=mask, position_ids=_positions(given, seen), past_key_values=cache
-        ).logits
+        positions = torch.arange(seen, mask.shape[1], device=given.device).expand_as(given)
+        logits = model(input_ids=given, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
         yield token_losses(logits, wanted)
-
-
-def _positions(ids: Tensor, seen: int) -> Tensor:
-    return torch.arange(seen, seen + ids.shape[1], device=ids.device).expand_as(ids)
-
-
-def _most_entries(model: Any, cache: PlanCache) -> list[int]:
-    """Return the most entries held at a time per sequence; layers outside the plan hold every token."""
-    shape = describe(model)
-    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads * cache.get_seq_length()
-    return [int(most) + unplanned for most in cache.most_entries().sum((0, 2))]

@@ -66,8 +66,7 @@ def compressed(
     for some in _portions(model, programs, lengths, memory):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in some.items()}
-        logits = prefill_all(model, list(caches.values()), ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
-        first = next_tokens(logits)
+        first = next_tokens(prefill_all(model, list(caches.values()), ids, mask))
         held = {
             method: CompressedSize(held_entries(model, cache, lengths), cache.nbytes())
             for method, cache in caches.items()
@@ -84,18 +83,19 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop
     """Read and compress prompts of token ids [T] for one cache alone; errors as `compressed`."""
     ids, mask = left_padded(prompts, pad, model.device)
     check_length(model, ids.shape[1])
-    logits = prefill_all(model, [cache], ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
-    return Replies(model, cache, mask, next_tokens(logits), pad, stop)
+    return Replies(model, cache, mask, next_tokens(prefill_all(model, [cache], ids, mask)), pad, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
-    """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens.
+    """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens."""
+    return with_unplanned(model, cache, cache.entries(), lengths)
 
-    Layers outside the plan hold their full cache.
-    """
+
+def with_unplanned(model: Any, cache: PlanCache, entries: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Sum `entries` [planned layers, B, Hkv] per sequence, with those of layers outside the plan: all `lengths`."""
     shape = describe(model)
     unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
-    planned = cache.entries().sum((0, 2)).tolist()
+    planned = entries.sum((0, 2)).tolist()
     return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
 
 

@@ -76,6 +76,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
 
 
 def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if Path(source).exists() and not (Path(source) / "config.json").is_file():
@@ -87,9 +88,11 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
     }
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        device_map = options.device_map or _device_map(options.device)
+        device = options.device
+        if device == "auto":
+            device = "auto" if torch.cuda.is_available() else "cpu"
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=options.dtype, device_map=device_map, output_loading_info=True, **common
+            source, dtype=options.dtype, device_map=options.device_map or device, output_loading_info=True, **common
         )
     except Exception as error:
         # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
@@ -110,14 +113,6 @@ def _require_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
-
-
-def _device_map(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    return "auto" if torch.cuda.is_available() else "cpu"
 
 
 def _explain(name: str, source: str, error: Exception) -> KvsearchError:

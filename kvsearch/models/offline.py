@@ -27,19 +27,12 @@ def stay_offline(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before, states)
-
-
-def _restore(variables: dict[str, str | None], states: dict[str, bool]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    for name in IMPORTED:
-        if name in sys.modules:  # imported meanwhile: it has read our variables
-            sys.modules[name].HF_HUB_OFFLINE = states.get(name, _on(variables))  # type: ignore[attr-defined]
-
-
-def _on(variables: dict[str, str | None]) -> bool:
-    return any((value or "").upper() in ("1", "ON", "YES", "TRUE") for value in variables.values())
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+        asked = any((value or "").upper() in ("1", "ON", "YES", "TRUE") for value in before.values())
+        for name in IMPORTED:
+            if name in sys.modules:  # imported meanwhile: it has read our variables
+                sys.modules[name].HF_HUB_OFFLINE = states.get(name, asked)  # type: ignore[attr-defined]

@@ -25,11 +25,10 @@ from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.storage import RaggedStore
 
 
-def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor) -> Tensor:
     """Run the prompt `ids` [B, T] once and leave every (empty) cache as if it had been run under it alone.
 
-    `mask` [B, T] is 0 where padding (on the left), `positions` [B, T] are the rotary positions. The model must run the
-    attention implementation "kvsearch".
+    `mask` [B, T] is 0 where padding (on the left). The model must run the attention implementation "kvsearch".
 
     Returns:
         Logits of the last position, [B, 1, V].
@@ -45,7 +44,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
         layers[index] = PromptLayer(index, needs, tables, partial(_hand_on, targets))
-    shared = Cache(layers=layers)
+    shared, positions = Cache(layers=layers), (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         output = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=shared, logits_to_keep=1

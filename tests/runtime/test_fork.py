@@ -53,7 +53,7 @@ def programs(model: Any) -> list[Program]:
 def fork(model: Any, made: list[Program], ids: Tensor, mask: Tensor) -> tuple[list[PlanCache], Tensor]:
     caches = [PlanCache(model, program) for program in made]
     with running(model, NAME):
-        logits = prefill_all(model, caches, ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+        logits = prefill_all(model, caches, ids, mask)
     return caches, logits
 
 
@@ -143,4 +143,4 @@ def test_caches_in_use_are_refused() -> None:
     cache = read(model, program, *prompts(1, 30))
     with running(model, NAME), pytest.raises(UsageError, match="shared by empty caches only"):
         ids, mask = prompts(1, 30)
-        prefill_all(model, [cache], ids, mask, mask.cumsum(-1) - 1)
+        prefill_all(model, [cache], ids, mask)

@@ -29,7 +29,13 @@ def checked_prompts(
     check_policies(policies, options)
     check_rotary(loaded.model, policies)
     prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
-    _check_positions(loaded, prompts)
+    limit = describe(loaded.model).max_positions
+    for prompt in prompts:
+        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.continuations)
+        if limit and whole > limit:
+            raise IncompatibleError(
+                f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"
+            )
     lengths = [prompt.length for prompt in prompts]
     for budget in options.budgets:
         _check_evicts(lengths, budget)
@@ -60,16 +66,6 @@ def check_policies(policies: Sequence[Policy], options: PolykvOptions) -> None:
             f"policy {options.policy!r}, for strategies without a route, is none of the patterns: name one of "
             f"{', '.join(names)}"
         )
-
-
-def _check_positions(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt]) -> None:
-    limit = describe(loaded.model).max_positions
-    for prompt in prompts:
-        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.continuations)
-        if limit and whole > limit:
-            raise IncompatibleError(
-                f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"
-            )
 
 
 def _check_evicts(lengths: Sequence[int], budget: int) -> None:

@@ -115,15 +115,12 @@ class _Measure:
             found[ENTROPY] = measured.entropy[rows].astype(np.float32)
         if measured is not None and measured.attention is not None:
             found[ROW_SUM] = measured.attention[rows].sum(0)
-        self._require_numbers(found)
-        return found
-
-    def _require_numbers(self, found: Arrays) -> None:
         for array in found.values():
             bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
             if bad.size:
                 context = int(found[CONTEXT][bad[0]]) if len(array) == len(found[CONTEXT]) else "?"
                 raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
+        return found
 
 
 def _groups(

@@ -44,12 +44,17 @@ class Measurement:
         policies: Sequence[Policy],
     ) -> Measurement:
         """The measurement of `prompts`, made of `data`, under the `policies` in their order."""
+        # the texts, as the tokenizer and the options cut them
+        tokens = [
+            [one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
+            for one in prompts
+        ]
         identity = {
             "model weights": loaded.fingerprint.weights_sha256,
             "model configuration": loaded.fingerprint.config_sha256,
             "dtype": str(loaded.model.dtype),
             "data": data.sha256,
-            "prompts": _digest(prompts),
+            "prompts": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
             "patterns": sha256_of([[policy.name, policy.parameters()] for policy in policies]),
             **{name: json.dumps(getattr(options, name)) for name in DECISIVE},
         }
@@ -67,10 +72,3 @@ class Measurement:
     def other(self, identity: Mapping[str, str]) -> str | None:
         """The first part in which another measurement differs; None if it is the same."""
         return next((name for name, value in self.identity.items() if identity.get(name) != value), None)
-
-
-def _digest(prompts: Sequence[CalibrationPrompt]) -> str:
-    """SHA-256 over the token ids of all prompts and continuations: the texts, as the tokenizer and the options cut."""
-    whole = [[one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
-             for one in prompts]  # fmt: skip
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()

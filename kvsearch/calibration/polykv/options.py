@@ -33,14 +33,6 @@ GIGABYTE = 10**9
 PANEL = "PolyKV"
 
 
-def _ascending(budgets: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(budgets))
-
-
-def _in_order(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
-    return tuple(sorted(signals, key=SIGNALS.index))
-
-
 class PolykvOptions(CalibrationOptions):
     """What is measured of every layer, phase and pattern, and how.
 
@@ -74,14 +66,14 @@ class PolykvOptions(CalibrationOptions):
     budgets: Annotated[
         tuple[Entries, ...],
         Listed,
-        AfterValidator(_ascending),
+        AfterValidator(lambda budgets: tuple(sorted(budgets))),
         Option("Entries per kv head that patterns are tried at.", metavar="N,...", panel=PANEL, shown="512"),
     ] = (512,)
     phases: Annotated[PhaseNames, Option("When patterns are tried: prefill, decode or both.", panel=PANEL)] = "both"
     signals: Annotated[
         tuple[Signal, ...],
         Listed,
-        AfterValidator(_in_order),
+        AfterValidator(lambda signals: tuple(sorted(signals, key=SIGNALS.index))),
         Option(
             "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
             metavar="NAME,...",

@@ -72,7 +72,7 @@ def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
     found: dict[str, _Wanted] = {}
     for item in patterns:
         if item in SETS:
-            for name in PAPER if item == "paper" else _every():
+            for name in PAPER if item == "paper" else [name for name in policy_names() if name != FULL]:
                 found.setdefault(name, _Wanted(PolicySpec(name=name), named=False))
             continue
         spec = PolicySpec(name=item) if isinstance(item, str) else item
@@ -82,10 +82,6 @@ def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
             raise UsageError(f"the pattern {spec.name} is given twice: a pattern is tried with one setting")
         found[spec.name] = _Wanted(spec, named=True)
     return list(found.values())
-
-
-def _every() -> list[str]:
-    return [name for name in policy_names() if name != FULL]
 
 
 def _params(specs: Iterable[PolicySpec], settings: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:

@@ -76,7 +76,7 @@ def runtime_logits(
     with running(model):
         caches = [PlanCache(model, program_of(loaded, candidate, policy)) for candidate in candidates]
         mask = torch.ones_like(prompt)
-        last = prefill_all(model, caches, prompt, mask, torch.arange(prompt.shape[1])[None])[0]
+        last = prefill_all(model, caches, prompt, mask)[0]
         found = []
         for cache in caches:
             rows = last
