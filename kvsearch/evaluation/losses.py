@@ -23,9 +23,8 @@ from kvsearch.progress import Progress, counted
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.eviction import PhaseRule, rules_need
 from kvsearch.runtime.observe import DensePass, LayerContinuation
-from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.storage import RaggedStore
 from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Task
@@ -60,12 +59,6 @@ class LayerRules(NamedTuple):
 
     prefill: PhaseRule | None
     decode: PhaseRule | None
-
-    @property
-    def needs(self) -> list[Needs]:
-        """What the policies must be given of the context."""
-        prefill = [] if self.prefill is None else [self.prefill.policy.needs()]
-        return prefill if self.decode is None else [*prefill, decode_needs(self.decode.policy)]
 
     @property
     def merges(self) -> bool:
@@ -158,7 +151,7 @@ def _measure(
     needs: dict[int, list[Needs]] = {}
     for by_layer in rules.values():
         for index, here in by_layer.items():
-            needs.setdefault(index, []).extend(here.needs)
+            needs.setdefault(index, []).extend(rules_need(*here))
     passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
     for answer in answers:
         with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):

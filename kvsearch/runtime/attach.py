@@ -49,8 +49,7 @@ class PlannedModel:
         """
         if self.model.config._attn_implementation != NAME:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
-        self._refuse_other_caches(kwargs)
-        self._refuse_drafts(kwargs)
+        self._refuse_options(kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
         cache = kwargs.pop("past_key_values", None)
@@ -60,18 +59,7 @@ class PlannedModel:
             self.cache.expect(prompt.shape[1])
         return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
 
-    def _refuse_drafts(self, kwargs: dict[str, Any]) -> None:
-        allocation = self.program.allocation
-        config = kwargs.get("generation_config") or self.model.generation_config
-        drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
-        drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
-        if drafting and allocation is not None and allocation.shares_layers:
-            raise UsageError(
-                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
-                "plan's layers share their entries: drop the option, or use a static plan"
-            )
-
-    def _refuse_other_caches(self, kwargs: dict[str, Any]) -> None:
+    def _refuse_options(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config") or self.model.generation_config
         asked = kwargs.get("cache_implementation") or config.cache_implementation
         if asked is not None:
@@ -81,6 +69,14 @@ class PlannedModel:
         cache = kwargs.get("past_key_values")
         if cache is not None and not isinstance(cache, PlanCache):
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
+        drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
+        drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
+        allocation = self.program.allocation
+        if drafting and allocation is not None and allocation.shares_layers:
+            raise UsageError(
+                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
+                "plan's layers share their entries: drop the option, or use a static plan"
+            )
 
 
 def attach(model: Any, plan: Plan | Program, *, exact: bool = False) -> PlannedModel:

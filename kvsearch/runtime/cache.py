@@ -114,7 +114,8 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):
-            if tokens and _forgot_its_past(layer):
+            forgets = isinstance(layer, DynamicSlidingWindowLayer) and not getattr(layer, "record_past", False)
+            if tokens and forgets and layer.get_seq_length() >= layer.sliding_window:
                 raise UsageError(
                     f"layer {index} holds its last {layer.sliding_window - 1} tokens only: call "
                     "activate_past_recording() on the cache before the tokens that are to be forgotten"
@@ -129,8 +130,8 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def rewind(self, mark: CacheMark) -> None:
         """Forget what came after `mark`, so that another question can follow the same context; any number of times."""
-        self._check_sliding(self.get_seq_length() - mark.seen)
         tokens = self.get_seq_length() - mark.seen
+        self._check_sliding(tokens)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EvictingLayer):
                 layer.rewind(mark.layers[index])
@@ -162,10 +163,3 @@ def check_rotary(model: Any, policies: Iterable[Policy]) -> None:
     for policy in policies:
         if policy.needs().query_statistics_from is not None:
             require_plain_rotary(model, f"policy {policy.name}")
-
-
-def _forgot_its_past(layer: Any) -> bool:
-    """Tell whether this is a sliding-window layer that has dropped tokens and cannot bring them back."""
-    if not isinstance(layer, DynamicSlidingWindowLayer) or getattr(layer, "record_past", False):
-        return False
-    return bool(layer.get_seq_length() >= layer.sliding_window)

@@ -24,18 +24,16 @@ class LayerDemands:
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
         self.ordered = torch.empty_like(scores).scatter_(-1, self.by_score.long(), scores)
         self.lengths: list[int] = observation.lengths.tolist()
-        self.weights = self._weights() if allocation.shares_layers else [1.0] * len(self.lengths)
         self._orders: dict[tuple[int, int, int], Order] = {}
-
-    def _weights(self) -> list[float]:
-        candidates = [
-            self.ordered[sequence, :, self.policy.protected(length) : length]
-            for sequence, length in enumerate(self.lengths)
-        ]
-        weights = self.allocation.weight(self.policy, self.observation, candidates)
-        if not all(weight < math.inf for weight in weights):  # nor NaN; -inf is the logarithm of nothing
-            raise self._not_finite("its budgets cannot be decided")
-        return weights
+        self.weights = [1.0] * len(self.lengths)
+        if allocation.shares_layers:
+            candidates = [
+                self.ordered[sequence, :, policy.protected(length) : length]
+                for sequence, length in enumerate(self.lengths)
+            ]
+            self.weights = allocation.weight(policy, observation, candidates)
+            if not all(weight < math.inf for weight in self.weights):  # nor NaN; -inf is the logarithm of nothing
+                raise self._not_finite("its budgets cannot be decided")
 
     def of(self, sequence: int, floor: int, free: int) -> LayerDemand:
         """Return the demand of a sequence whose heads have `floor` entries each, for at least `free` beyond them.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy, keep_under
+from kvsearch.policies.base import Needs
 from kvsearch.policies.decoding import State, slots_of
 from kvsearch.policies.ranking import at_each
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.rule import UNBOUNDED, StepRule
+from kvsearch.runtime.rule import UNBOUNDED, StepRule, decode_needs
 from kvsearch.runtime.slots import segments_of
 from kvsearch.runtime.storage import RaggedStore
 
@@ -26,6 +27,12 @@ class PhaseRule(NamedTuple):
 
     policy: Policy
     budgets: Budgets
+
+
+def rules_need(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
+    """Return what the policies of both phases must be given of a prompt."""
+    needs = [] if prefill is None else [prefill.policy.needs()]
+    return needs if decode is None else [*needs, decode_needs(decode.policy)]
 
 
 class Kept(NamedTuple):

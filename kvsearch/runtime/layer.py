@@ -22,9 +22,8 @@ from kvsearch.runtime.attention import (
 )
 from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.eviction import PhaseRule, evict
+from kvsearch.runtime.eviction import PhaseRule, evict, rules_need
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.rule import decode_needs
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.storage import RaggedStore
 
@@ -90,9 +89,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def needs(self) -> list[Needs]:
         """Return what eviction must be given of the prompt."""
-        needs = [] if self.prefill is None else [self.prefill.policy.needs()]
-        needs += [] if self.decode is None else [decode_needs(self.decode.policy)]
-        return needs + ([] if self.sharing is None else self.sharing.needs(self.index))
+        return rules_need(self.prefill, self.decode) + ([] if self.sharing is None else self.sharing.needs(self.index))
 
     @property
     def is_croppable(self) -> bool:

@@ -98,16 +98,17 @@ class EntryPool:
 
     def sources(self) -> list[SlotSource]:
         """Return what is held, as the storage of a decode phase takes it."""
-        return [self._source(part) for part in self.parts]
-
-    def _source(self, part: Part) -> SlotSource:
-        block, names = part.block, part.block.segments
-        counts = torch.from_numpy(part.counts).to(names.device)[:, None]
-        place = torch.arange(int(part.counts.max()), device=names.device)
-        order = torch.where(place < counts, place + block.keys.shape[1] - counts, -1)
-        state = State(part.state, {name: tensor[names] for name, tensor in self.per_head.items()})
-        cached = Cached(block.keys, block.values, block.positions.long(), state, self.layer, names % self.heads)
-        return SlotSource(names.cpu().numpy(), cached, order, part.counts, self.tokens.long()[names // self.heads])
+        sources = []
+        for part in self.parts:
+            block, names = part.block, part.block.segments
+            counts = torch.from_numpy(part.counts).to(names.device)[:, None]
+            place = torch.arange(int(part.counts.max()), device=names.device)
+            order = torch.where(place < counts, place + block.keys.shape[1] - counts, -1)
+            state = State(part.state, {name: tensor[names] for name, tensor in self.per_head.items()})
+            cached = Cached(block.keys, block.values, block.positions.long(), state, self.layer, names % self.heads)
+            seen = self.tokens.long()[names // self.heads]
+            sources.append(SlotSource(names.cpu().numpy(), cached, order, part.counts, seen))
+        return sources
 
     def nbytes(self) -> int:
         """Return the bytes of storage allocated: entries, ranks and state."""

@@ -155,7 +155,9 @@ class _ReplayState:
         )
 
     def _step(self, rule: StepRule, limits: Limits, token: int) -> None:
-        self._arrive(token)
+        self.cached.positions[:, self.own + token] = self.seen
+        self.seen, self.used = self.seen + 1, self.used + 1
+        self.most = np.maximum(self.most, self.used)
         held, row = self.cached.held, None
         self.waiting.append(held)
         if rule.policy.merges or rule.policy.row is not None:
@@ -200,12 +202,6 @@ class _ReplayState:
             return scores
         columns = self.columns.view(len(self.rows), *[1] * (scores.dim() - 2), -1)
         return scores.gather(-1, columns.expand(*scores.shape[:-1], -1))
-
-    def _arrive(self, token: int) -> None:
-        self.cached.positions[:, self.own + token] = self.seen
-        self.seen = self.seen + 1
-        self.used = self.used + 1
-        self.most = np.maximum(self.most, self.used)
 
     def _evict(self, rule: StepRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)

@@ -70,16 +70,13 @@ class SlotBlock:
         last = self.cached.positions.shape[1] - 1
         slot = self.cached.held.sum(-1).clamp(max=last)
         if leaving is not None:
-            slot = torch.where(leaving >= 0, leaving, slot)
-            self._empty(leaving)
+            gone = leaving >= 0
+            slot = torch.where(gone, leaving, slot)
+            where = (torch.arange(len(leaving), device=leaving.device), leaving.clamp(min=0))
+            for tensor, empty in ((self.cached.positions, -1), *((t, 0) for t in self.cached.state.entries.values())):
+                now = tensor[where]
+                tensor[where] = now.masked_fill(gone.view(-1, *[1] * (now.dim() - 1)), empty)
         self.slot = slot if active is None else torch.where(active, slot, self.slot)
-
-    def _empty(self, leaving: Tensor) -> None:
-        gone = leaving >= 0
-        where = (torch.arange(len(leaving), device=leaving.device), leaving.clamp(min=0))
-        for tensor, empty in ((self.cached.positions, -1), *((t, 0) for t in self.cached.state.entries.values())):
-            now = tensor[where]
-            tensor[where] = now.masked_fill(gone.view(-1, *[1] * (now.dim() - 1)), empty)
 
 
 class SlotStore(Segmented):

@@ -18,6 +18,12 @@ from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.rule import decode_needs
 
 
+def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]:
+    """Return what a layer must be given of the prompt, to try `policies` in these phases."""
+    found = [policy.needs() for policy in policies if "prefill" in phases]
+    return found + [decode_needs(policy) for policy in policies if "decode" in phases]
+
+
 class Ablation(NamedTuple):
     """One budget, phase and pattern, by their place in `Ablations`."""
 
@@ -50,11 +56,6 @@ class Ablations:
     def shape(self) -> tuple[int, int, int, int]:
         """Budgets, phases, layers and patterns."""
         return len(self.budgets), len(self.phases), len(self.layers), len(self.policies)
-
-    def needs(self) -> list[Needs]:
-        """Return what a layer must be given of the prompt."""
-        found = [policy.needs() for policy in self.policies if "prefill" in self.phases]
-        return found + [decode_needs(policy) for policy in self.policies if "decode" in self.phases]
 
     def rules(self, item: Ablation) -> tuple[PhaseRule | None, PhaseRule | None]:
         """Return the rules of the prefill and the decode phase."""

@@ -87,12 +87,11 @@ class SweepWork:
     @classmethod
     def of(cls, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions) -> SweepWork:
         """Describe the work of a calibration; UsageError if a policy has no decode rule."""
-        from kvsearch.runtime.rule import decode_needs
+        from kvsearch.calibration.polykv.ablations import needs_of
 
         ablated = "cosine" in options.signals or "ppl" in options.signals
         used = policies if ablated else ()
-        needs = [policy.needs() for policy in used if "prefill" in options.measured_phases]
-        needs += [decode_needs(policy) for policy in used if "decode" in options.measured_phases]
+        needs = needs_of(used, options.measured_phases)
         rows = [need.query_rows for need in needs] + [options.entropy_rows] * ("entropy" in options.signals)
         return cls(
             tuple((one.length, tuple(after.tokens.shape[1] for after in one.continuations)) for one in prompts),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations
+from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, needs_of
 from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch
 from kvsearch.calibration.polykv.tree import BaselinePass, Tree
 from kvsearch.policies import Observation
@@ -50,7 +50,7 @@ class LayerSweep:
     ) -> None:
         self.model, self.tried, self.signals, self.literal = model, tried, signals, literal
         self.entropy_rows, self.groups = entropy_rows, groups
-        wanted = tried.needs() if {"cosine", "ppl"} & set(signals) else []
+        wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
         wanted += [Needs(query_rows=entropy_rows)] if "entropy" in signals else []
         ids, mask = batch.padded(model.device)
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
