@@ -26,6 +26,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.report.losses import losses_json, losses_table, task_means
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.eviction import rules_need
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay import replay
 from kvsearch.signals.output_loss import attention_change
@@ -84,7 +85,7 @@ def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> 
     """Losses of single queries by layer."""
     with running(model, NAME):
         rules = layer_rules(model, plan, context)
-        needs = {layer: here.needs for layer, here in rules.items()}
+        needs = {layer: rules_need(*here) for layer, here in rules.items()}
         passed = DensePass(model, needs, lambda prompt: prompt, context)
         with passed.following(following):
             return {layer.index: query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
@@ -285,7 +286,7 @@ def test_what_is_shown_of_the_context_is_what_the_real_cache_holds(method: str) 
     expected = held(cache, 2, LENGTH)
     with running(model, NAME), torch.no_grad():
         rules = layer_rules(model, plan, context)
-        needs = {layer: here.needs for layer, here in rules.items()}
+        needs = {layer: rules_need(*here) for layer, here in rules.items()}
         passed = DensePass(model, needs, lambda prompt: prompt, context)
         with passed.following(following):
             for layer in passed.continuations():
