@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile
+from kvsearch.plan.rounding import Floats
 
-Floats = NDArray[np.float64]
 STABLE, DOUBTFUL = 0.8, 0.5
 
 

@@ -20,12 +20,13 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import calibrate_dynamic, full_pass
 from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
-from kvsearch.calibration.tables import Floats, Ints, floor_entries
+from kvsearch.calibration.tables import floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
+from kvsearch.plan.rounding import Floats, Ints
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted

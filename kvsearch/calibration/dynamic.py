@@ -18,10 +18,11 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.calibration.tables import Ints, RatioTables, grid_totals
+from kvsearch.calibration.tables import RatioTables, grid_totals
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
+from kvsearch.plan.rounding import Ints
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted

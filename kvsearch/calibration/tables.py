@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.plan import GRID
+from kvsearch.plan.rounding import Floats, Ints
 from kvsearch.policies import Policy
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
 

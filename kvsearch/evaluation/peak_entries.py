@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.models.architecture import describe
+from kvsearch.plan.rounding import Ints
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.decoding import Decoding
-
-Ints = NDArray[np.int64]
 
 
 class PeakEntries:

@@ -42,9 +42,8 @@ def describe(model: nn.Module) -> Architecture:
     config = text_config(model)
     refuse_unsupported(config, type(model).__name__)
     heads = config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-        kinds = ["sliding_attention"] * config.num_hidden_layers
+    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
     full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     if not full:
         raise IncompatibleError(f"{type(model).__name__} has no full-attention layer: there is nothing to evict")

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.rule import Ints
 from kvsearch.runtime.slots import SlotSource
 from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, regrouped, right_aligned
-
-Ints = NDArray[np.int64]
 
 
 @dataclass

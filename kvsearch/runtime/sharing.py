@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvsearch.budgets.dynamic import Allocation, Shares
 from kvsearch.policies import Observation, Policy
@@ -24,11 +23,10 @@ from kvsearch.runtime.demand import LayerDemands
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.rule import StepRule
+from kvsearch.runtime.rule import Ints, StepRule
 from kvsearch.runtime.slots import pack
 from kvsearch.runtime.storage import RaggedStore
 
-Ints = NDArray[np.int64]
 NO_CAP = 2**31 - 1  # entries a head may hold while decoding
 
 

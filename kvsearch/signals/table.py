@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, Profile
+from kvsearch.plan.rounding import Floats
 from kvsearch.plan.signals import ENTROPY, FULL_NLL, LITERAL_ENTROPY, TOKENS, SignalAxes
-
-Floats = NDArray[np.float64]
 
 # the array that each measure is computed from
 MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}

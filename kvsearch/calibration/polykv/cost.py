@@ -17,7 +17,7 @@ Llama-3.1-8B, T = 8192, K = 128, nine patterns, two phases and one budget:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -210,19 +210,16 @@ def _gigabytes(size: int) -> str:
     return f"{math.ceil(size / 1e6) / 1e3:g} GB"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Operations:
     tokens: int = 0  # through one layer
     pairs: int = 0  # of tokens, in one layer
     scored: int = 0  # tokens through the output head
 
-    def __mul__(self, times: int) -> _Operations:
-        return _Operations(self.tokens * times, self.pairs * times, self.scored * times)
-
-
-def _total(parts: Iterable[_Operations]) -> _Operations:
-    found = list(parts)
-    return _Operations(*(sum(getattr(part, name) for part in found) for name in ("tokens", "pairs", "scored")))
+    def add(self, tokens: int, pairs: int, scored: int, times: int = 1) -> None:
+        self.tokens += tokens * times
+        self.pairs += pairs * times
+        self.scored += scored * times
 
 
 def _pairs(seen: int, count: int) -> int:
@@ -231,26 +228,25 @@ def _pairs(seen: int, count: int) -> int:
 
 
 def _naive(size: ModelSize, work: SweepWork) -> _Operations:
-    runs = 1 + work.tried * len(size.full_layers)
-    return _total(
-        _Operations(size.layers * (length + count), size.layers * _pairs(0, length + count), count) * runs
-        for length, following in work.prompts
-        for count in following
-    )
+    made, runs = _Operations(), 1 + work.tried * len(size.full_layers)
+    for length, following in work.prompts:
+        for count in following:
+            made.add(size.layers * (length + count), size.layers * _pairs(0, length + count), count, runs)
+    return made
 
 
 def _sweep(size: ModelSize, work: SweepWork) -> _Operations:
-    parts = []
+    made = _Operations()
     for length, following in work.prompts:
-        parts.append(_Operations(size.layers * length, size.layers * _pairs(0, length)))
+        made.add(size.layers * length, size.layers * _pairs(0, length), 0)
         for count in following:
             pairs = _pairs(length, count)
-            parts.append(_Operations(size.layers * count, size.layers * pairs, count))
+            made.add(size.layers * count, size.layers * pairs, count)
             for layer in size.full_layers:
                 left = size.layers - layer  # layers that what is ablated goes through, where losses are measured
-                once = _Operations(left * count, left * pairs, count) if work.losses else _Operations(pairs=pairs)
-                parts.append(once * work.tried)
-    return _total(parts)
+                once = (left * count, left * pairs, count) if work.losses else (0, pairs, 0)
+                made.add(*once, work.tried)
+    return made
 
 
 def _cost(size: ModelSize, operations: _Operations, tflops: float) -> PassCost:
