@@ -109,7 +109,7 @@ class CAKEAllocation(Allocation):
         return Needs(query_rows=self._rows(policy))
 
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
-        """Logarithm of every sequence's preference, NaN where attention is."""
+        """Return the logarithm of every sequence's preference, NaN where attention is."""
         entropy, variance = (part.double().log() for part in dispersion(observation, self._rows(policy)))
         wanted: list[float] = (entropy / self.tau1 + variance / self.tau2).tolist()
         return wanted

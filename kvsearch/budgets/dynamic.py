@@ -82,18 +82,18 @@ class Allocation(ABC):
         raise InternalError(f"allocation {self.name} does not weigh layers")
 
     def order(self, ranked: Tensor, free: int) -> Order:  # noqa: ARG002
-        """Kv heads of the `free` most wanted entries (at least), by scores `ranked` [Hkv, M] in descending order."""
+        """Return the kv heads of the `free` most wanted entries (at least), by descending scores `ranked` [Hkv, M]."""
         raise InternalError(f"allocation {self.name} does not order entries")
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:  # noqa: ARG002
-        """Shares of `free` entries of a layer before rounding, float64 [Hkv]; they sum to `free`.
+        """Return the shares of `free` entries of a layer before rounding, float64 [Hkv]; they sum to `free`.
 
         Must not fall in any head when `free` grows, if `rooms` [Hkv] are equal.
         """
         raise InternalError(f"allocation {self.name} does not split layers")
 
     def check(self, policy: Policy, name: str) -> None:
-        """UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this."""
+        """Raise UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this."""
         if policy.exempt(1, 2) or policy.exempt(2**31, 2):
             raise UsageError(
                 f"{name}: {policy.name} never evicts some heads, whatever their budget, so there is nothing to share: "
@@ -106,7 +106,7 @@ class Allocation(ABC):
             )
 
     def parameters(self) -> dict[str, int | float | bool | str]:
-        """Options by name, as a plan stores them."""
+        """Return the options by name, as a plan stores them."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
@@ -183,14 +183,14 @@ class Shares:
         return budgets
 
     def _layer_shares(self) -> dict[int, float]:
-        """Free entries of every layer so far before rounding, if no other layer came."""
+        """Return the free entries of every layer so far before rounding, if no other layer came."""
         rows = sorted(self.demands)
         rooms = self.rooms[rows].sum(-1)
         shares = water_level(self._weights(rows), self._pool(rooms), 0, rooms)
         return dict(zip(rows, shares.tolist(), strict=True))
 
     def _even_shares(self) -> dict[int, Floats]:
-        """Free entries [Hkv] of the heads of every layer so far, all alike, before rounding."""
+        """Return the free entries [Hkv] of the heads of every layer so far, all alike, before rounding."""
         rows = sorted(self.demands)
         rooms = self.rooms[rows]
         weights = np.repeat(self._weights(rows)[:, None], rooms.shape[1], 1)
@@ -254,7 +254,7 @@ def check_modes(name: str, layers: str, heads: str) -> None:
 
 
 def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
-    """Of some layers that share a total: floors it reaches, what the caps leave over (both [l, Hkv]), what is free."""
+    """Return, of layers that share, floors in reach, what the caps leave over (both [l, Hkv]) and what is free."""
     wanted = int(planned.sum())
     total = min(wanted, int(caps.sum()))
     base = lift_floors(int(floors.max(initial=0)), total, np.zeros_like(floors), floors)

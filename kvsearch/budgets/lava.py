@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def layer_entropy(scores: Tensor) -> Tensor:
-    """Entropy of one layer's scores as a share of its maximum: -sum p * log(p) / log(Hkv * M), p = s / sum s.
+    """Return the entropy of a layer's scores, a share of its maximum: -sum p * log(p) / log(Hkv * M), p = s / sum s.
 
     In [0, 1]: 0 when one entry holds everything, 1 when all are equal; also 1 without any score and 0 for less than two
     candidates. The paper divides by Hkv * N; a divisor that is equal in all layers cancels in their shares. NaN if a
@@ -73,7 +73,7 @@ class LAVaAllocation(Allocation):
         return self.heads == "dynamic"
 
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:
-        """Entropy of every sequence's scores; UsageError if some are negative."""
+        """Return the entropy of every sequence's scores; UsageError if some are negative."""
         found = torch.stack([layer_entropy(sequence) for sequence in scores])
         least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
         weights, lowest = torch.stack([found, least]).tolist()

@@ -77,7 +77,7 @@ class LossCurves:
         return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
 
     def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> Joint:
-        """As `allocate` by the least of the losses [L, R, len(budgets) - 1] under R patterns, and the pattern to use.
+        """Allocate by the least of the losses [L, R, len(budgets) - 1] under R patterns, and choose the pattern to use.
 
         That is the one that loses least at the known budget nearest to the layer's, as ratios go; the first of equals.
         """
@@ -105,7 +105,7 @@ def convex(at: Floats, values: Floats) -> Floats:
 
 
 def _hull(at: Floats, values: Floats) -> Floats:
-    """Andrew's monotone chain, lower half."""
+    """Walk Andrew's monotone chain, lower half."""
     kept: list[int] = []
     for new in range(len(at)):
         while len(kept) > 1:

@@ -16,7 +16,7 @@ _LINE = 100
 
 
 def canonical_json(obj: object) -> bytes:
-    """UTF-8 JSON with sorted keys, two-space indents, short lists of numbers on one line and a newline at the end.
+    """Return UTF-8 JSON with sorted keys, indents of two, short lists of numbers on one line and a newline at the end.
 
     Takes dictionaries with text keys, lists, tuples, JSON scalars and pydantic models.
 
@@ -32,7 +32,7 @@ def canonical_json(obj: object) -> bytes:
 
 
 def sha256_of(obj: object) -> str:
-    """Hexadecimal SHA-256 of the canonical JSON of `obj`; raises as `canonical_json`."""
+    """Return the hexadecimal SHA-256 of the canonical JSON of `obj`; raises as `canonical_json`."""
     return hashlib.sha256(canonical_json(obj)).hexdigest()
 
 

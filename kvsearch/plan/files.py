@@ -124,7 +124,7 @@ def check_target(path: str | Path) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Permission bits of an existing regular file, None for a new one."""
+    """Return the permission bits of an existing regular file, None for a new one."""
     try:
         found = target.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

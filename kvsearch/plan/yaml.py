@@ -64,7 +64,7 @@ def plan_to_yaml(plan: Plan) -> str:
 
 
 def layer_ranges(layers: Sequence[int]) -> list[str]:
-    """Ascending layers as ranges, e.g. ["0-2", "5"]."""
+    """Return ascending layers as ranges, e.g. ["0-2", "5"]."""
     runs = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
     return [_range([layer for _, layer in run]) for _, run in runs]
 
@@ -101,7 +101,7 @@ _Dumper.add_representer(tuple, _list)
 
 
 def _shared(plan: Plan) -> dict[str, Params]:
-    """Parameters by policy that at least two entries have; of several, those that most have."""
+    """Return the parameters by policy that at least two entries have; of several, those that most have."""
     uses: Counter[tuple[str, bytes]] = Counter()
     found: dict[tuple[str, bytes], Params] = {}
     for phase in (plan.prefill, plan.decode):
@@ -118,7 +118,7 @@ def _shared(plan: Plan) -> dict[str, Params]:
 
 
 def _entries(phase: PhasePlan | None) -> Iterator[tuple[list[int], LayerPlan | None]]:
-    """Runs of layers with equal content."""
+    """Yield runs of layers with equal content."""
     if phase is None:
         return
     for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):

@@ -114,12 +114,12 @@ class Observation:
         return found
 
     def value_norms(self, order: int) -> Tensor:
-        """|v_i| of every entry, L1 or L2 by `order`, [B, Hkv, T] fp32."""
+        """Return |v_i| of every entry, L1 or L2 by `order`, [B, Hkv, T] fp32."""
         norms: Tensor = self.shared(("value_norms", order), lambda: self.values.float().norm(p=order, dim=-1))
         return norms
 
     def projected_norms(self, order: Norm) -> Tensor:
-        """|v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
+        """Return |v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
         project = self.projection
         if project is None:
             raise InternalError("a policy asked for projected value norms but did not declare that it needs them")
@@ -167,10 +167,10 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, observation: Observation) -> Tensor:
-        """Keep-priority of every entry, [B, Hkv, T] fp32, higher is kept; padding and protected columns are ignored."""
+        """Return keep-priorities, [B, Hkv, T] fp32, higher is kept; padding and protected columns are ignored."""
 
     def first_stage(self, observation: Observation) -> Tensor | None:  # noqa: ARG002
-        """Priority by which the first `quota` entries are taken, [B, Hkv, T]; `score` picks the others. None: all."""
+        """Return priorities [B, Hkv, T] by which `quota` entries are taken; `score` picks the others. None: all."""
         return None
 
     def quota(self, budget: int) -> int:  # noqa: ARG002
@@ -238,7 +238,7 @@ class Policy(ABC):
         return sinks, min(recent, budget - sinks)
 
     def start(self, observation: Observation) -> State:  # noqa: ARG002
-        """Running state at the end of the prompt: per entry [B, Hkv, T, ...] and per head [B, Hkv, ...]."""
+        """Return the running state at the end of the prompt: per entry [B, Hkv, T, ...] and per head [B, Hkv, ...]."""
         return State()
 
     def step(self, step: Step) -> Tensor:  # noqa: ARG002
@@ -252,7 +252,7 @@ class Policy(ABC):
     # --- hyper-parameters -----------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, int | float | bool | str]:
-        """Hyper-parameters by name, as a plan stores them."""
+        """Return the hyper-parameters by name, as a plan stores them."""
         return dataclasses.asdict(self)
 
     @property

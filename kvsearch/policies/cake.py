@@ -41,7 +41,7 @@ class CAKE(Policy):
         return Needs(query_rows=self.window)
 
     def score(self, observation: Observation) -> Tensor:
-        """Pooled mean plus weighted variance, [B, Hkv, T] fp32."""
+        """Return the pooled mean plus weighted variance, [B, Hkv, T] fp32."""
         mean, variance = row_moments(observation, self.window)
         indicator = (mean + self.gamma * variance).flatten(1, 2)
         pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.window))
@@ -63,22 +63,22 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     The moments of the chunks of rows are merged pairwise (Chan et al. 1983), so that a small variance next to a large
     mean stays accurate. Computed once per observation and window.
     """
-    return observation.shared(("row moments", window), lambda: _row_moments(observation, window))
 
+    def compute() -> tuple[Tensor, Tensor]:
+        batch, heads, length, _ = observation.keys.shape
+        mean = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
+        scatter = torch.zeros_like(mean)
+        rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)
+        for part, probability in window_rows(observation, window):
+            real = probability.sum(-1, keepdim=True) > 0
+            count = real.sum(-2)[:, :, :1]
+            chunk_mean = probability.sum(-2) / count.clamp(min=1)
+            chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
+            total = rows[:, part] + count
+            share, apart = count / total.clamp(min=1), chunk_mean - mean[:, part]
+            scatter[:, part] += chunk_scatter + apart.square() * rows[:, part] * share
+            mean[:, part] += apart * share
+            rows[:, part] = total
+        return mean, scatter / (rows - 1).clamp(min=1)
 
-def _row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = observation.keys.shape
-    mean = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
-    scatter = torch.zeros_like(mean)
-    rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)
-    for part, probability in window_rows(observation, window):
-        real = probability.sum(-1, keepdim=True) > 0
-        count = real.sum(-2)[:, :, :1]
-        chunk_mean = probability.sum(-2) / count.clamp(min=1)
-        chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
-        total = rows[:, part] + count
-        share, apart = count / total.clamp(min=1), chunk_mean - mean[:, part]
-        scatter[:, part] += chunk_scatter + apart.square() * rows[:, part] * share
-        mean[:, part] += apart * share
-        rows[:, part] = total
-    return mean, scatter / (rows - 1).clamp(min=1)
+    return observation.shared(("row moments", window), compute)

@@ -96,7 +96,7 @@ def _package(name: str) -> str:
 
 
 def _hidden() -> list[PolicyFault]:
-    """Entry points whose name is taken."""
+    """Return the entry points whose name is taken."""
     taken = dict.fromkeys(BUILT_IN, HOME)
     hidden = []
     for point in third_party():

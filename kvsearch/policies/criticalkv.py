@@ -66,10 +66,10 @@ class CriticalKV(Wrapper):
         return observation.shared(("score", base), lambda: base.score(observation))
 
     def quota(self, budget: int) -> int:
-        """floor(ratio * budget)."""
+        """Return floor(ratio * budget)."""
         return round_down(budget * self.ratio)
 
     def score(self, observation: Observation) -> Tensor:
-        """Base score times the mean norm of the projected values, [B, Hkv, T] fp32."""
+        """Return the base score times the mean norm of the projected values, [B, Hkv, T] fp32."""
         norms = observation.projected_norms(cast(Norm, self.norm)).mean(2)
         return (self.first_stage(observation).clamp(min=0.0) + self.epsilon) * norms  # -inf where nothing was pooled

@@ -42,7 +42,7 @@ class D2O(H2O):
         self._require(0 < self.ema <= 1, f"ema must be above 0 and at most 1, got {self.ema}")
 
     def start(self, observation: Observation) -> State:
-        """H2O's state, and tau, NaN before the first eviction."""
+        """Return H2O's state, and tau, NaN before the first eviction."""
         state = super().start(observation)
         state.heads[TAU] = observation.keys.new_full(observation.keys.shape[:2], math.nan, dtype=torch.float32)
         return state
@@ -61,8 +61,11 @@ class D2O(H2O):
         else:
             targets = by_position(cached.positions, real)[:, : max(1, int(real.sum(-1).max()))]
             similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
-        event = gone.any(-1) & real.any(-1)
-        tau = self._update(cached.state.heads[TAU], similarity.masked_fill(~gone, 0.0), gone.sum(-1), event)
+        event, tau = gone.any(-1) & real.any(-1), cached.state.heads[TAU]
+        # in double, so that equal similarities are their mean
+        found = similarity.masked_fill(~gone, 0.0).double().sum(-1) / gone.sum(-1).clamp(min=1)
+        later = torch.where(tau.isnan(), found, (1 - self.ema) * tau.double() + self.ema * found)
+        tau.copy_(torch.where(event, later.float(), tau))
         merged = gone & (similarity >= tau[:, None])
         mean = self.merging == "code"
         weight = similarity if mean else similarity.exp()
@@ -72,12 +75,6 @@ class D2O(H2O):
         total.scatter_add_(1, into, counted.masked_fill(~merged, 0.0))
         for states in (cached.values,) if self.keys_frozen else (cached.keys, cached.values):
             fold(states, targets, own / total, into, sources, weight / total.gather(1, into), merged)
-
-    def _update(self, tau: Tensor, similarity: Tensor, count: Tensor, event: Tensor) -> Tensor:
-        """Take tau [S] on, in place, where something leaves; in double, so that equal similarities are their mean."""
-        mean = similarity.double().sum(-1) / count.clamp(min=1)
-        later = torch.where(tau.isnan(), mean, (1 - self.ema) * tau.double() + self.ema * mean)
-        return tau.copy_(torch.where(event, later.float(), tau))
 
 
 def nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class State:
                 tensor.copy_(torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), old[name], tensor))
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes held."""
         return sum(t.untyped_storage().nbytes() for t in (*self.entries.values(), *self.heads.values()))
 
 

@@ -40,7 +40,7 @@ class ExpectedAttention(Policy):
         return Needs(query_statistics_from=self.sinks)
 
     def score(self, observation: Observation) -> Tensor:
-        """Expected attention times value norm, [B, Hkv, T] fp32; the sinks themselves score 0 (they are protected)."""
+        """Return the expected attention times value norm, [B, Hkv, T] fp32; the sinks, which are protected, score 0."""
         logits = self._logits(observation)  # [B, Hkv, G, T]
         hidden = (observation.index < self.sinks)[:, None, None]  # padding, too
         probability = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)

@@ -15,7 +15,7 @@ class FullKV(Policy):
     source: ClassVar[str] = "no eviction"
 
     def score(self, observation: Observation) -> Tensor:
-        """Constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""
+        """Return a constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""
         return observation.keys.new_zeros(observation.keys.shape[:3]).float()
 
     def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002

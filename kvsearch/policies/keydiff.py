@@ -24,16 +24,16 @@ class KeyDiff(Policy):
     window: int = 0
 
     def score(self, observation: Observation) -> Tensor:
-        """Negative cosine to the anchor, [B, Hkv, T] fp32."""
+        """Return the negative cosine to the anchor, [B, Hkv, T] fp32."""
         return _difference(observation.keys, observation.valid[:, None])
 
     def step(self, step: Step) -> Tensor:
-        """Negative cosine to the anchor of what is held now, [S, C] fp32."""
+        """Return the negative cosine to the anchor of what is held now, [S, C] fp32."""
         return _difference(step.cached.keys, step.cached.held)
 
 
 def _difference(keys: Tensor, real: Tensor) -> Tensor:
-    """Negative cosine of keys [..., T, D] to the mean direction of the `real` ones [..., T] bool, fp32."""
+    """Return the negative cosine of keys [..., T, D] to the mean direction of the `real` ones [..., T] bool, fp32."""
     keys = keys.float().masked_fill(~real[..., None], 0.0)  # what else lies there may be anything, NaN included
     anchor = F.normalize(keys, dim=-1, eps=EPSILON).sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
     return -F.cosine_similarity(keys, anchor, dim=-1, eps=EPSILON)

@@ -24,7 +24,7 @@ class Knorm(Policy):
     window: int = 0
 
     def score(self, observation: Observation) -> Tensor:
-        """Negative key norm, [B, Hkv, T] fp32."""
+        """Return the negative key norm, [B, Hkv, T] fp32."""
         return -_norms(observation.keys)
 
     def start(self, observation: Observation) -> State:
@@ -32,13 +32,13 @@ class Knorm(Policy):
         return State({NORM: _norms(observation.keys)})
 
     def step(self, step: Step) -> Tensor:
-        """Negative norms, [S, C] fp32; only the newest key's is computed."""
+        """Return the negative norms, [S, C] fp32; only the newest key's is computed."""
         norms = step.cached.state.entries[NORM]
         norms[torch.arange(len(norms), device=norms.device), step.newest] = _norms(step.at_newest(step.cached.keys))
         return -norms
 
 
 def _norms(keys: Tensor) -> Tensor:
-    """|k|_2 of keys [..., D], fp32."""
+    """Return |k|_2 of keys [..., D], fp32."""
     norms: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
     return norms

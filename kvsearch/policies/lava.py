@@ -25,7 +25,7 @@ class LAVa(SnapKV):
     group: str = "max"
 
     def score(self, observation: Observation) -> Tensor:
-        """Pooled attention of the window times the largest value norm, [B, Hkv, T] fp32."""
+        """Return the pooled attention of the window times the largest value norm, [B, Hkv, T] fp32."""
         inside = candidate_mask(observation, self.window)
         largest = observation.value_norms(1).masked_fill(~inside[:, None], 0.0).amax(-1, keepdim=True)
         attention = mean_window_attention(observation, self.window, self.group)

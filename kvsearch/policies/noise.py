@@ -10,7 +10,7 @@ SECOND = 0x94D049BB133111EB - 2**64
 
 
 def uniform(*keys: int | Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), fp32 multiples of 2^-24: one for every element of the int64 `keys`, broadcast."""
+    """Draw uniform numbers in [0, 1), fp32 multiples of 2^-24, one for every element of the int64 `keys`, broadcast."""
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
         state = _mixed(state + GOLDEN + torch.as_tensor(key, dtype=torch.int64))
@@ -18,7 +18,7 @@ def uniform(*keys: int | Tensor) -> Tensor:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014); products wrap around."""
+    """Mix bits by the finaliser of SplitMix64 (Steele et al. 2014); products wrap around."""
     state = (state ^ _shifted(state, 30)) * FIRST
     state = (state ^ _shifted(state, 27)) * SECOND
     mixed: Tensor = state ^ _shifted(state, 31)
@@ -26,6 +26,6 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: the sign bit is a bit like the others."""
+    """Shift to the right, logically: the sign bit is a bit like the others."""
     shifted: Tensor = (state >> bits) & (2 ** (64 - bits) - 1)
     return shifted

@@ -8,7 +8,7 @@ from kvsearch.policies.tensors import Tensor, torch
 
 
 def projected_norms(values: Tensor, output_weight: Tensor, order: Norm) -> Tensor:
-    """|v_i W_O[q]|, L1 or L2 by `order`, of every entry under every query head of its group, [B, Hkv, G, T] fp32.
+    """Return |v_i W_O[q]|, L1 or L2 by `order`, of every entry under each query head of its group, [B, Hkv, G, T] fp32.
 
     `values` is [B, Hkv, T, Dv], `output_weight` [Hq, Dv, d_model]. L2 norms come from the Gram matrix W W^T, so that
     each costs Dv^2 instead of Dv * d_model. Works on one query head and a few entries at a time: nothing of size
@@ -25,13 +25,9 @@ def projected_norms(values: Tensor, output_weight: Tensor, order: Norm) -> Tenso
             part = slice(first, first + step)
             states = values[:, head, part].float()
             for member, factor in enumerate(group):
-                norms[:, head, member, part] = _norms(states, states @ factor, order)
+                product = states @ factor  # v W, or v W W^T
+                if order == "l1":
+                    norms[:, head, member, part] = torch.linalg.vector_norm(product, ord=1, dim=-1)
+                else:  # rounding may leave a square just below zero
+                    norms[:, head, member, part] = product.mul_(states).sum(-1).clamp(min=0).sqrt()
     return norms
-
-
-def _norms(states: Tensor, product: Tensor, order: Norm) -> Tensor:
-    """L1 norms of `product`, v W, or L2 norms from it, v W W^T (changed in place), [B, n] of [B, n, ...]."""
-    if order == "l1":
-        norms: Tensor = torch.linalg.vector_norm(product, ord=1, dim=-1)
-        return norms
-    return product.mul_(states).sum(-1).clamp(min=0).sqrt()  # rounding may leave a square just below zero

@@ -21,6 +21,6 @@ class RandomEviction(Policy):
     window: int = 0
 
     def score(self, observation: Observation) -> Tensor:
-        """Uniform noise that depends on the seed and the shape only, [B, Hkv, T] fp32."""
+        """Return uniform noise that depends on the seed and the shape only, [B, Hkv, T] fp32."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.rand(observation.keys.shape[:3], generator=generator).to(observation.keys.device)

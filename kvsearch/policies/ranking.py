@@ -14,7 +14,7 @@ from kvsearch.policies.tensors import Tensor, torch
 
 
 def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:
-    """Position of every protected entry in the order of protection, [B, T] int64; -1 where not protected.
+    """Return the place of every protected entry in the order of protection, [B, T] int64; -1 where not protected.
 
     The newest entry comes first, then the sinks from the first on, then the window from the newest on: a budget
     below the protected count still keeps the newest entry and the first sinks.
@@ -130,7 +130,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
 
 
 def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> list[int]:
-    """Columns in the order in which growing budgets take them: `quota[b]` of `first`, the rest by `second`."""
+    """Order columns as growing budgets take them: `quota[b]` of `first`, the rest by `second`."""
     order: list[int] = []
     kept = [False] * len(first)
     taken, rest = 0, iter(second)
@@ -153,5 +153,5 @@ def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
 
 
 def kept_indices(ranks: Tensor, budget: int, row: int = 0, head: int = 0) -> list[int]:
-    """Positions kept in one head at `budget`, ascending (for inspection and tests)."""
+    """Return the positions kept in one head at `budget`, ascending (for inspection and tests)."""
     return torch.nonzero(ranks[row, head] < budget).flatten().tolist()

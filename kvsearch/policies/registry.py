@@ -41,7 +41,7 @@ def policy_names() -> list[str]:
 
 
 def third_party() -> list[EntryPoint]:
-    """Entry points of installed packages that add a policy, by name; of one name, the first is the one in use."""
+    """Return the entry points of packages that add a policy, by name; of one name, the first is the one in use."""
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 

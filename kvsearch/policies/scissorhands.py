@@ -53,7 +53,7 @@ class Scissorhands(Policy):
         return places(*(tensor.flatten(1) for tensor in (low, seen, mass, real))).view_as(mass)
 
     def _history(self, observation: Observation) -> tuple[Tensor, Tensor, Tensor]:
-        """Low rows int16 [B, Hkv, T], attention received fp32, and which rows were low, see `start`."""
+        """Return low rows int16 [B, Hkv, T], attention received fp32, and which rows were low, see `start`."""
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             shape = observation.keys.shape[:3]
@@ -96,11 +96,11 @@ class Scissorhands(Policy):
     # --- decoding -------------------------------------------------------------------------------------------------
 
     def drop_at(self, budget: int) -> int:
-        """`drop` entries or half the budget, as far as the protected ones leave so many."""
+        """Return `drop` entries or half the budget, as far as the protected ones leave so many."""
         return max(1, min(self.drop or budget // 2, budget + 1 - sum(self.protected_at(budget))))
 
     def start(self, observation: Observation) -> State:
-        """Low counts, attention received, and which rows were low: one bit per row, token t at bit t mod history."""
+        """Return low counts, attention received and low rows: one bit per row, token t at bit t mod history."""
         low, mass, ring = self._history(observation)
         return State({LOW: low.clone(), MASS: mass.clone(), RING: ring.clone()})
 
@@ -118,7 +118,7 @@ class Scissorhands(Policy):
         return places(state[LOW], seen, state[MASS], held)
 
     def _slot(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Byte of the ring and bit in it, as a uint8 mask, of the row of a token."""
+        """Return the byte of the ring and bit in it, as a uint8 mask, of the row of a token."""
         slot = token % self.history
         return slot // 8, torch.bitwise_left_shift(torch.ones_like(slot), slot % 8).to(torch.uint8)
 

@@ -41,7 +41,7 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
 
 
 def attention(logits: Tensor, scaling: float, softcap: float | None, hidden: Tensor) -> Tensor:
-    """Softmax over the last dimension of scaled, soft-capped fp32 `logits` (changed in place) outside `hidden`."""
+    """Take the softmax over the last axis of scaled, soft-capped fp32 `logits` (changed in place) outside `hidden`."""
     logits *= scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -106,12 +106,12 @@ def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, so
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Scratch memory that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
+    """Return the scratch bytes that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
     return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
 
 
 def _chunks(segments: int, rows: int, row_size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
+    """Yield heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
     together = 1 if device.type == "cpu" else segments
     step = max(1, chunk_bytes(device) // (8 * together * row_size))
     for head in range(0, segments, together):
@@ -125,7 +125,7 @@ def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:
 
 
 def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor) -> Tensor:
-    """1-D pooling along positions, stride 1, over the candidates only (scores [B, Hkv, T], candidates [B, T] bool).
+    """Pool along positions, stride 1, over the candidates only (scores [B, Hkv, T], candidates [B, T] bool).
 
     Max pooling pads with -inf; average pooling pads with 0 and always divides by the kernel.
     """
@@ -138,5 +138,5 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
 
 
 def candidate_mask(observation: Observation, window: int) -> Tensor:
-    """Real entries outside the recent window, [B, T] bool."""
+    """Mark the real entries outside the recent window, [B, T] bool."""
     return observation.valid & (observation.index < (observation.seen - window)[:, None])

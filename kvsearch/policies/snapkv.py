@@ -38,6 +38,6 @@ class SnapKV(Policy):
         return Needs(query_rows=self.window)
 
     def score(self, observation: Observation) -> Tensor:
-        """Pooled mean attention of the window, [B, Hkv, T] fp32."""
+        """Return the pooled mean attention of the window, [B, Hkv, T] fp32."""
         attention = mean_window_attention(observation, self.window, self.group)
         return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation, self.window))

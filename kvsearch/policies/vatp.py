@@ -67,7 +67,7 @@ class VATP(Wrapper):
         return SnapKV(self.window, self.kernel, self.pooling, self.group, self.sinks, self.refresh)
 
     def score(self, observation: Observation) -> Tensor:
-        """Base score times value norm, [B, Hkv, T] fp32."""
+        """Return the base score times value norm, [B, Hkv, T] fp32."""
         # pooling gives -inf to columns without a candidate nearby
         return self.inner.score(observation).clamp(min=0.0) * observation.value_norms(1)
 

@@ -110,7 +110,7 @@ def _named(spec: str) -> list[Entry]:
 
 
 def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
-    """An option that changes nothing is a mistake: the user expects it to."""
+    """Refuse options that change nothing: the user expects them to."""
     read = {option for entry in entries for option in entry.reads}
     unread = [option for option in options.given if option not in read]
     if unread:
@@ -119,7 +119,7 @@ def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
 
 
 def _readers(option: str) -> list[str]:
-    """Specs of the tasks that read an option: the kind where all of its tasks do."""
+    """Return the specs of the tasks that read an option: the kind where all of its tasks do."""
     reading = [entry for entry in ENTRIES.values() if option in entry.reads]
     whole = {kind for kind in KINDS if all(option in e.reads for e in ENTRIES.values() if e.kind == kind)}
     return list(dict.fromkeys(entry.kind if entry.kind in whole else entry.spec for entry in reading))

@@ -124,7 +124,7 @@ def most_tokens(model: Any, max_length: int | None = None) -> int | None:
 def encode(
     tokenizer: Any, task: Task, examples: Sequence[Example], wanted: int | None = None, limit: int | None = None
 ) -> TaskPrompts:
-    """Examples in token ids, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`."""
+    """Encode examples, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`."""
     _check(task, examples)
     form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
     prompts = tuple(_prompts(form, examples, limit, excluded))
@@ -154,7 +154,7 @@ def token_hash(ids: Tensor) -> str:
 
 
 def listed(excluded: dict[str, int]) -> str:
-    """Reasons and counts in words, for people."""
+    """Put reasons and counts in words, for people."""
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(excluded.items()))
 
 
@@ -181,7 +181,7 @@ def _check(task: Task, examples: Sequence[Example]) -> None:
 
 
 def _check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
-    """Texts that are made to a length would lose what was hidden in them, which says nothing about a method."""
+    """Refuse a length above the limit: such texts would lose what was hidden in them, whatever the method."""
     longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
     if limit is not None and longest > limit:
         taker = "--max-length allows" if limit < (most_tokens(loaded.model) or limit + 1) else f"{loaded.name} takes"

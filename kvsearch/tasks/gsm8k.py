@@ -145,7 +145,7 @@ class Gsm8kTask:
         return draw(self.rows, samples, seed)
 
     def score(self, reply: str, query: Query) -> float:
-        """1 if the reply's number is the answer."""
+        """Return 1 if the reply's number is the answer."""
         return METRICS[self.metric](reply, query)
 
     def _example(self, position: int, row: Gsm8kRow) -> Example:

@@ -168,7 +168,7 @@ class NiahTask:
 
 
 def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
-    """`samples` of the cells, all of them if there are no more, in their order.
+    """Return `samples` of the cells, all of them if there are no more, in their order.
 
     Of a whole grid, no length is taken more than once oftener than another, and no depth. Under one seed, fewer cells
     are some of more.
@@ -222,7 +222,7 @@ def grid_of(samples: Iterable[Scored]) -> Grid:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Sentences and lines of a text, which they add up to."""
+    """Yield the sentences and lines of a text, which they add up to."""
     words: list[str] = []
     for word in _WORD.findall(text):
         if words and "\n" in word:

@@ -32,7 +32,7 @@ class Reading:
 
 
 def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
-    """One reading per context (question-agnostic) or per question (question-aware)."""
+    """Return one reading per context (question-agnostic) or per question (question-aware)."""
     if protocol == QUESTION_AGNOSTIC:
         return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
     return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]

@@ -105,7 +105,7 @@ def _parquet(path: Path) -> list[Row]:
 
 
 def _csv(path: Path) -> list[Row]:
-    """All cells are text."""
+    """Read all cells as text."""
     import pandas as pd
 
     try:

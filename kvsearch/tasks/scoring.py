@@ -29,5 +29,5 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
 
 
 def _described(error: Exception) -> str:
-    """An error that was not written for people: a metric of the user's own may raise anything."""
+    """Describe an error that was not written for people: a metric of the user's own may raise anything."""
     return " ".join(f"the metric fails with {type(error).__name__}: {error}".split())

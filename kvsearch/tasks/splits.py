@@ -21,7 +21,7 @@ _SHUFFLE = "kvsearch/split"
 
 
 def check_split(split: str, shares: Shares) -> None:
-    """UsageError unless `split` is one of train, select, report and all, and the shares of the three sum to 1."""
+    """Raise UsageError unless `split` is train, select, report or all, and the shares of the three sum to 1."""
     if split not in (*SPLITS, ALL):
         raise UsageError(f"unknown split {split!r}{suggest(split, (*SPLITS, ALL))}")
     # `not >=` also catches NaN
@@ -55,7 +55,7 @@ def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Ite
 
 
 def draw(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
-    """`samples` items without replacement, all of them in their order if there are no more.
+    """Draw `samples` items without replacement; return all of them in their order if there are no more.
 
     Under one seed, fewer samples are some of more.
     """

@@ -128,7 +128,7 @@ class LongBenchTask:
         return None if any(not is_blank(answer) for answer in row.answers) else "without an answer"
 
     def _refuse_others(self, rows: list[LongBenchRow]) -> None:
-        """Files are named by the user: one of another dataset must not be scored as this one."""
+        """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""
         for row in rows:
             found = (row.dataset or "").removesuffix("_e")
             if found != self.dataset and found in LONGBENCH_TASKS:

@@ -21,7 +21,7 @@ _OFFICIAL_PLAIN = re.compile(r"-?[0-9.,]+")
 
 
 def gsm8k(reply: str, answers: Sequence[str]) -> float:
-    """1 if the reply's final number equals that of an answer.
+    """Return 1 if the reply's final number equals that of an answer.
 
     The final number is the first that stands alone on a line after "####", as GSM8K's own solutions end, or else the
     last in the text. Thousands separators, decimals ("3.50" is 3.5), signs, currency symbols and a full stop after the
@@ -36,7 +36,7 @@ def gsm8k(reply: str, answers: Sequence[str]) -> float:
 
 
 def gsm8k_official(reply: str, answers: Sequence[str]) -> float:
-    r"""1 if the last run of digits in the reply equals the answer's number after "#### " (or the answer, if it is one).
+    r"""Return 1 if the last run of digits in the reply equals the answer's number after "#### " (or the answer itself).
 
     This is the scorer of Qwen's scripts, which EvolKV's table uses: the last match of \d+, read as a Python literal.
     Its defects are kept. The sign is lost (-3 reads as 3), decimals read as their fraction (18.50 as 50, 18.0 as 0),

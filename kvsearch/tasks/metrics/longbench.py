@@ -19,7 +19,7 @@ _COMMENT = ("`", "#", "//")
 
 
 def first_line(reply: str) -> str:
-    """What LongBench scores of a reply to trec, triviaqa, samsum and lsht: its first line after leading newlines.
+    """Cut what LongBench scores from a reply to trec, triviaqa, samsum and lsht: its first line after leading newlines.
 
     Only newlines are stripped, as in the official `eval.py`: a first line of blanks is kept. (kvpress strips all white
     space there.) The other datasets are scored on the whole reply.
@@ -28,7 +28,7 @@ def first_line(reply: str) -> str:
 
 
 def classification(reply: str, query: Query) -> float:
-    """1/n if the answer is among the n classes (`query.options`) that occur in the reply, else 0.
+    """Return 1/n if the answer is among the n classes (`query.options`) that occur in the reply, else 0.
 
     A class that is part of the answer's own name does not count as another class ("Group" beside "Group or
     organization"). The official loop removes those from the list it iterates over, and so skips the class after each
@@ -50,7 +50,7 @@ def retrieval(reply: str, answers: Sequence[str]) -> float:
 
 
 def retrieval_zh(reply: str, answers: Sequence[str]) -> float:
-    """`retrieval` with answers such as "段落12". Tables: passage_retrieval_zh."""
+    """Score as `retrieval`, with answers such as "段落12". Tables: passage_retrieval_zh."""
     return max(_share_of_numbers(reply, _paragraph(answer, "段落")) for answer in answers)
 
 
@@ -60,7 +60,7 @@ def count(reply: str, answers: Sequence[str]) -> float:
 
 
 def edit_similarity(reply: str, answers: Sequence[str]) -> float:
-    """Similarity of the reply's first line of code and the answer, in whole percent: 1 - (insertions + deletions) / T.
+    """Compare the reply's first line of code with the answer, in whole percent: 1 - (insertions + deletions) / T.
 
     T is the number of characters of both; a substitution counts as a deletion and an insertion. The line is the first
     without a backtick, # or //, or empty. This is `fuzz.ratio` of fuzzywuzzy with python-Levenshtein installed, of
@@ -75,7 +75,7 @@ def edit_similarity(reply: str, answers: Sequence[str]) -> float:
 
 
 def edit_similarity_difflib(reply: str, answers: Sequence[str]) -> float:
-    """`edit_similarity` as fuzzywuzzy computes it without python-Levenshtein: 2M/T of difflib, in whole percent.
+    """Score as `edit_similarity` in fuzzywuzzy without python-Levenshtein: 2M/T of difflib, in whole percent.
 
     M is the number of characters in matching blocks, found longest first; in answers of 200 characters or more, difflib
     begins no block at a character that makes up over 1% of them. kvpress and LongBench ask for fuzzywuzzy alone, so

@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def exact_match(reply: str, answers: Sequence[str]) -> float:
-    """1 if the reply begins with one of the answers, word by word (what follows the answer is not judged).
+    """Return 1 if the reply begins with one of the answers, word by word (what follows the answer is not judged).
 
     For the synthetic suite and one's own examples; no paper's table uses it.
     """
@@ -23,7 +23,7 @@ def exact_match(reply: str, answers: Sequence[str]) -> float:
 
 
 def contains_any(reply: str, answers: Sequence[str]) -> float:
-    """1 if any answer occurs in the reply, case-insensitive.
+    """Return 1 if any answer occurs in the reply, case-insensitive.
 
     `string_match_part` without RULER's treatment of control characters. For one's own examples; no paper's table uses
     it.
@@ -44,7 +44,7 @@ def string_match_all(reply: str, answers: Sequence[str]) -> float:
 
 
 def string_match_part(reply: str, answers: Sequence[str]) -> float:
-    """1 if any answer occurs in the reply, case-insensitive, on the same text as `string_match_all`.
+    """Return 1 if any answer occurs in the reply, case-insensitive, on the same text as `string_match_all`.
 
     Tables: qa_1 and qa_2 of RULER (LU-KV).
     """
@@ -64,12 +64,12 @@ def niah_recall(reply: str, answers: Sequence[str]) -> float:
 
 
 def niah_recall_lava(reply: str, answers: Sequence[str]) -> float:
-    """`niah_recall` of LAVa's figures: full stops of the reply are blanks, and its answer ends without one."""
+    """Score as `niah_recall` in LAVa's figures: full stops of the reply are blanks, and its answer ends without one."""
     return niah_recall(reply.replace(".", " "), answers)
 
 
 def niah_rouge1(reply: str, answers: Sequence[str]) -> float:
-    """F of ROUGE-1 with Porter stemming as the package `rouge-score` computes it; the best over the answers.
+    """Return F of ROUGE-1 with Porter stemming as the package `rouge-score` computes it; the best over the answers.
 
     KVCache-Factory stores ten times this for each needle, and kvpress reports it, both with the whole needle ("The best
     thing to do in San Francisco is ...") for the answer. It is not what figures show: see `niah_recall`.

@@ -24,7 +24,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE + _FULL_WI
 
 
 def qa_f1(reply: str, answers: Sequence[str]) -> float:
-    """F1 of the words of reply and answer, counted with their multiplicity.
+    """Return F1 of the words of reply and answer, counted with their multiplicity.
 
     Before, texts are lowered, ASCII punctuation is deleted (not replaced: "well-known" is one word), and then the words
     a, an and the. Other punctuation stays part of its word. 0 if either has no words left.
@@ -35,7 +35,7 @@ def qa_f1(reply: str, answers: Sequence[str]) -> float:
 
 
 def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
-    """F1 of the words that jieba cuts reply and answer into, counted with their multiplicity.
+    """Return F1 of the words that jieba cuts reply and answer into, counted with their multiplicity.
 
     Words are lowered after they were cut, and lose punctuation (ASCII and Chinese) and white space; empty ones are
     dropped. Tables: multifieldqa_zh. EnvironmentFault without jieba.
@@ -45,7 +45,7 @@ def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
 
 
 def rouge_l(reply: str, answers: Sequence[str]) -> float:
-    """F of ROUGE-L (summary level) as the package `rouge` 1.0.1 computes it; not that of `rouge-score`.
+    """Return F of ROUGE-L (summary level) as the package `rouge` 1.0.1 computes it; not that of `rouge-score`.
 
     Sentences end at every full stop, words are told apart by white space, case and punctuation count. The union of the
     longest common subsequences is over distinct words, and so are the lengths. 1e-8 in the denominator keeps a perfect
@@ -57,7 +57,7 @@ def rouge_l(reply: str, answers: Sequence[str]) -> float:
 
 
 def rouge_l_zh(reply: str, answers: Sequence[str]) -> float:
-    """`rouge_l` of the words that jieba cuts reply and answer into, punctuation included.
+    """Score as `rouge_l`, by the words that jieba cuts reply and answer into, punctuation included.
 
     Chinese full stops end no sentence. Tables: dureader, vcsum. EnvironmentFault without the packages.
     """

@@ -25,7 +25,7 @@ class Stream:
         return random.Random(f"{self.name}/{self.index}/{purpose}")
 
     def depths(self, needles: int) -> list[float]:
-        """Different depths in [0, 1], one per needle; examples in a row use every depth once before one comes again."""
+        """Return different depths in [0, 1], one per needle; examples in a row use each before one comes again."""
         cycle, place = divmod(self.index, DEPTHS // needles)
         order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTHS), DEPTHS)
         return [depth / (DEPTHS - 1) for depth in order[place * needles : (place + 1) * needles]]

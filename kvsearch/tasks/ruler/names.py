@@ -34,7 +34,7 @@ def word(rng: random.Random) -> str:
 
 
 def number(rng: random.Random) -> str:
-    """Seven digits."""
+    """Return seven digits."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 
@@ -43,17 +43,17 @@ def uuid4(rng: random.Random) -> str:
 
 
 def amount(rng: random.Random) -> str:
-    """Five digits, the value of a variable."""
+    """Return five digits, the value of a variable."""
     return str(rng.randint(10**4, 10**5 - 1))
 
 
 def variable(letters: int) -> Maker:
-    """Capital letters."""
+    """Return a maker of so many capital letters."""
     return lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters))
 
 
 def coded(rng: random.Random) -> str:
-    """Six small letters that mean nothing."""
+    """Return six small letters that mean nothing."""
     return "".join(rng.choices(string.ascii_lowercase, k=6))
 
 

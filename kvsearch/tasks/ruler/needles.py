@@ -80,7 +80,7 @@ class Needles:
         return f"One secret {self.spec.value} of {key} is {value}."
 
     def _others(self, units: int, stream: Stream, taken: set[str]) -> list[str]:
-        """Needles with keys and values of their own."""
+        """Return needles with keys and values of their own."""
         fresh = Fresh(stream.rng("haystack"), taken=taken)
         key, value = _MAKERS[self.spec.key], _MAKERS[self.spec.value]
         return [self._needle(fresh.draw(key), fresh.draw(value)) for _ in range(units)]

@@ -106,11 +106,11 @@ class RulerTask:
         return [source.draft(Stream(name, index)) for index in range(made)]
 
     def _needed(self, drafts: Sequence[Draft], count: TokenCount) -> int:
-        """Tokens of the longest prompt with as little haystack as can be."""
+        """Return the tokens of the longest prompt with as little haystack as can be."""
         return max((count(draft.context(draft.least)) + self._rest(draft, count) for draft in drafts), default=0)
 
     def _least(self, samples: int, seed: int, count: TokenCount) -> int:
-        """The next length that is long enough; other lengths have other examples, so it takes more than one look."""
+        """Return the next length that is long enough; other lengths have other examples, so look more than once."""
         needed = self._needed(self._drafts(samples, seed, count), count)
         return self.length if needed <= self.length else replace(self, length=needed)._least(samples, seed, count)
 
@@ -124,7 +124,7 @@ class RulerTask:
         return context
 
     def _rest(self, draft: Draft, count: TokenCount) -> int:
-        """Tokens of the question, of the reply's beginning and of what is to be generated."""
+        """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
         return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + _KINDS[self.name].tokens
 
 

@@ -14,7 +14,7 @@ CONTEXTS_PER_TASK = 2
 
 
 def calibration_file(seed: int = 0) -> dict[str, Any]:
-    """Two contexts of every core task and about 30 questions, in the format of `kvsearch.calibration.data`."""
+    """Make two contexts of every core task and about 30 questions, in the format of `kvsearch.calibration.data`."""
     contexts = []
     for name in SUITES["core"]:
         rng = random.Random(f"calibrate/{name}/{LENGTH}/{seed}")

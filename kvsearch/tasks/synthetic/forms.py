@@ -63,7 +63,7 @@ def _multikey_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
 
 
 def _many_chains(rng: random.Random, names: Names, room: int) -> Evidence:
-    """Chains of all variables, as distractors."""
+    """Return chains of all variables, as distractors."""
     count = min(room // (LINKS * LINK_WORDS), names.left("variable", VARIABLES) // LINKS)
     return chains(rng, names, count, LINKS).unasked()
 

@@ -20,7 +20,7 @@ _VERB_PLACES = {verb: _grammar.sample(v.PLACES, 3) for verb in v.VERBS}
 
 
 def filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
-    """One nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
+    """Return one nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
     noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(v.NOUNS)
     verb = rng.choice(_NOUN_VERBS[noun])
     return (
@@ -45,7 +45,7 @@ class Haystack(Protocol):
         ...
 
     def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-        """`count` fillers with all sentences of the groups among them; the order inside each group stays."""
+        """Tell `count` fillers with all sentences of the groups among them; the order inside each group stays."""
         ...
 
 

@@ -79,7 +79,7 @@ class Names:
 
 
 def code_facts(rng: random.Random, names: Names, count: int, task: str = "multikey") -> Evidence:
-    """`count` facts `code KEY VALUE VALUE .`; one question a fact, asked in the order of `task`."""
+    """Make `count` facts `code KEY VALUE VALUE .`; one question a fact, asked in the order of `task`."""
     facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
     return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
@@ -89,7 +89,7 @@ def code_facts(rng: random.Random, names: Names, count: int, task: str = "multik
 
 
 def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
-    """`count` code facts, asked two at a time in one question (multi-query)."""
+    """Make `count` code facts, asked two at a time in one question (multi-query)."""
     single = code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
     questions = [
@@ -99,7 +99,7 @@ def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
 
 
 def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
-    """`count` items, each with three values told in three places; the question wants all three (multi-value)."""
+    """Make `count` items, each with three values told in three places; the question wants all three (multi-value)."""
     sentences: list[Sentence] = []
     questions, mentions = [], []
     for _ in range(count):
@@ -114,7 +114,7 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
 
 
 def whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
-    """`count` items, each with its three values told one after another: facts with long values."""
+    """Make `count` items, each with its three values told one after another: facts with long values."""
     items = [item_facts(rng, names, 1) for _ in range(count)]
     return Evidence(
         tuple(tuple(word for part in _by_ordinal(item) for word in part) for item in items),
@@ -128,7 +128,7 @@ def _by_ordinal(item: Evidence) -> list[Sentence]:
 
 
 def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
-    """`count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
+    """Make `count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
     told: list[list[Sentence]] = []
     questions, mentions = [], []
     for _ in range(count):
@@ -145,7 +145,7 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evid
 
 
 def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
-    """`count` votes with one clear winner: at least two votes ahead (frequency)."""
+    """Cast `count` votes with one clear winner: at least two votes ahead (frequency)."""
     names = rng.sample(v.CANDIDATES, candidates)
     while True:
         cast = [rng.choices(names, weights=(3, *(1 for _ in names[1:])))[0] for _ in range(count)]
@@ -157,7 +157,7 @@ def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
 
 
 def bells(count: int) -> Evidence:
-    """`count` strokes of a bell, 1 to 6; the question asks how many (word counting)."""
+    """Strike a bell `count` times, 1 to 6; the question asks how often (word counting)."""
     return Evidence((("bell", "."),) * count, (WordQuestion("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 

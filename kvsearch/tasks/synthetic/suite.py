@@ -124,7 +124,7 @@ class SyntheticTask:
             raise UsageError(f"unknown split {self.split!r}{suggest(self.split, SPLITS)}")
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """`samples` contexts with up to four questions each; the same seed gives the same examples.
+        """Return `samples` contexts with up to four questions each; the same seed gives the same examples.
 
         One word is one token of the bundled model's tokenizer, whatever `count` says.
         """
@@ -143,7 +143,7 @@ class SyntheticTask:
         return Example(self.name, key, " ".join(document.words[1:]), queries)
 
     def document(self, rng: random.Random) -> Document:
-        """One document of this task; its questions are all of this task."""
+        """Return one document of this task; its questions are all of this task."""
         form = FORMS[self.name]
         needles = form.build(rng, Names(rng), int(self.length * form.share))
         return compose(rng, self.length, needles, MENTIONS, TAIL_MENTIONS, form.haystack)

@@ -76,7 +76,7 @@ def seed_previous_token_heads(model: LlamaForCausalLM, offsets: dict[int, int], 
 
 
 def grow(small: LlamaForCausalLM, layers: int, hidden: int) -> LlamaForCausalLM:
-    """Two query heads per kv head and `layers` layers, computing (almost) what the two-layer model computed."""
+    """Grow to two query heads per kv head and `layers` layers that compute (almost) what the two-layer model did."""
     heads = small.config.num_attention_heads
     large = build(layers, 2 * heads, heads, hidden)
     old, new = small.state_dict(), large.state_dict()
@@ -99,7 +99,7 @@ def grow(small: LlamaForCausalLM, layers: int, hidden: int) -> LlamaForCausalLM:
 
 
 def recall_batch(rng: np.random.Generator, rows: int, pairs: int, queries: int, names: int) -> Batch:
-    """Associative recall: `k v` pairs, then queries `k v` with every `v` supervised."""
+    """Make a batch of associative recall: `k v` pairs, then queries `k v` with every `v` supervised."""
     keys = np.array([v.TOKEN_ID[word] for word in v.KEYS])[np.argsort(rng.random((rows, names)), 1)[:, :pairs]]
     values = np.array([v.TOKEN_ID[word] for word in v.VALUES])[rng.integers(0, names, (rows, pairs))]
     asked = rng.integers(0, pairs, (rows, queries))
@@ -162,7 +162,7 @@ def document_batch(rng: random.Random, length: int, questions: int) -> Batch:
 
 @torch.no_grad()
 def accuracy(model: LlamaForCausalLM, rng: random.Random, length: int, documents: int = 12) -> dict[str, float]:
-    """Exact match per task, every answer token predicted from the true tokens before it."""
+    """Return the exact match per task, every answer token predicted from the true tokens before it."""
     model.eval()
     hits: dict[str, list[bool]] = {}
     for _ in range(documents):
@@ -222,12 +222,12 @@ def adamw(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def cooldown(progress: float) -> float:
-    """Full rate for the first 70% of the time, then linearly down to a twentieth."""
+    """Return the full rate for the first 70% of the time, then linearly down to a twentieth."""
     return 1.0 if progress < 0.7 else max(0.05, (1.0 - progress) / 0.3)
 
 
 def update(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: Batch, rate: float) -> tuple[float, float]:
-    """One step; returns the weighted loss and the share of fully weighted tokens predicted right."""
+    """Take one step; return the weighted loss and the share of fully weighted tokens predicted right."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
