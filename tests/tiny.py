@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,17 @@ from typing import Any
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
+from kvsearch.evaluation.runner import run_encoded
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.progress import Progress
+from kvsearch.runtime import Program
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
@@ -118,3 +124,22 @@ def plan_for(model: LoadedModel, budgets: list[list[int] | None], **changes: Any
 def ids_of(text: str) -> torch.Tensor:
     """Token ids [1, T] of a context."""
     return torch.tensor([tokenizer()(text)["input_ids"]])
+
+
+def run(
+    model: LoadedModel,
+    programs: Mapping[str, Program],
+    tasks: Sequence[Task],
+    samples: int,
+    batch: int = 8,
+    progress: Progress | None = None,
+    *,
+    seed: int = 0,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    max_length: int | None = None,
+) -> list[Sample]:
+    """Run every program on the same `samples` examples of every task."""
+    encoded = encode_tasks(model, tasks, samples, seed, max_length)
+    return run_encoded(model, programs, encoded, protocol, batch, progress)
+        model, programs, encode_tasks(model, tasks, samples, seed, max_length), protocol, batch, progress
+    )

@@ -6,7 +6,6 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import FULL, Evaluation
 from kvsearch.plan import Size
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.readings import Reading, readings
 
 
@@ -51,9 +50,5 @@ def _evicts(program: Program, length: int, end: int) -> bool:
     prefill, decode = program.prefill, program.decode
     if prefill is not None and prefill.entries(length) < prefill.table(length).size * length:
         return True
-    return decode is not None and _evicts_later(decode, length, end)
-
-
-def _evicts_later(decode: PhaseProgram, length: int, end: int) -> bool:
-    rows = zip(decode.table(length).tolist(), sorted(decode.policies.items()), strict=True)
+    rows = () if decode is None else zip(decode.table(length).tolist(), sorted(decode.policies.items()), strict=True)
     return any(budget < end and not policy.exempt(budget, end) for row, (_, policy) in rows for budget in row)

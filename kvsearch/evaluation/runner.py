@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.evaluation.replies import NonFiniteError, Replies, has_windows, stop_tokens
+from kvsearch.evaluation.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.evaluation.reply_store import KeptReplies, Known
 from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.evaluation.shared_prefill import JointReplies, compressed
@@ -19,35 +17,12 @@ from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, encode_tasks, token_hash
+from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, questions_of, readings
 from kvsearch.tasks.scoring import score
 
-T = TypeVar("T")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
-
-
-def run(
-    loaded: LoadedModel,
-    programs: Mapping[str, Program],
-    tasks: Sequence[Task],
-    samples: int,
-    seed: int = 0,
-    batch: int = 8,
-    progress: Progress | None = None,
-    *,
-    protocol: Protocol = QUESTION_AGNOSTIC,
-    max_length: int | None = None,
-) -> list[Sample]:
-    """Run every program on the same `samples` examples of every task; `encode_tasks` says what may be wrong with them.
-
-    Raises:
-        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
-    """
-    encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
-    return run_encoded(loaded, programs, encoded, protocol, batch, progress)
 
 
 def run_encoded(
@@ -60,9 +35,13 @@ def run_encoded(
     memory: int | None = None,
     kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """Do as `run`, of what `encode_tasks` made; `memory` as in `answer_all`. What is `kept` is not done again.
+    """Run every program on all questions of what `encode_tasks` made; `memory` as in `answer_all`.
 
-    What is left of a batch is done as if all of it were, so replies that share their arithmetic still do.
+    What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
+    arithmetic still do.
+
+    Raises:
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
     """
     parted = has_windows(loaded.model)
     batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
@@ -71,28 +50,16 @@ def run_encoded(
         for task, part in counted(batches, len(batches), progress):
             known = Known() if kept is None else kept.recall(task, part, programs)
             found = {sample.place: sample for sample in _scored(task, part, known.samples)}
-            for replies in _missing(loaded, task, part, programs, memory, known):
-                found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
+            wanted = {method: program for method, program in programs.items() if method not in known.left_out}
+            if set(wanted) - known.finished:
+                for replies in answer_joints(loaded, task, part, wanted, memory, known.finished):
+                    found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
             results += [
                 found[Place(task.task.name, reading.prompt.key, question.number, method)]
                 for method in programs
                 for reading, question in questions_of(part)
             ]
     return results
-
-
-def _missing(
-    loaded: LoadedModel,
-    task: TaskPrompts,
-    batch: Sequence[Reading],
-    programs: Mapping[str, Program],
-    memory: int | None,
-    known: Known,
-) -> Iterator[list[Sample]]:
-    """Return the samples of a batch that are not known, not scored, by methods that reply together."""
-    wanted = {method: program for method, program in programs.items() if method not in known.left_out}
-    if set(wanted) - known.finished:
-        yield from answer_joints(loaded, task, batch, wanted, memory, known.finished)
 
 
 def _scored_and_kept(
@@ -114,7 +81,7 @@ def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sampl
     return [
         replace(
             reply,
-            score=score_of(task.task, reading.prompt, question, reply.reply),
+            score=score(task.task, reading.prompt.key, question.number, question.query, reply.reply),
             truncated=reading.prompt.truncated,  # of a reply that another run lent
         )
         for reply, reading, question in found
@@ -148,9 +115,11 @@ def answer_joints(
 
     The samples are not scored: see `UNSCORED`.
     """
-    ids, where = [reading.ids for reading in batch], f"task {prompts.task.name}"
-    special = (_pad_token(loaded.tokenizer), stop_tokens(loaded), _finished(prompts), memory)
-    joints = compressed(loaded.model, programs, ids, *special)
+    ids, where, tokenizer = [reading.ids for reading in batch], f"task {prompts.task.name}", loaded.tokenizer
+    stops, decode = prompts.task.stops, prompts.format.decode
+    ended = (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+    joints = compressed(loaded.model, programs, ids, pad, stop_tokens(loaded), ended, memory)
     while True:
         with _naming(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
@@ -167,8 +136,14 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
         # a context without a question of that number repeats its first one, unheard
         questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
+        limits = [question.query.max_new_tokens for question in everyone]
+        started = perf_counter()
         with _naming(where, list(batch) * len(joint.methods), everyone):
-            answered, seconds = _timed(partial(_answered, joint.replies, everyone, batch[0].protocol))
+            if batch[0].protocol == QUESTION_AGNOSTIC:
+                answered = joint.replies.ask([question.ids for question in everyone], limits)
+            else:
+                answered = joint.replies.reply(limits)
+        seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if asked < len(batch[sequence].questions):
@@ -189,30 +164,6 @@ def _sample(
     )  # fmt: skip
 
 
-def score_of(task: Task, prompt: Prompt, question: Question, reply: str) -> float:
-    """Return the score of a reply; errors as for `kvsearch.tasks.scoring.score`."""
-    return score(task, prompt.key, question.number, question.query, reply)
-
-
-def _answered(replies: Replies, questions: Sequence[Question], protocol: Protocol) -> list[list[int]]:
-    limits = [question.query.max_new_tokens for question in questions]
-    if protocol == QUESTION_AGNOSTIC:
-        return replies.ask([question.ids for question in questions], limits)
-    return replies.reply(limits)
-
-
-def _finished(prompts: TaskPrompts) -> Callable[[list[int]], bool] | None:
-    """Return whether a reply has come to a stop text of its task; None where there are none."""
-    stops, decode = prompts.task.stops, prompts.format.decode
-    return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
-
-
-def _timed(action: Callable[[], T]) -> tuple[T, float]:
-    """Return a result and the seconds it took. Replies wait for the device: each looks at its logits."""
-    started = perf_counter()
-    return action(), perf_counter() - started
-
-
 @contextmanager
 def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
     """Say which sample it was that the model could not handle."""
@@ -221,10 +172,6 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
     except NonFiniteError as error:
         sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
         raise IncompatibleError(f"{where}, {sample}: {error}") from error
-
-
-def _pad_token(tokenizer: Any) -> int:
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
 
 
 def _batches(items: Sequence[Reading], size: int, parted: bool) -> Iterator[Sequence[Reading]]:

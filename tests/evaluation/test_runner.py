@@ -15,7 +15,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.identity import ReplyKeys
 from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
-from kvsearch.evaluation.runner import run, run_encoded
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.models.loading import LoadedModel
@@ -32,6 +32,7 @@ from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.families import prompts
 from tests.runtime.helpers import feed, running
+from tests.tiny import run
 
 
 def third(model: Any, window: int = 4) -> Program:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.runner import run
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -23,6 +22,7 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, token_hash
 from kvsearch.tasks.readings import readings
 from tests import tiny
+from tests.tiny import run
 
 TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
 LONGER = tuple(

@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsearch.evaluation.runner import score_of
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, readings
+from kvsearch.tasks.scoring import score
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class BankSample:
     def score(self, reply: list[int]) -> float:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
         text = cut(self.task.format.decode(reply), self.task.task.stops)
-        return score_of(self.task.task, self.reading.prompt, self.question, text)
+        return score(self.task.task, self.reading.prompt.key, self.question.number, self.question.query, text)
 
 
 def bank_samples(tasks: Sequence[TaskPrompts], protocol: Protocol) -> list[BankSample]:

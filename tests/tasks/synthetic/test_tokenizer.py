@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvsearch.evaluation.replies import stop_tokens
-from kvsearch.evaluation.runner import run
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.strategies.compared import full_cache
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import WORDS
+from tests.tiny import run
 
 
 def test_words_are_tokens() -> None:
