@@ -141,5 +141,3 @@ def run(
     """Run every program on the same `samples` examples of every task."""
     encoded = encode_tasks(model, tasks, samples, seed, max_length)
     return run_encoded(model, programs, encoded, protocol, batch, progress)
-        model, programs, encode_tasks(model, tasks, samples, seed, max_length), protocol, batch, progress
-    )
