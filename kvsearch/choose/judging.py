@@ -25,7 +25,7 @@ class Compared(NamedTuple):
 
 
 def judge(kind: Kind, gains: Gains, contexts: int, constant: bool = False) -> tuple[Verdict, str]:
-    """The verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
+    """Return the verdict on a signal, and the reason for it, from what its forward strategy gains on its controls.
 
     "Above" and "below" mean that the 95% interval of the difference is; "by more than chance" that it is also more than
     strategies differ by chance (`Gains.reach`). The first that applies:
@@ -56,7 +56,7 @@ def judge(kind: Kind, gains: Gains, contexts: int, constant: bool = False) -> tu
 
 
 def prediction_reach(controls: Sequence[float]) -> float:
-    """How far from the mean of some random draws one more may be (95%): t s sqrt(1 + 1/n); n is 2 or more."""
+    """Return how far from the mean of some random draws one more may be (95%): t s sqrt(1 + 1/n); n is 2 or more."""
     from scipy.stats import t
 
     count = len(controls)
@@ -86,7 +86,7 @@ def judged(result: PlanComparison, use: SignalUse, names: Compared) -> Judged:
 
 
 def _useless(kind: Kind, gains: Gains) -> str:
-    """Why a signal that does no harm does no good."""
+    """Say why a signal that does no harm does no good."""
     inverse, better = side(gains.inverse), max(gains.beyond)
     controls = f"{_UNIFORM[kind]} and {_RANDOM[kind]}"
     if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):

@@ -6,8 +6,7 @@ phases; what the one with the highest score in the second stage ends with is cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -20,20 +19,15 @@ from kvsearch.choose.splits import Questions, halves, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
-from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
-from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.plan_comparison import Keep, PlanEvaluation, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
-from kvsearch.progress import Progress
 from kvsearch.runs.identity import RunConfig
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-
-Kept = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
-Keep = Callable[[str, Evaluation], Kept]  # what a stage, by its name, keeps replies in and tells how far it is
 
 
 def prepare_selection(
@@ -125,25 +119,24 @@ class PreparedSelection:
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        keeping = keep or (lambda _, __: nullcontext((None, None)))
-        results = [self._decided(one, keeping) for one in self.evaluations]
+        results = [self._decided(one, keep) for one in self.evaluations]
         best = max(range(len(results)), key=lambda n: results[n].score)
         chosen, found = results[best], self.evaluations[best].found
         return Selection(
             self.loaded.name, self.size, self.settings.protocol, self.settings.seed, self.rule, tuple(results), chosen,
-            found.even, self._plan(found, chosen, results), self._reported(chosen, found, keeping),
+            found.even, self._plan(found, chosen, results), self._reported(chosen, found, keep),
         )  # fmt: skip
 
-    def _decided(self, one: _PhaseEvaluation, keep: Keep) -> PhaseResult:
+    def _decided(self, one: _PhaseEvaluation, keep: Keep | None) -> PhaseResult:
         """Run both stages of a phase setting, and apply the rule."""
         plans, seed = one.found, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / len(self.evaluations))
-        first = _run(self._stages(one.prepared)[0], f"{plans.phases}/first", keep)
+        first = self._stages(one.prepared)[0].run_stage(f"{plans.phases}/first", keep)
         before = Scores.of(first.comparison.samples, first.comparison.contexts)
         finalists = before.ranked(list(plans.candidates))[: rule.top]
         baselines = before.ranked(list(plans.baselines))[: rule.kept]
         again = self._prepared(plans, (*finalists, *baselines), self.questions.selection)
-        second = _run(self._stages(again)[1], f"{plans.phases}/second", keep)
+        second = self._stages(again)[1].run_stage(f"{plans.phases}/second", keep)
         after = Scores.of(second.comparison.samples, second.comparison.contexts)
         best = before.beside(after).ranked(baselines)[0]
         leads = {name: second.gain(name, [best]) for name in finalists}
@@ -166,10 +159,11 @@ class PreparedSelection:
             QuestionCount.of(second.comparison), (*plans.notes, *second.comparison.notes),
         )  # fmt: skip
 
-    def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep) -> Reported:
+    def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep | None) -> Reported:
         """Ask the report split, once."""
         names = list(dict.fromkeys([found.even, chosen.best, *([chosen.winner] if chosen.winner else [])]))
-        result = _run(self._prepared(found, names, self.questions.report), f"{chosen.phases}/report", keep)
+        report = self._prepared(found, names, self.questions.report)
+        result = report.run_stage(f"{chosen.phases}/report", keep)
         gain = share = None
         if chosen.winner:
             gain = result.gain(chosen.winner, [chosen.best])
@@ -212,8 +206,3 @@ class PreparedSelection:
     def _report_prompts(self) -> list[TaskPrompts]:
         how = self.settings
         return encode_tasks(self.loaded, self.questions.report, how.samples, how.seed, how.max_length)
-
-
-def _run(prepared: PlanEvaluation, name: str, keep: Keep) -> PlanComparison:
-    with keep(name, prepared.evaluation) as (store, progress):
-        return prepared.run(progress, store)

@@ -155,17 +155,18 @@ class PreparedValidation:
     def conditions(self) -> Conditions:
         """What has to be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
-        metrics = self.evaluation.metrics
-        tasks = {
-            name: {**facts, "metric": metrics[name]}
-            for name, facts in self.evaluation.config().content["tasks"].items()
-        }
+        asked, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
         return Conditions(
             model=self.profile.metadata.model,
             profile_sha256=self._profile_sha256,
             tasks={
-                name: TaskContent(**{key: facts[key] for key in TaskContent.model_fields})
-                for name, facts in tasks.items()
+                name: TaskContent(
+                    contexts=facts["contexts"],
+                    questions=facts["questions"],
+                    metric=metrics[name],
+                    rows_sha256=facts["rows_sha256"],
+                )
+                for name, facts in asked.items()
             },
             split=", ".join(sorted(splits)) or None,
             protocol=self.evaluation.settings.protocol,
@@ -236,10 +237,13 @@ def _strategies(
     table: SignalTable, use: SignalUse, names: Compared, size: Size, seed: int
 ) -> dict[str, dict[Phase, Chosen]]:
     """Make what a signal is judged by, by name."""
-    forward, inverse = _directions(use)
-    uniform = Strategy(route=None, phases=use.phases)
-    if use.kind == "route":
+    signal, kind, phases = use
+    uniform = Strategy(route=None, phases=phases)  # all else is as in it
+    if kind == "route":
         _check_floors(table, size)
+        forward, inverse = Strategy(signal, phases=phases), Strategy(signal, phases=phases, inverse_route=True)
+    else:
+        forward, inverse = Strategy(None, signal, phases), Strategy(None, signal, phases, inverse_budgets=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
         made = {
@@ -247,17 +251,9 @@ def _strategies(
             for name, strategy in ((names.forward, forward), (names.inverse, inverse), (names.uniform, uniform))
         }
     for number, name in enumerate(names.random):
-        drawn = (seed, KINDS.index(use.kind), SETTINGS.index(use.phases), number)
-        made[name] = _random(table, use.kind, made[names.forward], np.random.default_rng(drawn))
+        drawn = (seed, KINDS.index(kind), SETTINGS.index(phases), number)
+        made[name] = _random(table, kind, made[names.forward], np.random.default_rng(drawn))
     return made
-
-
-def _directions(use: SignalUse) -> tuple[Strategy, Strategy]:
-    """Return the strategy of a signal and its inverse; all else is as in the uniform control."""
-    signal, kind, phases = use
-    if kind == "route":
-        return Strategy(signal, phases=phases), Strategy(signal, phases=phases, inverse_route=True)
-    return Strategy(None, signal, phases), Strategy(None, signal, phases, inverse_budgets=True)
 
 
 def _random(

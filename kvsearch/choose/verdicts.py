@@ -149,7 +149,7 @@ class Validation(Conditions):
     budgets: tuple[AtBudget, ...] = Field(min_length=1)
 
     def merged(self, other: Validation) -> Validation:
-        """All of this validation, and what only the other one, of the same conditions, has judged."""
+        """Return all of this validation, and what only the other one, of the same conditions, has judged."""
         found = {(at.budget, at.ratio or 0.0): at for at in other.budgets}
         for at in self.budgets:
             size = at.budget, at.ratio or 0.0
@@ -160,12 +160,12 @@ class Validation(Conditions):
 
 
 def side(gain: Difference) -> int:
-    """1 if a difference is above zero, -1 if below, 0 if its interval cannot tell."""
+    """Return 1 if a difference is above zero, -1 if below, 0 if its interval cannot tell."""
     return int(gain.low > 0) - int(gain.high < 0)
 
 
 def as_json(found: Validation) -> dict[str, Any]:
-    """The content of a file."""
+    """Return the content of a file."""
     return {"schema": SCHEMA, **found.model_dump(mode="json")}
 
 
@@ -197,7 +197,7 @@ def load_validation(path: Path) -> Validation | None:
 
 
 def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
-    """A line about the signals of a strategy that were judged harmful in its phases.
+    """Return a line about the signals of a strategy that were judged harmful in its phases.
 
     `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
     the budget nearest to this one, of those at which it was judged. None if no signal was harmful, if they were not
@@ -222,7 +222,7 @@ def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
 def _nearest(
     found: Validation, use: tuple[str, str | None], phases: str, budget: float
 ) -> tuple[Judged, AtBudget] | None:
-    """What was judged of a signal in its use nearest to a budget, by ratio, and where."""
+    """Return what was judged of a signal in its use nearest to a budget, by ratio, and where."""
     there = [
         (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
     ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.cli.plan_output import written
+from kvsearch.cli.plan_output import make, written
 from kvsearch.jobs.export import ExportOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def export(options: ExportOptions, console: Console) -> None:
     from kvsearch.jobs import export as jobs
     from kvsearch.strategies.from_signals import SIGNAL_BUDGET
 
-    plan = options.make(console) if console.dry_run else jobs.export(options, talk=console)
+    plan = make(jobs.export, options, console)
     parts = {name: part for name in ("prefill", "decode") if (part := getattr(plan, name)) is not None}
     shown = parts if SIGNAL_BUDGET in plan.provenance.settings else {}  # what every phase of a strategy does
     if console.as_json:
@@ -44,7 +44,7 @@ def export(options: ExportOptions, console: Console) -> None:
 
 
 def _patterns(phase: PhasePlan) -> dict[str, list[int]]:
-    """The layers of every pattern."""
+    """Return the layers of every pattern."""
     found: dict[str, list[int]] = {}
     for index, layer in enumerate(phase.layers):
         if layer is not None:
@@ -53,6 +53,7 @@ def _patterns(phase: PhasePlan) -> dict[str, list[int]]:
 
 
 def _in_words(phase: PhasePlan) -> str:
+    """Say which layers have which pattern, and how much they keep."""
     from kvsearch.plan.yaml import layer_ranges
 
     places: list[str] = []

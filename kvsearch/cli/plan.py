@@ -7,7 +7,7 @@ import typer
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
 from kvsearch.cli.plan_diff import diff
-from kvsearch.cli.plan_output import show_written
+from kvsearch.cli.plan_output import make_and_show
 from kvsearch.jobs import plan as jobs
 
 plan = typer.Typer(
@@ -24,8 +24,7 @@ def uniform(options: jobs.UniformOptions, console: Console) -> None:
 
     Example: kvsearch plan uniform bundled --policy h2o --budget 128 --phases both -o h2o.json
     """
-    made = options.make(console) if console.dry_run else jobs.uniform(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.uniform, options, console)
 
 
 @command(jobs.PyramidOptions, dry_run=True)
@@ -37,8 +36,7 @@ def pyramid(options: jobs.PyramidOptions, console: Console) -> None:
 
     Example: kvsearch plan pyramid bundled --policy pyramidkv --budget 64 -o pyramid.json
     """
-    made = options.make(console) if console.dry_run else jobs.pyramid(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.pyramid, options, console)
 
 
 @command(jobs.ScaleOptions, dry_run=True)
@@ -50,8 +48,7 @@ def scale(options: jobs.ScaleOptions, console: Console) -> None:
 
     Example: kvsearch plan scale plan.json --ratio 0.9 -o smaller.json
     """
-    made = options.make(console) if console.dry_run else jobs.scale(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.scale, options, console)
 
 
 @command(jobs.ConvertOptions, dry_run=True)
@@ -62,8 +59,7 @@ def convert(options: jobs.ConvertOptions, console: Console) -> None:
 
     Example: kvsearch plan convert plan.json --length 8192 -o plan8192.json
     """
-    made = options.make(console) if console.dry_run else jobs.convert(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.convert, options, console)
 
 
 @command(jobs.MergeOptions, dry_run=True)
@@ -75,8 +71,7 @@ def merge(options: jobs.MergeOptions, console: Console) -> None:
 
     Example: kvsearch plan merge --policies searched.json --budgets lukv.json -o both.json
     """
-    made = options.make(console) if console.dry_run else jobs.merge(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.merge, options, console)
 
 
 @command(jobs.BuildOptions, dry_run=True)
@@ -87,8 +82,7 @@ def build(options: jobs.BuildOptions, console: Console) -> None:
     """
     for line in () if console.as_json else jobs.uncounted(options.read()):
         console.say(line)
-    made = options.make(console) if console.dry_run else jobs.build(options, talk=console)
-    show_written(made, options, console)
+    make_and_show(jobs.build, options, console)
 
 
 @command(jobs.YamlOptions, dry_run=True)

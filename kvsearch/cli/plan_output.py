@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,8 +11,14 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
 
 
-def show_written(plan: Plan, options: PlanOptions, console: Console) -> None:
-    """Say where a plan was, or in a dry run would be, written to, and how much it keeps."""
+def make(job: Callable[..., Plan], options: PlanOptions, console: Console) -> Plan:
+    """Make a plan and, but for a dry run, write it."""
+    return options.make(console) if console.dry_run else job(options, talk=console)
+
+
+def make_and_show(job: Callable[..., Plan], options: PlanOptions, console: Console) -> None:
+    """Make a plan, and say where it was, or in a dry run would be, written to, and how much it keeps."""
+    plan = make(job, options, console)
     if console.as_json:
         phases = "both" if plan.prefill and plan.decode else "prefill" if plan.prefill else "decode"
         console.print_json(

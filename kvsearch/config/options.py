@@ -128,17 +128,13 @@ class JobOptions(Record):
                 shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
                 if shared:
                     return UsageError(list_problems(shared, str(path)))
-        offered = cls.offered()
-        problems = [cls._named(problem, offered) for problem in problems_of(error)]
+        offered, problems = cls.offered(), []
+        for problem in problems_of(error):  # with the flag in place of the field's name
+            name, _, what = problem.partition(":")
+            problems.append(f"{offered[name][1].called(name)}:{what}" if name in offered else problem)
         if len(problems) == 1:
             return UsageError(problems[0])
         return UsageError(list_problems(problems, "what was typed" if path is None else f"what was typed over {path}"))
-
-    @classmethod
-    def _named(cls, problem: str, offered: Mapping[str, tuple[FieldInfo, Option]]) -> str:
-        """Return a problem with the flag in place of the field's name."""
-        name, _, what = problem.partition(":")
-        return f"{offered[name][1].called(name)}:{what}" if name in offered else problem
 
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options", to be given back as a recipe."""
@@ -170,14 +166,14 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
 
 
 def _listed(value: object) -> object:
-    """A list of names or numbers as it is typed, "a,b" or 64, as a list."""
+    """Read names or numbers as they are typed, "a,b" or 64, as a list."""
     if isinstance(value, str):
         return [int(item) if item.strip().isdecimal() else item.strip() for item in value.split(",")]
     return [value] if isinstance(value, int) else value
 
 
 def _settings(value: object) -> object:
-    """Settings as they are typed, ["window=16"], as a mapping."""
+    """Read settings as they are typed, ["window=16"], as a mapping."""
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         try:
             return dict(map(parse_setting, value))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from kvsearch.errors import UsageError
@@ -20,6 +21,9 @@ from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
+
+KeptStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
+Keep = Callable[[str, Evaluation], KeptStage]  # what a stage, by its name, keeps replies in and tells how far it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +64,7 @@ class PlanComparison:
 
 @dataclass(frozen=True, eq=False)
 class PlanEvaluation:
-    """Plans that is ready to run."""
+    """Plans that are ready to run."""
 
     evaluation: Evaluation
     labels: Mapping[str, str]
@@ -68,6 +72,13 @@ class PlanEvaluation:
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> PlanComparison:
         """Ask everything that is not in the store; see `Evaluation.run` for the errors."""
         return PlanComparison(self.evaluation.run(progress, store), self.labels)
+
+    def run_stage(self, name: str, keep: Keep | None) -> PlanComparison:
+        """Run as the stage `name`, whose replies are kept where `keep` says (None: nowhere); see `run`."""
+        if keep is None:
+            return self.run()
+        with keep(name, self.evaluation) as (store, progress):
+            return self.run(progress, store)
 
 
 def prepare_plans(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -97,25 +97,22 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
     Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`.
     """
     check_samples_file(path)
-    clean = [replace(sample, key=_utf8(sample.key), reply=_utf8(sample.reply)) for sample in samples]
-    atomic_write(path, _csv(clean) if path.suffix == CSV else _parquet(clean))
+    rows = [{**asdict(sample), "key": _utf8(sample.key), "reply": _utf8(sample.reply)} for sample in samples]
+    if path.suffix == PARQUET:
+        import pandas
 
-
-def _csv(samples: Sequence[Sample]) -> bytes:
+        data = io.BytesIO()
+        pandas.DataFrame(rows).to_parquet(data, index=False)
+        atomic_write(path, data.getvalue())
+        return
     text = io.StringIO()
     # all text in quotes: readers take a lone carriage return outside of them for the end of a row
-    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-    writer.writerow([column.name for column in fields(Sample)])
-    writer.writerows(list(asdict(sample).values()) for sample in samples)
-    return text.getvalue().encode()
-
-
-def _parquet(samples: Sequence[Sample]) -> bytes:
-    import pandas
-
-    data = io.BytesIO()
-    pandas.DataFrame([asdict(sample) for sample in samples]).to_parquet(data, index=False)
-    return data.getvalue()
+    writer = csv.DictWriter(
+        text, [column.name for column in fields(Sample)], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    atomic_write(path, text.getvalue().encode())
 
 
 def _utf8(text: str) -> str:

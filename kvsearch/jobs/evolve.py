@@ -21,9 +21,10 @@ from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.plan_comparison import Keep, KeptStage
     from kvsearch.plan import Plan
     from kvsearch.report.table import Table
-    from kvsearch.search.evolve import Evolved, PreparedSearch, Store, Stored
+    from kvsearch.search.evolve import Evolved, PreparedSearch
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
     from kvsearch.search.ledger import Spent
@@ -230,18 +231,18 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         open_search(options.output, config, options.resume, options.force) as run,
         watching(talk, run, limits) as watcher,
     ):
-        store = _store(run.directory, talk)
+        keep = _keep(run.directory, talk)
         if options.budgets is not None:
-            found = search_front(searches, executor, run.ledger, limits, watcher, store)
+            found = search_front(searches, executor, run.ledger, limits, watcher, keep)
             for one in found:
                 save_plan(one.choice.plan, run.directory / f"plan-{one.budget}.json", overwrite=True)
         else:
             (search,) = searches
             outcome = search.search(executor, run.ledger, limits, watcher)
             executor.close()  # its memory is for the replies now
-            choice = search.choose(outcome, store)
+            choice = search.choose(outcome, keep)
             save_plan(choice.plan, run.directory / PLAN, overwrite=True)
-            found = [Evolved(search, outcome, choice, search.report(choice, store))]
+            found = [Evolved(search, outcome, choice, search.report(choice, keep))]
         result = Evolution(options, found, run.ledger.spent)
         write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
         return result
@@ -322,12 +323,12 @@ def _executor(
         return make_executor(first, loading, workers, cap, options.memory_bytes, progress)
 
 
-def _store(directory: Path, talk: Talk) -> Store:
+def _keep(directory: Path, talk: Talk) -> Keep:
     """Return what keeps the replies of choice and report in `directory`; those of other finalists are thrown away."""
 
-    def store(stage: str, evaluation: Evaluation) -> Stored:
+    def keep(stage: str, evaluation: Evaluation) -> KeptStage:
         again = "give the same command with --resume to go on"
         place, config = directory / stage, evaluation.config()
         return kept_replies(place, config, evaluation.replies, True, talk, f"{stage}: batches", again)
 
-    return store
+    return keep

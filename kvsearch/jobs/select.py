@@ -17,9 +17,10 @@ from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
-    from kvsearch.choose.select import Kept, PreparedSelection
+    from kvsearch.choose.select import PreparedSelection
     from kvsearch.choose.selection import Selection
     from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.plan_comparison import KeptStage
     from kvsearch.plan import Profile, Size
 
 ALL = "all"
@@ -162,7 +163,7 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
 
     prepared, place = _prepared(options, talk)
 
-    def keep(stage: str, evaluation: Evaluation) -> Kept:
+    def keep(stage: str, evaluation: Evaluation) -> KeptStage:
         kept, config = place / stage, prepared.config(evaluation)
         what = f"{kept.parent.name}, {kept.name}: batches"
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)

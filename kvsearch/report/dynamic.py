@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.calibration.analysis import fit_gain, misplaced
 from kvsearch.plan import Profile
-from kvsearch.report.lukv import STABILITY_SHOWN, stability_json, stability_parts, without_nan
+from kvsearch.report.lukv import STABILITY_SHOWN, origin, stability_json, stability_parts, without_nan
 from kvsearch.report.numbers import percent
 from kvsearch.report.screen import facts, heatmap, screen_table
 
@@ -97,14 +97,9 @@ class DynamicView:
     def parts(self) -> Iterator[RenderableType]:
         """See `View.parts`."""
         ratios, deviation = self._tables()
-        metadata, settings = self.profile.metadata, self.profile.metadata.provenance.settings
-        yield from facts(
-            {
-                "model": metadata.model.short(), "method": metadata.method, "prompts": metadata.questions,
-                "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
-                "data": settings.get("data"), "protocol": settings.get("protocol"),
-            }
-        )  # fmt: skip
+        metadata = self.profile.metadata
+        protocol = metadata.provenance.settings.get("protocol")
+        yield from facts({**origin(metadata, "prompts"), "protocol": protocol})
         yield heatmap(f"local eviction ratio at {self.ratio:g}", ratios, metadata.layers, "{:.2f}", "mean")
         title = "its standard deviation over the prompts"
         yield heatmap(title, deviation, metadata.layers, "{:.3f}", "mean")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.evaluation.losses import LayerLoss
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.report.numbers import or_dash
 from kvsearch.report.screen import screen_table
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
     rows = task_means(losses)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
-            str(row.layer), row.method, f"{row.loss:.4g}", _number(row.bound), _number(row.bound_by_head),
-            "-" if row.ratio is None else f"{row.ratio:.3f}", f"{row.evicted_mass:.4f}",
+            str(row.layer), row.method, f"{row.loss:.4g}", or_dash(row.bound, ".4g"),
+            or_dash(row.bound_by_head, ".4g"), or_dash(row.ratio, ".3f"), f"{row.evicted_mass:.4f}",
             end_section=following is not None and following.layer != row.layer,
         )  # fmt: skip
     return table
@@ -68,7 +69,3 @@ def task_means(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

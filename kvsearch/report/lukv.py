@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
 from kvsearch.errors import KvsearchWarning
-from kvsearch.plan import Plan, Profile
+from kvsearch.plan import Plan, Profile, ProfileMetadata
 from kvsearch.plan.schema import STATIC
 from kvsearch.report.screen import facts, heatmap, screen_table
 
@@ -74,13 +74,7 @@ class LukvView:
         """See `View.parts`."""
         profile, metadata, losses = self.profile, self.profile.metadata, self.losses
         layers = metadata.layers
-        yield from facts(
-            {
-                "model": metadata.model.short(), "method": metadata.method, "questions": metadata.questions,
-                "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
-                "data": metadata.provenance.settings.get("data"),
-            }
-        )  # fmt: skip
+        yield from facts(origin(metadata, "questions"))
         yield heatmap(f"local eviction ratio at {self.ratio:g}", self.ratios, layers, "{:.2f}", "mean")
         yield heatmap("recall lost to the oracle ranking", ranking_gap(profile), layers, "{:.3f}", "mean")
         lost = screen_table(f"importance evicted at {self.ratio:g}, share of the model's", ["layer", *losses])
@@ -95,6 +89,15 @@ class LukvView:
             kept.add_row(label, *(f"{curve[at]:.3f}" for at in BUDGETS_SHOWN))
         yield kept
         yield from stability_parts(profile, "questions", unknown="nan")
+
+
+def origin(metadata: ProfileMetadata, noun: str) -> dict[str, Any]:
+    """Return what a profile is of; `noun` says what it was measured on."""
+    return {
+        "model": metadata.model.short(), "method": metadata.method, noun: metadata.questions,
+        "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
+        "data": metadata.provenance.settings.get("data"),
+    }  # fmt: skip
 
 
 def stability_json(profile: Profile) -> list[dict[str, Any]]:

@@ -56,6 +56,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def or_dash(value: float, form: str) -> str:
-    """Write a number in a format, NaN as a dash."""
-    return "-" if value != value else f"{value:{form}}"
+def or_dash(value: float | None, form: str) -> str:
+    """Write a number in a format, None and NaN as a dash."""
+    return "-" if value is None or value != value else f"{value:{form}}"

@@ -74,7 +74,26 @@ def shares(report: PlanComparison) -> dict[str, Share | None]:
 
 def tables(evolved: Evolved) -> list[Table]:
     """Return the finalists on the split they were chosen by, and the result on the report split."""
-    return [_finalists(evolved), _report(evolved)]
+    choice, report, closed = evolved.choice, evolved.report, shares(evolved.report)
+    ranked = sorted(choice.finalists.items(), key=lambda item: -choice.comparison.score(item[0]).mean)
+    finalists = [
+        [
+            name,
+            found.where,
+            "" if _number(found.value) is None else f"{found.value:.6g}",
+            _score(choice.comparison, name),
+        ]
+        for name, found in ranked
+    ]
+    rows = [
+        [name, _score(report, name), "" if name in (EVOLVED, FULL) else _gain(report, name), _share(closed.get(name))]
+        for name in report.labels
+    ]
+    title = f"report split, {evolved.budget} entries per kv head, {evolved.search.settings.protocol}"
+    return [
+        Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], finalists),
+        Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows),
+    ]
 
 
 def front_tables(found: Sequence[Evolved]) -> list[Table]:
@@ -108,26 +127,6 @@ def decision(evolved: Evolved) -> str:
     return f"nothing that was found scores above the start plan {choice.name} ({score} on the second split): kept"
 
 
-def _finalists(evolved: Evolved) -> Table:
-    choice = evolved.choice
-    ranked = sorted(choice.finalists, key=lambda name: -choice.comparison.score(name).mean)
-    rows = [
-        [name, choice.finalists[name].where, _value(choice.finalists[name].value), _score(choice.comparison, name)]
-        for name in ranked
-    ]
-    return Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], rows)
-
-
-def _report(evolved: Evolved) -> Table:
-    report, found = evolved.report, shares(evolved.report)
-    rows: list[list[str]] = []
-    for name in report.labels:
-        gain = "" if name in (EVOLVED, FULL) else _gain(report, name)
-        rows.append([name, _score(report, name), gain, _share(found.get(name))])
-    title = f"report split, {evolved.budget} entries per kv head, {evolved.search.settings.protocol}"
-    return Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows)
-
-
 def _score(result: PlanComparison, name: str) -> str:
     return interval(result.score(name))
 
@@ -145,7 +144,3 @@ def _share(share: Share | None) -> str:
 
 def _number(value: float) -> float | None:
     return value if value < float("inf") else None
-
-
-def _value(value: float) -> str:
-    return "" if _number(value) is None else f"{value:.6g}"

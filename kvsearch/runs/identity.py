@@ -20,12 +20,10 @@ Job = Literal["calibrate", "evaluate", "validate", "select", "evolve"]
 _SHOWN = 40  # letters of a value in a message
 
 
-def _as_read(values: dict[str, Any]) -> Any:
-    """Return values as they are read again from the file, such as tuples as lists."""
-    return parse_json(canonical_json(values), "the configuration")
-
-
-Values = Annotated[dict[str, Any], AfterValidator(_as_read)]
+# as they are read again from the file, such as tuples as lists
+Values = Annotated[
+    dict[str, Any], AfterValidator(lambda values: parse_json(canonical_json(values), "the configuration"))
+]
 
 
 class RunConfig(Record):

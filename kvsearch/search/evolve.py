@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,13 +18,11 @@ import numpy as np
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.choose.splits import shared_questions
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Settings
-from kvsearch.evaluation.plan_comparison import PlanComparison, prepare_plans
-from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_plans
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
-from kvsearch.progress import Progress
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor, Ints
@@ -40,8 +37,6 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 
 EVOLVED = "evolved"
-Stored = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
-Store = Callable[[str, Evaluation], Stored]  # what "choice" and "report" keep replies in, and tell how far it is
 
 
 @dataclass(frozen=True)
@@ -127,21 +122,16 @@ class PreparedSearch:
         """Return the plan of budgets [L, Hkv]; `settings` go to its provenance."""
         return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
 
-    def compare(
-        self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: Store | None
-    ) -> PlanComparison:
+    def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
         """Score plans on a split; `name` is what their replies are kept under."""
-        prepared = prepare_plans(self.base.loaded, plans, tasks, self.asked)
-        storing = store or (lambda _, __: nullcontext((None, None)))
-        with storing(name, prepared.evaluation) as (replies, progress):
-            return prepared.run(progress, replies)
+        return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, keep)
 
-    def choose(self, outcome: SearchOutcome, store: Store | None = None, name: str = "choice") -> Choice:
+    def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
         """Choose the highest score on the second split; of equal ones the lower loss, then the first."""
         finalists = self._finalists(outcome)
         settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
-        result = self.compare(plans, self.splits.choice, name, store)
+        result = self.compare(plans, self.splits.choice, name, keep)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
         best = max(finalists, key=lambda name: (round(result.score(name).mean, 9), values[name]))
         table = finalists[best].table
@@ -156,9 +146,9 @@ class PreparedSearch:
             plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, ("prefill",), Uniform())
         return plans
 
-    def report(self, choice: Choice, store: Store | None = None) -> PlanComparison:
+    def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:
         """Score the `reported_plans` on the third split."""
-        return self.compare(self.reported_plans(choice), self.splits.report, "report", store)
+        return self.compare(self.reported_plans(choice), self.splits.report, "report", keep)
 
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {tuple(one.table.ravel()): one for one in outcome.pool}

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.plan_comparison import PlanComparison
+from kvsearch.evaluation.plan_comparison import Keep, PlanComparison
 from kvsearch.plan import Plan
 from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import (
@@ -19,7 +19,6 @@ from kvsearch.search.evolve import (
     Evolved,
     PreparedSearch,
     Splits,
-    Store,
     check_budget,
     prepare_search,
 )
@@ -62,7 +61,7 @@ def search_front(
     ledger: SearchLedger,
     limits: SearchLimits,
     watcher: Watcher,
-    store: Store | None = None,
+    keep: Keep | None = None,
 ) -> list[Evolved]:
     """Search and choose at every budget, then report on all; limits are for all budgets together.
 
@@ -72,7 +71,7 @@ def search_front(
     for search in searches:
         ready = _beginning_with(search, found[-1][2].table if found else None)
         outcome = ready.search(executor, ledger, limits, watcher, f"budget {ready.budget}: ")
-        found.append((ready, outcome, ready.choose(outcome, store, f"choice-{ready.budget}")))
+        found.append((ready, outcome, ready.choose(outcome, keep, f"choice-{ready.budget}")))
     plans: dict[str, Plan] = {}
     smallest = found[0][2].table
     for ready, _, choice in found:
@@ -80,7 +79,7 @@ def search_front(
         if plans:
             compared[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
         plans |= {f"{name}-{ready.budget}": plan for name, plan in compared.items()}
-    report = searches[0].compare(plans, searches[0].splits.report, "report", store)
+    report = searches[0].compare(plans, searches[0].splits.report, "report", keep)
     return [Evolved(ready, outcome, choice, _view(report, ready.budget)) for ready, outcome, choice in found]
 
 

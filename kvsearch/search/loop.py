@@ -83,7 +83,12 @@ class Search:
             EnvironmentFault, IncompatibleError: more than half of a generation failed, or the disk is full.
         """
         try:
-            self._measure_starts()
+            self.watcher.stage(f"{self.name}start plans")
+            line, where = self.ledger.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
+            values = self._measure(list(self.starts.values()), line, where, ALL_LAYERS)
+            if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
+                self._current = self.outcome.pool[0]
+            self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
                 self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})")
                 self._current = self._run_stage(stage, self._current)
@@ -97,15 +102,6 @@ class Search:
         return self.outcome
 
     # --- stages ---------------------------------------------------------------------------------------------------
-
-    def _measure_starts(self) -> None:
-        self.watcher.stage(f"{self.name}start plans")
-        tables = list(self.starts.values())
-        line, where = self.ledger.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
-        values = self._measure(tables, line, where, ALL_LAYERS)
-        if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
-            self._current = self.outcome.pool[0]
-        self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
 
     def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
         """Return the best of the stage and of `best`, with which it begins."""
@@ -129,7 +125,9 @@ class Search:
         tables = [stage.space.budgets(point) for point in points]
         samples = self._minibatch(stage.name, generation)
         values = self._measure(tables, line, [where] * len(tables), stage.rows, samples)
-        told, projected = _finite(values), [stage.space.project(point) for point in points]
+        worst = worst_of(values)  # for candidates that failed
+        told = [value if math.isfinite(value) else worst for value in values]
+        projected = [stage.space.project(point) for point in points]
         optimiser.tell(projected, told)
         self.ledger.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
@@ -226,11 +224,3 @@ class Search:
 
 def _better(one: Candidate, other: Candidate) -> Candidate:
     return other if other.value < one.value else one
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    """Return values with a finite worst one for candidates that failed."""
-    if all(math.isfinite(value) for value in values):
-        return list(values)
-    worst = worst_of(values)
-    return [value if math.isfinite(value) else worst for value in values]

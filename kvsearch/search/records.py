@@ -17,17 +17,13 @@ from kvsearch.search.executors.base import Floats, Ints, JobOutcome, OutcomeKind
 Vector = NDArray[np.float64]
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
 
-
-def _read_number(value: object) -> object:
-    return _SPECIAL.get(value, value) if isinstance(value, str) else value
-
-
-def _written_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Number = Annotated[float, Field(strict=True), BeforeValidator(_read_number), PlainSerializer(_written_number)]
+Number = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(lambda value: _SPECIAL.get(value, value) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else str(value)),
+]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Point = list[Finite]
 

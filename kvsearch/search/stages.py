@@ -66,40 +66,33 @@ def stages_of(
     Raises:
         UsageError: the spaces "heads" and "basis" without start plans, and what spaces refuse.
     """
+    space: Space
     if settings.space == "groups":
-        yield from _groups(settings, frame, current)
+        groups = groups_of(frame.layers, settings.group_size)
+        for number, rows in enumerate(groups, 1):
+            name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
+            members = list(range(rows.start, rows.stop))
+            if settings.parity:
+                space = Parity(current(), members, frame.budget, frame.floors)
+            elif len(groups) == 1:
+                space = Layers(frame.total, frame.floors, frame.caps)
+            else:
+                space = Group(current(), members, frame.floors, frame.caps)
+            yield SearchStage(name, number, len(groups), space, rows)
         return
     tables = list(starts.values())
-    yield SearchStage(settings.space, 1, 1, _joint(settings, frame, starts), slice(0, frame.layers), tables)
+    given = [table for name, table in starts.items() if name not in EVEN]
+    if settings.space == "layers":
+        space = Layers(frame.total, frame.floors, frame.caps)
+    elif not given:
+        raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
+    elif settings.space == "basis":
+        space = Basis(tables[0], basis_from_tables(tables[1:], frame.floors), frame.floors, frame.caps)
+    else:
+        space = Heads(given[0], frame.floors, frame.caps, settings.group_size)
+    yield SearchStage(settings.space, 1, 1, space, slice(0, frame.layers), tables)
 
 
 def groups_of(layers: int, size: int) -> list[slice]:
     """List groups of `size` consecutive layers from the bottom up; the last may be smaller."""
     return [slice(first, min(first + size, layers)) for first in range(0, layers, size)]
-
-
-def _groups(settings: EvolveSettings, frame: Frame, current: Callable[[], Ints]) -> Iterator[SearchStage]:
-    groups = groups_of(frame.layers, settings.group_size)
-    for number, rows in enumerate(groups, 1):
-        name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
-        members = list(range(rows.start, rows.stop))
-        space: Space
-        if settings.parity:
-            space = Parity(current(), members, frame.budget, frame.floors)
-        elif len(groups) == 1:
-            space = Layers(frame.total, frame.floors, frame.caps)
-        else:
-            space = Group(current(), members, frame.floors, frame.caps)
-        yield SearchStage(name, number, len(groups), space, rows)
-
-
-def _joint(settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints]) -> Space:
-    if settings.space == "layers":
-        return Layers(frame.total, frame.floors, frame.caps)
-    tables = list(starts.values())
-    given = [table for name, table in starts.items() if name not in EVEN]
-    if not given:
-        raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
-    if settings.space == "basis":
-        return Basis(tables[0], basis_from_tables(tables[1:], frame.floors), frame.floors, frame.caps)
-    return Heads(given[0], frame.floors, frame.caps, settings.group_size)
