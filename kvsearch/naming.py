@@ -17,7 +17,7 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"{hint} (known: {', '.join(known)})"
 
 
-def typed(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
+def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
     """Return parameters checked against the types of their `defaults`; whole numbers become floats where these are.
 
     A default of `dataclasses.MISSING` permits any type.

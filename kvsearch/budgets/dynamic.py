@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.naming import suggest, typed
+from kvsearch.naming import suggest, typed_values
 from kvsearch.plan.guard import GUARD
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.plan.schema import STATIC
@@ -236,7 +236,7 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
     module, _, attribute = BUILT_IN[name].partition(":")
     found: type[Allocation] = getattr(import_module(module), attribute)
     fields = {field.name: field.default for field in dataclasses.fields(found)}  # type: ignore[arg-type]
-    return found(**typed(params or {}, fields, f"allocation {name}", "option"))
+    return found(**typed_values(params or {}, fields, f"allocation {name}", "option"))
 
 
 def allocation_names() -> list[str]:

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.naming import suggest, typed
+from kvsearch.naming import suggest, typed_values
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
@@ -72,7 +72,7 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     found = policy_class(name)
     fields = dataclasses.fields(found)
     # a third-party parameter without a default: its own __post_init__ judges it
-    values = typed(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
+    values = typed_values(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")

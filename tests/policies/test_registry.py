@@ -11,6 +11,7 @@ import torch
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy, create_policy, policy_class, policy_names, registry
 from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.contract import Case, observe
 
@@ -125,3 +126,15 @@ def test_what_a_policy_declares_must_be_given(policy: Policy) -> None:
     assert policy.score(observe(policy, case)).shape == (1, 1, 4)
     with pytest.raises(InternalError):
         policy.score(bare)
+
+
+def test_every_policy_checks_the_parameters_that_the_base_reads() -> None:
+    with pytest.raises(UsageError, match=r"^policy random: sinks must be 0 or more, got -1$"):
+        RandomEviction(sinks=-1)
+    with pytest.raises(UsageError, match=r"^policy random: window must be 0 or more, got -2$"):
+        RandomEviction(window=-2)
+
+
+def test_a_decode_rule_makes_a_policy_online() -> None:
+    assert not RandomEviction().online
+    assert create_policy("streaming").online
