@@ -149,7 +149,7 @@ def least_loss(loss: NDArray[np.floating[Any]]) -> int:
 
 
 def spearman(a: Floats, b: Floats) -> float:
-    """Rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
+    """Return the rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
     from scipy.stats import rankdata
 
     x, y = rankdata(a) - (len(a) + 1) / 2, rankdata(b) - (len(b) + 1) / 2

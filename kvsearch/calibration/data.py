@@ -93,7 +93,7 @@ class CalibrationData:
         return sum(len(context.questions) for context in self.contexts)
 
     def limited(self, questions: int | None) -> CalibrationData:
-        """The first `questions` questions only, spread over the contexts as they come."""
+        """Return the first `questions` questions only, spread over the contexts as they come."""
         if questions is None:
             return self
         if questions < 1:
@@ -107,7 +107,7 @@ class CalibrationData:
 
 
 def default_data(model: str) -> Path:
-    """The shipped calibration data for `model`: the bundled model has its own, all others get the novel."""
+    """Return the shipped calibration data for `model`: the bundled model has its own, all others get the novel."""
     return resource(DEFAULTS.get(model, DEFAULT))
 
 

@@ -24,7 +24,7 @@ def profile_metadata(
     lengths: Sequence[int],
     floor: int,
 ) -> ProfileMetadata:
-    """Metadata of a profile made now: of prompts of these `lengths`, `floor` entries per head kept of the longest."""
+    """Describe a profile made now: of prompts of these `lengths`, `floor` entries per head kept of the longest."""
     from kvsearch.models.architecture import describe
 
     return ProfileMetadata(

@@ -84,7 +84,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         self._system_refused = False
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """One greedy reply per request; each prompt is compressed as a whole."""
+        """Return one greedy reply per request; each prompt is compressed as a whole."""
         replies: dict[int, str] = {}
         with self._serving():
             prompts = [self._encoder.prompt(number, request) for number, request in enumerate(requests)]
@@ -95,7 +95,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         return [replies[index] for index in range(len(requests))]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Log-probability in nats, and whether greedy decoding agrees; a context that requests share is read once."""
+        """Return log-probabilities in nats, and whether greedy decoding agrees; a shared context is read once."""
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
             pairs = [self._encoder.pair(request) for request in requests]
@@ -120,7 +120,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as a prompt; a system message that the template refuses is left out, with a warning."""
+        """Put a conversation into a prompt; a system message that the template refuses is left out, with a warning."""
         if not self.tokenizer.chat_template:
             raise UsageError("the tokenizer has no chat template: do not ask for it to be applied")
         render = partial(
@@ -156,7 +156,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.serving = False
 
     def _batches(self, items: Sequence[Read], kind: Callable[[Read], Hashable]) -> Iterator[list[Read]]:
-        """Items of one kind and of similar length together, the longest first."""
+        """Put items of one kind and of similar length together, the longest first."""
         groups: dict[Hashable, list[Read]] = {}
         for item in sorted(items, key=lambda item: -len(item.ids)):
             groups.setdefault(kind(item), []).append(item)

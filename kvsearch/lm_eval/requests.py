@@ -77,7 +77,7 @@ class Encoder:
         return self.end if found is None else found
 
     def prompt(self, number: int, request: Instance) -> HarnessPrompt:
-        """A request for a reply."""
+        """Encode a request for a reply."""
         text, options = request.args[:2]
         generation = Generation.of(options, place(request))
         ids = self._encode(text)
@@ -92,7 +92,7 @@ class Encoder:
         return HarnessPrompt(number, *_last(ids, room), generation)
 
     def pair(self, request: Instance) -> tuple[HarnessContext, tuple[int, ...]]:
-        """A context and what is to follow it."""
+        """Encode a context and what is to follow it."""
         context, continuation = self._split(*request.args[:2])
         if not context:
             raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
@@ -108,7 +108,7 @@ class Encoder:
         return HarnessContext(str(request.task_name), *_last(context, room)), tuple(continuation)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both, cut out of those of the whole; white space between them begins the continuation."""
+        """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
         lead = self._encode(context.rstrip()) if context else []
         rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
         if lead or self.start is None:
@@ -116,7 +116,7 @@ class Encoder:
         return [self.start], rest[1:] if rest[:1] == [self.start] else rest
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids, with special ones unless the text brings the first of them along (chat templates do)."""
+        """Return token ids, with special ones unless the text brings the first of them along (chat templates do)."""
         first = "" if self.start is None else self.tokenizer.decode([self.start])
         wanted = special and not (first and text.startswith(first))
         ids: list[int] = self.tokenizer(text, add_special_tokens=wanted, verbose=False)["input_ids"]
@@ -124,12 +124,12 @@ class Encoder:
 
 
 def place(request: Instance) -> str:
-    """Where a request comes from, for error messages."""
+    """Say where a request comes from, for error messages."""
     return f"task {request.task_name}, document {request.doc_id}"
 
 
 def _last(ids: Sequence[int], room: int | None) -> tuple[tuple[int, ...], bool]:
-    """The last token ids that there is room for, and whether some are cut off."""
+    """Return the last token ids that there is room for, and whether some are cut off."""
     if room is None or len(ids) <= room:
         return tuple(ids), False
     return tuple(ids[-room:]), True

@@ -106,7 +106,7 @@ def evaluate_tasks(
     max_length: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The results of `lm_eval.simple_evaluate` as JSON has them, and under "kvsearch" what they were made with.
+    """Return what `lm_eval.simple_evaluate` does, as JSON has it, and under "kvsearch" what it was made with.
 
     Args:
         loaded: the model that the plan is for.
@@ -143,7 +143,7 @@ def evaluate_tasks(
 
 
 def as_plain(results: Any) -> Any:
-    """What the harness reports in types that JSON has; numbers that are not finite become null."""
+    """Return what the harness reports in types that JSON has; numbers that are not finite become null."""
     written = json.dumps(results, default=handle_non_serializable)
     return json.loads(written, parse_constant=lambda _: None)
 
@@ -163,7 +163,7 @@ def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
 
 
 def _held(holdings: Sequence[Holding], heads: int) -> dict[str, float]:
-    """Means over the prompts of a task, with `heads` kv heads in all full-attention layers together."""
+    """Average over the prompts of a task, with `heads` kv heads in all full-attention layers together."""
     return {
         "prompts": len(holdings),
         "truncated": sum(held.truncated for held in holdings),

@@ -107,7 +107,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def rotary(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Cosine and sine tables of full-attention layers: positions [N] -> two tensors [N, rotary dims], fp32."""
+    """Make cosine and sine tables of full-attention layers: positions [N] -> two tensors [N, rotary dims], fp32."""
     module: Any = decoder(model).rotary_emb
     per_type = hasattr(module, "full_attention_inv_freq")
 
@@ -134,6 +134,6 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def output_weight(module: nn.Module, heads: int) -> Tensor:
-    """W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
+    """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
     weight: Tensor = module.o_proj.weight  # type: ignore[union-attr, assignment]
     return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)

@@ -80,7 +80,11 @@ class StepRule:
             raise UsageError(f"policy {policy.name}: while decoding every head keeps at least 1 entry, not 0")
         self.heads = observation.keys.shape[1]
         self.needs = decode_needs(policy)
-        self.queries = None if policy.online else _last_rows(observation, self.needs.query_rows)
+        self.queries: Tensor | None = None  # the last query rows, zeros in front of a shorter prompt, [B, Hq, w, D]
+        if not policy.online and observation.queries is not None:
+            wanted = self.needs.query_rows
+            given = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
+            self.queries = torch.nn.functional.pad(given, (0, 0, wanted - given.shape[2], 0)).clone()
         following = observation.next_position
         self.next_position = observation.seen if following is None else following
         self.interval = self._intervals()
@@ -185,12 +189,16 @@ class StepRule:
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         index = cached.positions.gather(-1, order)
+        queries = None
+        if self.queries is not None and self.queries.shape[2]:
+            batch, _, count, dim = self.queries.shape
+            queries = self.queries.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
         observation = Observation(
             keys=entries_at(cached.keys, order)[:, None],
             values=entries_at(cached.values, order)[:, None],
             valid=index >= 0,
             scaling=logits.scaling,
-            queries=self._queries(rows, cached.heads),
+            queries=queries,
             softcap=logits.softcap,
             statistics=self._statistics(rows, cached.heads, step.seen),
             rotary=self.rotary,
@@ -203,13 +211,6 @@ class StepRule:
         scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
         scores = scores.masked_fill(protected_slots(index, step.seen, limits.sinks, limits.recent), float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)
-
-    def _queries(self, row: Tensor, head: Tensor) -> Tensor | None:
-        """Return the last query rows of each segment, [S, G, w, D]."""
-        if self.queries is None or not self.queries.shape[2]:
-            return None
-        batch, _, rows, dim = self.queries.shape
-        return self.queries.view(batch, self.heads, -1, rows, dim)[row, head]
 
     def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:
         """Compute statistics of the query rows for segments: sequences, kv heads and tokens so far, [S] each."""
@@ -254,11 +255,3 @@ class StepRule:
     def nbytes(self) -> int:
         """Return the bytes of query rows held."""
         return 0 if self.queries is None else self.queries.untyped_storage().nbytes()
-
-
-def _last_rows(observation: Observation, rows: int) -> Tensor | None:
-    """Return the last `rows` query rows of the prompt, zeros in front where it was shorter, [B, Hq, rows, D]."""
-    if observation.queries is None:
-        return None
-    given = observation.queries[:, :, -rows:] if rows else observation.queries[:, :, :0]
-    return torch.nn.functional.pad(given, (0, 0, rows - given.shape[2], 0)).clone()

@@ -111,7 +111,11 @@ class Sharing:
         layers = self.program.layers
         if index == layers[0]:
             self.waiting.clear()
-            self._phases = self._shares(observation.lengths.tolist())
+            lengths, prefill, decode = observation.lengths.tolist(), self.program.prefill, self.program.decode
+            self._phases = Phases(
+                None if prefill is None else PhaseShares(self.allocation, prefill, lengths, lasting=False),
+                None if decode is None else PhaseShares(self.allocation, decode, lengths, lasting=True),
+            )
         demands = LayerDemands(self.allocation, self._policy(index), observation)
         for phase in self._phases:
             if phase is not None and index in phase.rows:
@@ -119,10 +123,10 @@ class Sharing:
         if not self.waits:
             self._ready[index] = self._now(index, observation, rotary)
             return
-        prefill = self._phases.prefill
+        shared = self._phases.prefill
         for earlier, (pool, _, _) in self.waiting.items():  # first, so that this layer's entries find room
-            if prefill is not None and earlier in prefill.rows:
-                pool.trim(prefill.most(earlier))
+            if shared is not None and earlier in shared.rows:
+                pool.trim(shared.most(earlier))
         self.waiting[index] = self._pool(index, observation, demands, rotary)
         if index == layers[-1]:
             self._finish()
@@ -139,13 +143,6 @@ class Sharing:
     def nbytes(self, index: int) -> int:
         """Return the bytes held for a layer until it takes them."""
         return self.waiting[index].pool.nbytes() if index in self.waiting else 0
-
-    def _shares(self, lengths: Sequence[int]) -> Phases:
-        prefill, decode = self.program.prefill, self.program.decode
-        return Phases(
-            None if prefill is None else PhaseShares(self.allocation, prefill, lengths, lasting=False),
-            None if decode is None else PhaseShares(self.allocation, decode, lengths, lasting=True),
-        )
 
     def _policy(self, layer: int) -> Policy:
         """Return the policy whose scores are compared: that of the prefill phase, if there is one."""

@@ -43,7 +43,7 @@ class Measurement:
         options: PolykvOptions,
         policies: Sequence[Policy],
     ) -> Measurement:
-        """The measurement of `prompts`, made of `data`, under the `policies` in their order."""
+        """Describe the measurement of `prompts`, made of `data`, under the `policies` in their order."""
         # the texts, as the tokenizer and the options cut them
         tokens = [
             [one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
@@ -70,5 +70,5 @@ class Measurement:
         return cls(identity, shapes, by_layer if options.literal_entropy else None)
 
     def other(self, identity: Mapping[str, str]) -> str | None:
-        """The first part in which another measurement differs; None if it is the same."""
+        """Name the first part in which another measurement differs; None if it is the same."""
         return next((name for name, value in self.identity.items() if identity.get(name) != value), None)

@@ -31,7 +31,7 @@ def candidates(
     phases: Sequence[Phase],
     budgets: Sequence[int],
 ) -> tuple[list[Policy], list[str]]:
-    """The policies that are tried, in the order they are asked for, and remarks on them.
+    """Return the policies that are tried, in the order they are asked for, and remarks on them.
 
     `patterns` are names, or names with parameters. "paper" stands for the nine of PolyKV (arXiv 2606.15157), "all" for
     every registered policy. `settings` are parameters of all patterns that have them (window), or of one
@@ -68,7 +68,7 @@ def candidates(
 
 
 def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
-    """Every pattern once; one that is named takes the place that a set has for it."""
+    """List every pattern once; one that is named takes the place that a set has for it."""
     found: dict[str, _Wanted] = {}
     for item in patterns:
         if item in SETS:
@@ -85,7 +85,7 @@ def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
 
 
 def _params(specs: Iterable[PolicySpec], settings: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
-    """Parameters of every pattern by its name."""
+    """Return the parameters of every pattern by its name."""
     params = {spec.name: dict(spec.params) for spec in specs}
     known = {name: _parameter_names(name) for name in params}
     common = {key: value for key, value in settings.items() if "." not in key}
@@ -114,7 +114,7 @@ def _parameter_names(name: str) -> list[str]:
 
 
 def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> None:
-    """UsageError if nothing can be learnt about `policy` in these phases at this budget."""
+    """Raise a UsageError if nothing can be learnt about `policy` in these phases at this budget."""
     from kvsearch.runtime.rule import decode_needs  # takes seconds to import, and most mistakes show before
 
     name = policy.name
@@ -132,7 +132,7 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
 
 
 def _alike(policies: Sequence[Policy]) -> Iterator[str]:
-    """Remarks on policies that are the same under two names."""
+    """Yield remarks on policies that are the same under two names."""
     for number, policy in enumerate(policies):
         for other in policies[:number]:
             if policy.parameters() == other.parameters() and _behaviour(policy) == _behaviour(other):
@@ -143,6 +143,6 @@ def _alike(policies: Sequence[Policy]) -> Iterator[str]:
 
 
 def _behaviour(policy: Policy) -> list[object]:
-    """What a policy does, as the functions of its class; a subclass that only has other defaults has the same."""
+    """List what a policy does, as the functions of its class; a subclass that only has other defaults has the same."""
     names = [name for name in dir(Policy) if not name.startswith("_") and name not in ("name", "source")]
     return [getattr(type(policy), name) for name in names]

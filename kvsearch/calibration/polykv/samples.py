@@ -57,14 +57,14 @@ class SampleFiles:
             atomic_write(self.folder / name, save(whole, dict(self.measurement.identity)))
 
     def gathered(self) -> dict[str, NDArray[Any]]:
-        """All arrays, in the order of prompts and their continuations."""
+        """Return all arrays, in the order of prompts and their continuations."""
         whole = joined(self.parts)
         order = np.lexsort((whole[QUESTION], whole[PROMPT]))
         return {name: array if name == ROW_SUM else array[order] for name, array in whole.items()}
 
 
 def kept_samples(directory: Path) -> int:
-    """How many samples of a calibration that is not finished are in `directory`; UsageError if a file is damaged."""
+    """Count the samples of a calibration that is not finished in `directory`; UsageError if a file is damaged."""
     return sum(len(_loaded(path)[0][PROMPT]) for path in sample_files(directory / SAMPLES))
 
 
@@ -92,7 +92,7 @@ def unfinished(part: Arrays, finished: Collection[tuple[int, int]]) -> dict[str,
 
 
 def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
-    """The samples of all parts, and the sum of what is summed over samples."""
+    """Join the samples of all parts, and add up what is summed over samples."""
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != ROW_SUM}
     if ROW_SUM in parts[0]:
         sums = [part[ROW_SUM] for part in parts]
@@ -103,7 +103,7 @@ def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
 
 
 def places(prompts: Iterable[int], question: int, contexts: Iterable[int], lengths: Iterable[int]) -> dict[str, Any]:
-    """The arrays that say which samples these are."""
+    """Return the arrays that say which samples these are."""
     numbers = list(prompts)
     return {
         PROMPT: np.array(numbers, dtype=np.int32),
@@ -118,7 +118,7 @@ def _pairs(part: Arrays) -> set[tuple[int, int]]:
 
 
 def _read(path: Path, measurement: Measurement) -> Arrays:
-    """The samples of a file; UsageError if it is damaged or of another measurement."""
+    """Read the samples of a file; UsageError if it is damaged or of another measurement."""
     arrays, identity = _loaded(path)
     if other := measurement.other(identity):
         raise UsageError(
@@ -131,7 +131,7 @@ def _read(path: Path, measurement: Measurement) -> Arrays:
 
 
 def _loaded(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """The arrays of a file, those of `PLACES` among them, and what it was measured of."""
+    """Read the arrays of a file, those of `PLACES` among them, and what it was measured of."""
     data = read_bytes(path)
     try:
         arrays: dict[str, NDArray[Any]] = load(data)
@@ -145,7 +145,7 @@ def _loaded(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 
 def _problem(arrays: Arrays, measurement: Measurement) -> str | None:
-    """The first thing that is wrong with the arrays of a file, if anything."""
+    """Say the first thing that is wrong with the arrays of a file, if anything."""
     count, rest = len(arrays[PROMPT]), dict(arrays)
     for name, shape in {**dict.fromkeys(PLACES, ()), **measurement.shapes}.items():
         found = rest.pop(name, None)
