@@ -161,12 +161,12 @@ class PreparedValidation:
             profile_sha256=self._profile_sha256,
             tasks={
                 name: TaskContent(
-                    contexts=facts["contexts"],
-                    questions=facts["questions"],
-                    metric=metrics[name],
-                    rows_sha256=facts["rows_sha256"],
+                    contexts=asked[name]["contexts"],
+                    questions=asked[name]["questions"],
+                    metric=metric,
+                    rows_sha256=asked[name]["rows_sha256"],
                 )
-                for name, facts in asked.items()
+                for name, metric in metrics.items()  # in the order in which they were asked for
             },
             split=", ".join(sorted(splits)) or None,
             protocol=self.evaluation.settings.protocol,

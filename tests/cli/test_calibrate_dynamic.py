@@ -214,7 +214,7 @@ def test_recipes_by_name(recipe: str, run: Run, tmp_path: Path) -> None:
         (("--method", "lava", "--normalization", "layer"), "method lava has no option 'normalization'"),
         (("--method", "cake", "--no-gap"), "method cake has no option 'gap'"),
         (("--method", "adakv", "--fit-ratio", 0.5), "method adakv has no option 'fit_ratio'"),
-        (("--method", "cake", "--fit-ratio", 0.5), "fit_ratio: is read with exponents fit only, and they are auto"),
+        (("--method", "cake", "--fit-ratio", 0.5), "--fit-ratio: is read with exponents fit only, and they are auto"),
         (("--protocol", "question-aware"), "method lukv has no option 'protocol'"),
         (("--method", "lava", "--protocol", "aware"), "did you mean 'question-aware'?"),
         (("--method", "lava", "--policy", "d2o"), "d2o merges what it evicts"),

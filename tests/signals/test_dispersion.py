@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,13 +69,13 @@ def test_the_moments_are_computed_once_with_the_pattern(monkeypatch: pytest.Monk
     from kvsearch.policies import cake
 
     calls: list[int] = []
-    inner = cake._row_moments
+    inner = cake.window_rows
 
-    def counted(seen: Observation, window: int) -> tuple[Tensor, Tensor]:
+    def counted(seen: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
         calls.append(window)
         return inner(seen, window)
 
-    monkeypatch.setattr(cake, "_row_moments", counted)
+    monkeypatch.setattr(cake, "window_rows", counted)
     seen = observe()
     Pattern(window=3).score(seen)
     dispersion(seen, 3)
