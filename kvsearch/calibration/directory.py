@@ -91,6 +91,9 @@ def check_new(directory: Path, force: bool) -> None:
     """Raise UsageError if something else than a leftover configuration is in `directory` and `force` is off."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: give a directory to write to")
+    there = read_config(directory) if directory.is_dir() else None
+    if there is not None and there.job != "calibrate":
+        raise UsageError(f"{directory} holds something else than a calibration: choose another directory")
     if force or not directory.is_dir():
         return
     samples = directory / SAMPLES

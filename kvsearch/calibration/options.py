@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option, Params, Seeded, parse_setting
+from kvsearch.config.options import Option, Params, Seeded, with_params
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import refuse
@@ -104,12 +104,8 @@ class CalibrationOptions(Seeded):
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it; settings of another policy are left out."""
-        policy = given.get("policy")
-        if cls.own_params and policy not in (None, stated.get("policy", cls.model_fields["policy"].default)):
-            stated.pop("params", None)
-        params, typed = stated.get("params", {}), given.get("params", {})
-        here = typed if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
-        return {**stated, **given, "params": {**params, **here} if isinstance(params, dict) else params}
+        own = stated.get("policy", cls.model_fields["policy"].default)
+        return with_params(stated, given, own if cls.own_params else None)
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""How options are declared, and read from recipes; imports nothing but `kvsearch.plan`."""
+"""How options are declared, and read from recipes."""

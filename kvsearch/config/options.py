@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -100,6 +101,9 @@ class JobOptions(Record):
         stated = {} if path is None else read_recipe(path, cls.job, cls.example)
         typed = {name: value for name, value in given.items() if value is not None}
         model = cls.chosen(stated, typed, path)
+        unfit = [name for name, (_, option) in model.offered().items() if name in stated and not option.recorded]
+        if unfit:
+            raise UsageError(f"{path}: {', '.join(unfit)} cannot be in a recipe: give it with the command")
         try:
             return model.model_validate(model.merged(dict(stated), typed))
         except ValidationError as error:
@@ -130,8 +134,8 @@ class JobOptions(Record):
                     return UsageError(list_problems(shared, str(path)))
         offered, problems = cls.offered(), []
         for problem in problems_of(error):  # with the flag in place of the field's name
-            name, _, what = problem.partition(":")
-            problems.append(f"{offered[name][1].called(name)}:{what}" if name in offered else problem)
+            name = re.split(r"[.:]", problem, maxsplit=1)[0]
+            problems.append(offered[name][1].called(name) + problem[len(name) :] if name in offered else problem)
         if len(problems) == 1:
             return UsageError(problems[0])
         return UsageError(list_problems(problems, "what was typed" if path is None else f"what was typed over {path}"))
@@ -180,6 +184,30 @@ def _settings(value: object) -> object:
         except UsageError as error:
             raise ValueError(str(error)) from error
     return value
+
+
+def with_params(stated: dict[str, Any], given: Mapping[str, Any], own_policy: str | None) -> dict[str, Any]:
+    """Return what a recipe has `stated` with what was `given` over it, parameters one by one.
+
+    Those of the recipe are of `own_policy`, and left out under another one; None: they are of all policies.
+    """
+    typed, both = given.get("params", {}), {**stated, **given}
+    here = typed if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
+    own = stated.get("params", {}) if own_policy is None or given.get("policy", own_policy) == own_policy else {}
+    try:
+        there = _settings(own)
+    except ValueError:
+        there = own
+    if "params" in both:  # what is wrong in the recipe is left for the model to refuse
+        both["params"] = {**there, **here} if isinstance(there, dict) else there
+    return both
+
+
+def one_of(stated: dict[str, Any], given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a recipe has `stated` but for what a `given` option of these names, of which one holds, replaces."""
+    if not any(name in given for name in names):
+        return stated
+    return {name: value for name, value in stated.items() if name not in names}
 
 
 def above_zero(gigabytes: float | None) -> float | None:

@@ -243,7 +243,8 @@ def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk
         nonlocal begun
         if not goes_on:
             forget_samples(options.output)
-        begin(options.output, config)
+        # an old profile beside a new configuration would pass for that of it; unfinished samples tell of themselves
+        begin(options.output, config, () if isinstance(options, PolykvOptions) else (PROFILE,))
         begun = True
 
     def words() -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
 from kvsearch.calibration.directory import HOW, PROFILE, calibrated_model
-from kvsearch.config.options import Option
+from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
 from kvsearch.plan.protocol import Protocol, find_protocol
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 class OnSignals(WithTasks, Batching, Loading):
     """A PolyKV calibration, and how questions are asked of its model."""
 
+    recipes: ClassVar[str | None] = ""
+
     directory: Annotated[
         Path, Option("Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
     ]
@@ -36,6 +39,11 @@ class OnSignals(WithTasks, Batching, Loading):
         BeforeValidator(find_protocol),
         Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
     ] = None
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `JobOptions.merged`; one size takes the place of another."""
+        return {**one_of(stated, given, ("budget", "ratio")), **given}
 
     def settings(self, profile: Profile) -> Settings:
         """Return how questions are asked, by default under the protocol of the calibration."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option, Params, Repeated, parse_setting
+from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
 from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Asking, Numbers, TaskDetails, WithModel
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvsearch.search.ledger import Spent
 
 LIMITS = "When to stop"
+DEFAULT_POLICY = "snapkv"
 SPLITS = "train", "select", "report"
 
 
@@ -115,16 +116,8 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
         """See `JobOptions.merged`; a size takes the place of sizes, parameters are added to those of the policy."""
         if "job" in stated:
             stated["together"] = stated.pop("job")
-        for size, other in (("budget", "budgets"), ("budgets", "budget")):
-            if size in given and other not in given:
-                stated.pop(other, None)
-        if given.get("policy", stated.get("policy")) != stated.get("policy"):
-            stated.pop("params", None)  # they belong to the recipe's own policy
-        both = {**stated, **given}
-        if "params" in given and isinstance(own := stated.get("params", {}), dict):
-            typed = given["params"]
-            both["params"] = {**own, **(typed if isinstance(typed, dict) else dict(map(parse_setting, typed)))}
-        return both
+        stated = one_of(stated, given, ("budget", "budgets"))
+        return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
     def recorded(self) -> dict[str, Any]:
         """See `JobOptions.recorded`; a group size that nobody stated suits other models, too."""

@@ -61,7 +61,9 @@ class Loading(JobOptions):
     ] = None
     dtype: Annotated[str, Option("auto, float32, bfloat16 or float16.", panel=LOADING)] = "auto"
     revision: Annotated[str | None, Option("Branch, tag or commit of a hub model.", panel=LOADING)] = None
-    trust_remote_code: Annotated[bool, Option("Run code that a model brings along.", panel=LOADING)] = False
+    trust_remote_code: Annotated[bool, Option("Run code that a model brings along.", panel=LOADING, recorded=False)] = (
+        False
+    )
     offline: Annotated[bool, Option("Never touch the network.", panel=LOADING, recorded=False)] = False
 
     def loading(self) -> LoadOptions:

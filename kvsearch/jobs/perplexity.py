@@ -78,7 +78,7 @@ def _checked(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, in
     from kvsearch.tasks.perplexity import PerplexityText
 
     for name in UNREAD:
-        if name in options.model_fields_set:
+        if getattr(options, name) != type(options).model_fields[name].default:
             raise UsageError(f"ppl:FILE takes no --{name.replace('_', '-')}: it prints its result, with --json as JSON")
     request = options.request()
     others = [name for name in options.task_options(options.split).given if name != "lengths"]

@@ -28,7 +28,10 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callabl
         @wraps(function)
         def public(*arguments: Any, talk: Talk | None = None, **keywords: Any) -> Result:
             checked = arguments[0] if arguments else None
-            if not isinstance(checked, options):
+            if isinstance(checked, options):
+                if len(arguments) > 1 or keywords:
+                    raise TypeError(f"{function.__name__}() takes options as one object or as keywords, not both")
+            else:
                 if len(arguments) > len(places):
                     raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
                 checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
@@ -43,10 +46,12 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callabl
 
 def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    for name in sorted(options.offered(), key=lambda name: name not in places):
-        field = options.model_fields.get(name)
-        default = None if field is None or field.is_required() else field.default
-        empty = inspect.Parameter.empty if field is not None and field.is_required() else default
-        yield inspect.Parameter(name, kinds[name not in places], default=empty)
+    offered = {name: field for name, (field, option) in options.offered().items() if not option.hidden}
+    for name in sorted(offered, key=lambda name: name not in places):
+        required = offered[name].is_required() and options.recipes is None
+        default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
+        yield inspect.Parameter(
+            name, kinds[name not in places], default=inspect.Parameter.empty if required else default
+        )
     yield inspect.Parameter("recipe", kinds[1], default=None)
     yield inspect.Parameter("talk", kinds[1], default=None)

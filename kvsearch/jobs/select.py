@@ -164,7 +164,7 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
     prepared, place = _prepared(options, talk)
 
     def keep(stage: str, evaluation: Evaluation) -> KeptStage:
-        kept, config = place / stage, prepared.config(evaluation)
+        kept, config = place / stage, prepared.config(evaluation).with_options(options.recorded())
         what = f"{kept.parent.name}, {kept.name}: batches"
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
 

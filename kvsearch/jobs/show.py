@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.config.options import JobOptions, Option
+from kvsearch.errors import UsageError
 from kvsearch.jobs.plan_files import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
@@ -37,6 +38,8 @@ def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is n
 
     file = profile_file(options.path)
     if file.suffix == ".json":
+        if options.model_fields_set & {"plan", "ratio"}:
+            raise UsageError("--plan and --ratio are for profiles: this is a plan")
         plan = checked_plan(file)
         from kvsearch.report.plan import PlanView
 

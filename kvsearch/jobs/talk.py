@@ -43,7 +43,7 @@ class Silent:
 
     def warn(self, text: str) -> None:
         """See `Talk.warn`."""
-        warnings.warn(text, KvsearchWarning, stacklevel=3)
+        warnings.warn(text, KvsearchWarning, stacklevel=4)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - as `Talk` has it

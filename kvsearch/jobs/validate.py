@@ -119,7 +119,10 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
             many = f"{one.strategies} strategies and the full cache"
             talk.say(f"{many} at {one.budget:g} entries per kv head: {replies} replies")
             place = options.directory / REPLIES / f"{size}-{protocol}"
-            with kept_replies(place, one.config(), replies, options.force, talk) as (store, progress):
+            with kept_replies(place, one.config().with_options(options.recorded()), replies, options.force, talk) as (
+                store,
+                progress,
+            ):
                 result = one.run(progress, store)
             found = so_far = result if found is None else result.merged(found)
             save_validation(so_far, path)

@@ -57,8 +57,9 @@ def refuse_locked(directory: Path) -> None:
 
 
 def this_command() -> list[str]:
-    """Return the command line of this process."""
-    return ["kvsearch", *sys.argv[1:]]
+    """Return the command line of this process, which may be a script that calls kvsearch."""
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "python"
+    return ["kvsearch" if name in ("kvsearch", "__main__") else name, *sys.argv[1:]]
 
 
 def _acquired(directory: Path) -> IO[bytes]:

@@ -205,8 +205,8 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         ({}, ["window=true"], "window must be int, got True"),
         ({}, ["window="], "window must be int, got ''"),
         ({}, ["window=0"], "window must be 1 or more"),
-        ({"policy": "expected_attention"}, ["epsilon=nan"], "params.epsilon: must be a finite number"),
-        ({"policy": "expected_attention"}, ["epsilon=inf"], "params.epsilon: must be a finite number"),
+        ({"policy": "expected_attention"}, ["epsilon=nan"], "--set.epsilon: must be a finite number"),
+        ({"policy": "expected_attention"}, ["epsilon=inf"], "--set.epsilon: must be a finite number"),
     ],
 )
 def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], problem: str) -> None:

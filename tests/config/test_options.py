@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.config.options import JobOptions, Listed, Option, Params, Repeated, Seeded
+from kvsearch.config.options import JobOptions, Listed, Option, Params, Repeated, Seeded, one_of, with_params
 from kvsearch.errors import UsageError
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Silent, Talk
@@ -109,7 +109,7 @@ def test_the_help() -> None:
 def test_all_mistakes_at_once() -> None:
     talk = refused("oolong", "--cups", "0", "--heat", "hot", "--sizes", "x")
     assert talk.startswith("kvsearch: error: what was typed is not valid, 3 problems:\n")
-    assert all(flag in talk for flag in ("--cups: ", "--heat: ", "sizes.0: "))
+    assert all(flag in talk for flag in ("--cups: ", "--heat: ", "--sizes.0: "))
     assert refused("oolong", "--cups", "0") == (
         "kvsearch: error: --cups: Input should be greater than or equal to 1, not 0\n"
     )
@@ -175,3 +175,42 @@ def test_a_job_is_a_function_with_the_same_options() -> None:
     assert next(iter(parameters)) == "leaf"
     assert {"cups", "seed", "colour", "recipe", "talk"} <= parameters.keys()
     assert parameters["cups"].default == 2
+
+
+def test_parameters_are_merged_one_by_one() -> None:
+    for stated in ({"x": 1, "y": 2}, ["x=1", "y=2"]):
+        for given in ({"y": 3}, ["y=3"]):
+            assert with_params({"params": stated}, {"params": given}, None)["params"] == {"x": 1, "y": 3}
+        assert with_params({"params": stated}, {"policy": "other"}, "own")["params"] == {}
+        assert with_params({"params": stated}, {"policy": "own", "params": ["y=4"]}, "own")["params"] == {
+            "x": 1,
+            "y": 4,
+        }
+    assert "params" not in with_params({"cups": 1}, {}, "own")
+    assert with_params({"params": 5}, {"params": ["x=1"]}, None)["params"] == 5, "what is wrong in a recipe stays wrong"
+
+
+def test_one_size_takes_the_place_of_another() -> None:
+    stated = {"budget": 64, "cups": 1}
+    assert one_of(dict(stated), {"ratio": 0.5}, ("budget", "ratio")) == {"cups": 1}
+    assert one_of(dict(stated), {"cups": 2}, ("budget", "ratio")) == stated
+
+
+def test_what_belongs_to_the_command_cannot_be_in_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "tea.yaml"
+    recipe.write_text("leaf: assam\noutput: elsewhere\n")
+    assert refused("--recipe", str(recipe)) == (
+        f"kvsearch: error: {recipe}: output cannot be in a recipe: give it with the command\n"
+    )
+
+
+def test_a_job_takes_options_as_one_object_or_as_keywords() -> None:
+    @job(Brewing)
+    def brewed(options: Brewing, talk: Talk) -> Brewing:
+        return options
+
+    with pytest.raises(TypeError, match="as one object or as keywords, not both"):
+        brewed(Brewing(leaf="green"), cups=3)
+    parameters = inspect.signature(brewed).parameters
+    assert parameters["params"].default == {}
+    assert "secret" not in parameters
