@@ -221,7 +221,7 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
         *(
             (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", *typed), f"ppl:FILE takes no {typed[0]}:")
             for typed in (
-                ("--protocol", "question-agnostic"),
+                ("--protocol", "question-aware"),
                 ("--subject", "lava"),
                 ("--samples-file", "x.csv"),
                 ("--table", "x.md"),
