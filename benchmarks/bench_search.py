@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Ints
+from kvsearch.arrays import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load

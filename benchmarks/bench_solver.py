@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats
+from kvsearch.arrays import Floats
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.plan import GRID
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.dynamic import Allocation, Order
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_down

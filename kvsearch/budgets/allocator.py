@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from kvsearch.arrays import Ints
+
 Signals = NDArray[np.floating[Any]]
 
 

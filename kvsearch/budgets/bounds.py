@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 

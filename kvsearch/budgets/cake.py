@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, share_above
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.errors import UsageError

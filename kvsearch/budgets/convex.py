@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Floats
+from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import check_importance
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.rounding import largest_remainder

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest, typed_values

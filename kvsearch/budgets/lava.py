@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
-from kvsearch.budgets.allocator import Floats, Ints
 from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, check_modes
 from kvsearch.errors import UsageError
 

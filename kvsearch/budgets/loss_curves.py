@@ -8,7 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill

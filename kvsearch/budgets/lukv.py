@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.budgets.allocator import Ints
+from kvsearch.arrays import Ints
 from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.budgets.split import spend_leftover
 from kvsearch.errors import UsageError

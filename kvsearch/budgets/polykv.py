@@ -7,7 +7,8 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors, share_above
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_half_up

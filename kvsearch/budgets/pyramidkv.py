@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Ints, Signals
+from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.budgets.bounds import check_bounds, lift_floors, share_above
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_down

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.convex import Blocks
 
 

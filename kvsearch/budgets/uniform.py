@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Ints, Signals
+from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Signals
 from kvsearch.plan.rounding import water_fill
 
 

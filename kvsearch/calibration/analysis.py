@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsearch.arrays import Floats
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile
-from kvsearch.plan.rounding import Floats
 
 STABLE, DOUBTFUL = 0.8, 0.5
 

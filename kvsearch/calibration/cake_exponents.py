@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.data import CalibrationData
@@ -26,7 +27,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
-from kvsearch.plan.rounding import Floats, Ints
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
 from kvsearch.budgets.uniform import Uniform
@@ -22,7 +23,6 @@ from kvsearch.calibration.tables import RatioTables, grid_totals
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.plan.rounding import Ints
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.progress import Progress, counted

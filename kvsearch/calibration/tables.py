@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.plan import GRID
-from kvsearch.plan.rounding import Floats, Ints
 from kvsearch.policies import Policy
 
 STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]

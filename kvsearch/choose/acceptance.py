@@ -32,9 +32,10 @@ from functools import cached_property
 
 import numpy as np
 
+from kvsearch.arrays import Floats
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import LEVEL, Floats, resampled_means, scores_by_task
+from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
 from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Floats, Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.loss_curves import LossCurves
 from kvsearch.budgets.polykv import Proportional

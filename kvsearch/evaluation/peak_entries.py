@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvsearch.arrays import Ints
 from kvsearch.models.architecture import describe
-from kvsearch.plan.rounding import Ints
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.decoding import Decoding
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
 from kvsearch.runs.estimates import Difference, Estimate
@@ -17,8 +17,6 @@ RESAMPLES = 2000
 LEVEL = 0.95
 AVERAGE = "average"
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Kind = Literal["task", "category", "average"]
 
 

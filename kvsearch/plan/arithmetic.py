@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.fields import MOST_ENTRIES
@@ -16,7 +16,6 @@ from kvsearch.plan.origin import changed, with_policies_of
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import LayerPlan, Phase, PhasePlan, Plan
 
-Ints = NDArray[np.int64]
 Scaling = Literal["fixed", "proportional"]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import GUARD
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _DECIMALS = 9  # those that `GUARD` leaves: equal remainders tie despite float noise
 _LARGEST = 2.0**53

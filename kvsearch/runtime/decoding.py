@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.rule import Bools, Ints, StepRule
+from kvsearch.runtime.rule import StepRule
 from kvsearch.runtime.slots import SlotBlock, SlotSource, SlotStore, pack, source_of
 
 

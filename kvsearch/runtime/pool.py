@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.runtime.rule import Ints
 from kvsearch.runtime.slots import SlotSource
 from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, regrouped, right_aligned
 

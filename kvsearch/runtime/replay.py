@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, Step, by_position, entries_at
 from kvsearch.runtime.attention import causal_mask
@@ -21,7 +22,7 @@ from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.rule import Ints, Limits, StepRule
+from kvsearch.runtime.rule import Limits, StepRule
 from kvsearch.runtime.slots import segments_of
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsearch.arrays import Bools, Ints
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics
@@ -34,9 +34,6 @@ from kvsearch.runtime.logits import Logits
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted
 PRIORITY = "priority"  # state of the rule itself: the last scores
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 def decode_needs(policy: Policy) -> Needs:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.dynamic import Allocation, Shares
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
@@ -23,7 +24,7 @@ from kvsearch.runtime.demand import LayerDemands
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.rule import Ints, StepRule
+from kvsearch.runtime.rule import StepRule
 from kvsearch.runtime.slots import pack
 from kvsearch.runtime.storage import RaggedStore
 

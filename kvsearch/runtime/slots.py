@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
-from kvsearch.runtime.rule import Bools, Ints, Limits, StepRule
+from kvsearch.runtime.rule import Limits, StepRule
 from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvsearch.search.executors.base import Ints
+from kvsearch.arrays import Ints
 
 FLAT = 1e-6  # relative; values that differ by less are the same
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.choose.splits import shared_questions
 from kvsearch.errors import UsageError
@@ -25,7 +26,7 @@ from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
-from kvsearch.search.executors.base import Executor, Ints
+from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search, Watcher
 from kvsearch.search.scoring import Scoring

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison
@@ -22,7 +23,7 @@ from kvsearch.search.evolve import (
     check_budget,
     prepare_search,
 )
-from kvsearch.search.executors.base import Executor, Ints
+from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Watcher
 from kvsearch.search.settings import EvolveSettings, SearchLimits

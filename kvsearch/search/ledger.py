@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
@@ -36,7 +37,7 @@ from kvsearch.runs.ledger import Ledger, Unfit
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
-from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine, Vector
+from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
 _WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, "plan-*.json", "choice", "choice-*", "report")

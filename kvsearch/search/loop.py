@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvsearch.arrays import Ints
 from kvsearch.search.candidates import Candidate, Flatness, Minibatch, SearchOutcome
-from kvsearch.search.executors.base import Ints
 from kvsearch.search.executors.population import worst_of
 from kvsearch.search.objectives import cache_score, fitness, loss_score
 from kvsearch.search.optimisers import Optimiser, create_optimiser

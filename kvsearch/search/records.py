@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
+from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.plan.fields import Floor, Index, Record, Sha256, Text, refuse
-from kvsearch.search.executors.base import Floats, Ints, JobOutcome, OutcomeKind, Result, results_of
+from kvsearch.search.executors.base import JobOutcome, OutcomeKind, Result, results_of
 
-Vector = NDArray[np.float64]
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]

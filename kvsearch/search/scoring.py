@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvsearch.arrays import Ints
 from kvsearch.search.candidates import Minibatch
-from kvsearch.search.executors.base import Executor, Ints, Job, JobOutcome, Result, candidate_key
+from kvsearch.search.executors.base import Executor, Job, JobOutcome, Result, candidate_key
 from kvsearch.search.executors.population import evaluate_all
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.objectives import find_objective

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
-from kvsearch.search.executors.base import Ints
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space import Basis, Group, Heads, Layers, Parity, Space, basis_from_tables
 

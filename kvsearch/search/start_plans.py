@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
@@ -24,7 +24,6 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.strategies.build import Chosen, build_plan
 
-Ints = NDArray[np.int64]
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
 METHOD = "evolkv"
 RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")

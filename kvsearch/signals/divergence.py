@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvsearch.signals.perplexity import Floats, sum_answers
+from kvsearch.arrays import Floats
+from kvsearch.signals.perplexity import sum_answers
 
 
 def divergence(full: Tensor, changed: Tensor) -> float:

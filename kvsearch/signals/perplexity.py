@@ -6,12 +6,10 @@ differences are left to the caller, in float64.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float64]
+from kvsearch.arrays import Floats
 
 SCRATCH_BYTES = 64 * 2**20
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsearch.arrays import Floats
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, Profile
-from kvsearch.plan.rounding import Floats
 from kvsearch.plan.signals import ENTROPY, FULL_NLL, LITERAL_ENTROPY, TOKENS, SignalAxes
 
 # the array that each measure is computed from

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.polykv import Direction, Proportional
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
@@ -25,8 +26,6 @@ from kvsearch.plan.size import Pool
 from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import Chosen, build_plan
-
-Ints = NDArray[np.int64]
 
 UNIFORM = "uniform"
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
@@ -28,7 +28,6 @@ from kvsearch.runtime.program import BudgetTable
 from kvsearch.strategies.direct import check_request
 from kvsearch.strategies.from_profile import round_ratios
 
-Ints = NDArray[np.int64]
 Heads = tuple[int, int]  # layers, kv heads
 FULL, RANDOM = "full", "random"  # what is always compared, and a control
 

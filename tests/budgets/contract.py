@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Ints, Signals
+from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.errors import UsageError
 
 LAYERS, HEADS, LENGTH = 3, 4, 40

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Floats
+from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import sorted_blocks
 
 

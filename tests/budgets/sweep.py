@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Floats, Ints
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Allocator
 from kvsearch.errors import UsageError
 
 CANDIDATES = 12

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.arrays import Floats
 from kvsearch.budgets.adakv import AdaKVAllocation, Variant
-from kvsearch.budgets.allocator import Allocator, Floats, Signals
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.known import adakv, head_budgets

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.budgets.allocator import Floats
+from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import check_importance, sorted_blocks
 from kvsearch.errors import UsageError
 from tests.budgets.samples import marginal_gains, tables

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.budgets.allocator import Floats
+from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
 from tests.budgets.exact import eviction_loss
 from tests.budgets.samples import tables

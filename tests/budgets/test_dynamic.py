@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
-from kvsearch.budgets.allocator import Ints
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, allocation_names, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation

@@ -5,7 +5,8 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.dynamic import Heads, Layers
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.lava import layer_entropy as entropy_of

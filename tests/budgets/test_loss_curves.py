@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.loss_curves import LossCurves, convex
 from kvsearch.errors import UsageError
 from tests.budgets.contract import LAYERS, LENGTH, AllocatorContract

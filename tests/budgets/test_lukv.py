@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.curves import without_gap
 from kvsearch.budgets.lukv import MarginalSolver, Split, profile_grid
 from kvsearch.errors import UsageError

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Floats, Ints, Signals
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.polykv import Proportional
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, AllocatorContract

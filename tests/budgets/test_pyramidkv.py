@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Ints, Signals
+from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, AllocatorContract

@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import UsageError
-from kvsearch.search.optimisers.base import Optimiser, Vector, create_optimiser
+from kvsearch.search.optimisers.base import Optimiser, create_optimiser
 
 Told = list[tuple[list[Vector], list[float]]]
 

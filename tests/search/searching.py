@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.executors import Job, SerialExecutor
-from kvsearch.search.executors.base import Floats, Ints
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Search
 from kvsearch.search.scoring import Scoring

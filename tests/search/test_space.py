@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.space import Basis, Group, Heads, LayerGroups, Layers, Parity, Space, basis_from_tables
-from kvsearch.search.space.base import BoxSpace, Ints
+from kvsearch.search.space.base import BoxSpace
 from tests.examples import at_most
 
 

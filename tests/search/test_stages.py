@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
-from kvsearch.search.executors.base import Ints
 from kvsearch.search.space import Basis, Group, Heads, Layers, Parity
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from torch import Tensor
 
-from kvsearch.budgets.allocator import Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.replies import check_length, left_padded, stop_tokens
 from kvsearch.models.architecture import describe
@@ -33,7 +33,7 @@ from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.executors.base import Job
 from kvsearch.search.objectives import Objective, find_objective
 from kvsearch.signals.divergence import answer_divergences
-from kvsearch.signals.perplexity import Floats, answer_losses
+from kvsearch.signals.perplexity import answer_losses
 
 
 class CandidateBank:

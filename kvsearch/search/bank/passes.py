@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.budgets.allocator import Ints
+from kvsearch.arrays import Ints
 from kvsearch.evaluation.replies import GreedyReply, left_padded, likeliest
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample

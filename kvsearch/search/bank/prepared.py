@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.budgets.allocator import Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
@@ -25,7 +25,7 @@ from kvsearch.runtime.observe import PromptLayer
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.signals.perplexity import Floats, answer_losses
+from kvsearch.signals.perplexity import answer_losses
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,14 +13,12 @@ from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import InternalError, KvsearchError
 from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.canonical import sha256_of
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 OutcomeKind = Literal["ok", "oom", "timeout", "error", "non-finite"]
 _LONGEST_MESSAGE = 300
 

@@ -15,12 +15,11 @@ from importlib import import_module
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-
-Vector = NDArray[np.float64]
 
 BUILT_IN = {
     "cma": "kvsearch.search.optimisers.cma:CMA",

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import UsageError
-from kvsearch.search.optimisers.base import Optimiser, Problem, Vector, default_population
+from kvsearch.search.optimisers.base import Optimiser, Problem, default_population
 
 FEWEST = 4  # points of a generation that the update of the covariance works with
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.search.optimisers.base import Optimiser, Problem, Vector
+from kvsearch.arrays import Vector
+from kvsearch.search.optimisers.base import Optimiser, Problem
 
 
 class Coordinate(Optimiser):

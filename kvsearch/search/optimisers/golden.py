@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import UsageError
-from kvsearch.search.optimisers.base import Optimiser, Problem, Vector
+from kvsearch.search.optimisers.base import Optimiser, Problem
 
 SHARE = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation
 

@@ -1,6 +1,7 @@
 """Search spaces: which vectors stand for which tables of budgets."""
 
-from kvsearch.search.space.base import Space, Vector
+from kvsearch.arrays import Vector
+from kvsearch.search.space.base import Space
 from kvsearch.search.space.basis import Basis, basis_from_tables
 from kvsearch.search.space.group import Group, Parity
 from kvsearch.search.space.heads import Heads

@@ -6,14 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsearch.arrays import Ints, Vector
 from kvsearch.budgets.bounds import check_bounds
 from kvsearch.errors import UsageError
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Vector = NDArray[np.float64]
 Rows = slice | Sequence[int]  # layers of a table
 
 EXACT = 1e-9  # relative; sums that are nearer to the total than that are on it

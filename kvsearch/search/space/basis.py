@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_level
-from kvsearch.search.space.base import BoxSpace, Floats, Ints, Vector, table_within
+from kvsearch.search.space.base import BoxSpace, table_within
 
 LEAST = 0.5  # entries: what a head without free entries counts as in a logarithm
 FAINT = 1e-6  # singular values below this are rounding; a table that differs by one entry in a million has more

@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 
+from kvsearch.arrays import Ints, Vector
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import GUARD
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.search.space.base import EXACT, BoxSpace, Ints, Rows, Vector, rows_of, table_within
+from kvsearch.search.space.base import EXACT, BoxSpace, Rows, rows_of, table_within
 
 
 class Parity(BoxSpace):

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.search.space.base import (
-    EXACT,
-    BoxSpace,
-    Floats,
-    Ints,
-    Vector,
-    layer_groups,
-    table_within,
-)
+from kvsearch.search.space.base import EXACT, BoxSpace, layer_groups, table_within
 
 FAINT = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
 

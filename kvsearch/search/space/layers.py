@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_level
-from kvsearch.search.space.base import (
-    EXACT,
-    BoxSpace,
-    Floats,
-    Ints,
-    Vector,
-    bounds_of,
-    layer_groups,
-)
+from kvsearch.search.space.base import EXACT, BoxSpace, bounds_of, layer_groups
 
 
 class LayerGroups(BoxSpace):

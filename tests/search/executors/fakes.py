@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.search.executors import Job
-from kvsearch.search.executors.base import Floats, Ints
 
 AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together

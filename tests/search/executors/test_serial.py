@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.arrays import Floats
 from kvsearch.search.executors import Executor, Job, SerialExecutor
-from kvsearch.search.executors.base import Floats
 from tests.search.executors.contract import ExecutorContract, expected, job
 from tests.search.executors.fakes import Fake
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvsearch.arrays import Vector
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_level
-from kvsearch.search.optimisers.base import Optimiser, Vector, create_optimiser
+from kvsearch.search.optimisers.base import Optimiser, create_optimiser
 from kvsearch.search.optimisers.cma import Normal
 from tests.search.contract import OptimiserContract, quadratic
 

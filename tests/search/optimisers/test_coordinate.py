@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsearch.search.optimisers.base import Optimiser, Vector, create_optimiser
+from kvsearch.arrays import Vector
+from kvsearch.search.optimisers.base import Optimiser, create_optimiser
 from tests.search.contract import OptimiserContract
 
 
