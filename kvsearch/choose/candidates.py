@@ -5,7 +5,8 @@ PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, powers of sensitivities
 have one policy in all layers: every pattern with equal budgets, and the methods of papers with their own allocators.
 
 With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.strategies.from_signals`:
-candidates then hold no more than baselines at any time.
+candidates then hold no more than baselines at any time. Methods with their own allocators lay out or share the same
+total in every phase in which they evict.
 """
 
 from __future__ import annotations
@@ -228,8 +229,8 @@ class _Maker:
             yield self._made(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self, loaded: LoadedModel, notes: list[str]) -> Iterator[_Made]:
-        """Make the methods of papers with their own allocators, in prefill; notes say which cannot be used."""
-        for method, recipe in METHODS.items() if self.phases == "prefill" else ():
+        """Make the methods of papers with their own allocators; notes say which cannot be used."""
+        for method, recipe in METHODS.items():
             name = f"{method}, own budgets" if method in self.table.patterns else method
             try:
                 plan = self._method_plan(loaded, recipe)

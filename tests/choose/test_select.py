@@ -440,13 +440,18 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     assert "there is no candidate" in rendered(on_screen_tables(found))
 
 
-@pytest.mark.parametrize(("method", "allocation"), [("cake", "cake"), ("ada-pyramid", "adakv")])
+@pytest.mark.parametrize(
+    ("method", "allocation", "phases"),
+    [("ada-pyramid", "adakv", "prefill"), ("cake", "cake", "both")],
+)
 def test_a_dynamic_baseline_is_a_plan_with_its_allocation(
-    model: LoadedModel, profile: Profile, method: str, allocation: str
+    model: LoadedModel, profile: Profile, method: str, allocation: str, phases: str
 ) -> None:
-    found = prepared_of(model, profile, method).run()
-    assert (found.chosen.written, found.chosen.winner) == (method, None)
+    """In every phase setting leads are over the best of the methods that bring budgets of their own, too."""
+    found = prepared_of(model, profile, method, phases=(phases,)).run()
+    assert (found.chosen.written, found.chosen.winner, found.chosen.best) == (method, None, method)
     assert found.plan.allocation.name == allocation
+    assert (found.plan.prefill is None, found.plan.decode is None) == (phases == "decode", phases == "prefill")
     assert found.report.scores[method].mean == 1.0  # the plan keeps what the method kept
 
 
@@ -497,7 +502,7 @@ def test_a_margin_takes_the_place_of_doubt(model: LoadedModel, profile: Profile)
 def test_every_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
     found = prepared_of(model, profile, "error + entropy", phases=("decode", "both")).run()
     assert [one.phases for one in found.results] == ["decode", "both"]
-    assert {one.count("baseline") for one in found.results} == {3}
+    assert {one.count("baseline") for one in found.results} == {11}
     assert {one.level for one in found.results} == {0.025}
     assert found.chosen.score == max(one.score for one in found.results)
     assert found.chosen.phases == "decode"
