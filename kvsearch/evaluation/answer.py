@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.replies import stop_tokens
-from kvsearch.evaluation.shared_prefill import held_entries, read
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.strategies.compared import full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.shared_prefill import held_entries, read
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask

@@ -26,8 +26,8 @@ from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.compared import baselines, equal_uniform, full_cache
+from kvsearch.runtime.program import PhaseProgram, full_cache
+from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import counter, encode, listed
 from kvsearch.tasks.prompts import PromptFormat

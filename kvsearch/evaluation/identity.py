@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.protocol import Protocol
+from kvsearch.runtime.replies import stop_tokens
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.evaluation.replies import NonFiniteError, left_padded, next_tokens
-from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.replies import NonFiniteError, left_padded, next_tokens
+from kvsearch.runtime.shared_prefill import held_entries
 from kvsearch.signals.perplexity import token_losses
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from time import perf_counter
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.evaluation.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.evaluation.reply_store import KeptReplies, Known
 from kvsearch.evaluation.samples import Cost, Place, Sample
-from kvsearch.evaluation.shared_prefill import JointReplies, compressed
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, questions_of, readings

@@ -19,14 +19,14 @@ from jinja2.exceptions import TemplateError
 
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation.likelihood import compressible, score
-from kvsearch.evaluation.replies import NonFiniteError, stop_tokens
-from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.lm_eval.package import LM, Instance, postprocess_generated_text
 from kvsearch.lm_eval.requests import Encoder, HarnessContext, HarnessPrompt, place
 from kvsearch.models.loading import LoadedModel
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.replies import NonFiniteError, stop_tokens
+from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.tasks.encode import most_tokens
 
 Read = TypeVar("Read", HarnessPrompt, HarnessContext)

@@ -15,7 +15,7 @@ from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.policies import Policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.rule import decode_needs
 
@@ -144,6 +144,11 @@ class Program:
     def policies(self) -> tuple[Policy, ...]:
         """The policies of all phases and layers."""
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
+
+
+def full_cache(model: nn.Module) -> Program:
+    """Return the program that evicts nothing."""
+    return Program.uniform(model, create_policy("full"), lambda length: length)
 
 
 def _phase(plan: Plan, name: Phase, full: set[int], clip: bool) -> PhaseProgram | None:

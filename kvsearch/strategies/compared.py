@@ -20,7 +20,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
-from kvsearch.runtime.program import BudgetTable, PhaseProgram
+from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache
 from kvsearch.strategies.methods import FULL, Method
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
@@ -100,11 +100,6 @@ def with_baselines(
 def full_method(loaded: LoadedModel) -> ReadyMethod:
     """Return the full cache, as what is compared."""
     return ReadyMethod(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
-
-
-def full_cache(model: Any) -> Program:
-    """Return the program that evicts nothing."""
-    return Program.uniform(model, create_policy(FULL), lambda length: length)
 
 
 def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> Program:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.evaluation.likelihood import Likelihood, ScoredContext, compressible, score
-from kvsearch.evaluation.replies import NonFiniteError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.compared import equal_uniform, full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import NonFiniteError
+from kvsearch.strategies.compared import equal_uniform
 from tests.examples import at_most
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running

@@ -28,9 +28,9 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay import replay
 from kvsearch.signals.output_loss import attention_change
-from kvsearch.strategies.compared import full_cache
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks
 from tests import tiny

@@ -13,18 +13,18 @@ import torch
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.identity import ReplyKeys
-from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.shared_prefill import held_entries
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.compared import full_cache, full_method
+from kvsearch.runtime.program import PhaseProgram, full_cache
+from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.shared_prefill import held_entries
+from kvsearch.strategies.compared import full_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat

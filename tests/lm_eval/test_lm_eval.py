@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.evaluation.likelihood import score
-from kvsearch.evaluation.shared_prefill import read
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, sha256_of
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.strategies.compared import full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.shared_prefill import read
 from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
 from tests.tiny import chat_tokenizer, document, loaded, plan_for
 

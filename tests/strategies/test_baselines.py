@@ -15,7 +15,8 @@ from kvsearch.policies import Observation, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.compared import BASELINES, baselines, equal_uniform, full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.strategies.compared import BASELINES, baselines, equal_uniform
 from tests import tiny
 from tests.families import prompts
 from tests.runtime.helpers import feed, running

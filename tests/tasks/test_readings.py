@@ -17,7 +17,8 @@ from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.compared import equal_uniform, full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, token_hash
 from kvsearch.tasks.readings import readings

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.replies import check_length, left_padded, stop_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.replies import check_length, left_padded, stop_tokens
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of

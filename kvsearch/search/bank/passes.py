@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvsearch.arrays import Ints
-from kvsearch.evaluation.replies import GreedyReply, left_padded, likeliest
+from kvsearch.runtime.replies import GreedyReply, left_padded, likeliest
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.evaluation.runner import run_encoded
-from kvsearch.evaluation.shared_prefill import compressed
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.protocol import Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.evaluation.replies import stop_tokens
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.strategies.compared import full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import stop_tokens
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import WORDS

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.evaluation.replies import Replies
-from kvsearch.evaluation.shared_prefill import read
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.replies import Replies
+from kvsearch.runtime.shared_prefill import read
 from tests.families import build, prompts
 from tests.runtime.helpers import running
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.replies import Finished, NonFiniteError, Replies, left_padded
-from kvsearch.evaluation.shared_prefill import read
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.compared import equal_uniform, full_cache
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import Finished, NonFiniteError, Replies, left_padded
+from kvsearch.runtime.shared_prefill import read
+from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
 from tests.families import FAMILIES, prompts
 from tests.runtime.helpers import feed, held_tokens, running

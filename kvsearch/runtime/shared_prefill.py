@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsearch.evaluation.replies import Finished, Replies, check_length, left_padded, next_tokens
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import default_memory
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import can_join, joined, prefill_all
+from kvsearch.runtime.replies import Finished, Replies, check_length, left_padded, next_tokens
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.peak_entries import PeakEntries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.cache import CacheMark
+from kvsearch.runtime.peak_entries import PeakEntries
 
 Finished = Callable[[list[int]], bool]
 
