@@ -37,7 +37,9 @@ REPORT, SAMPLES, TABLES, LOSSES = "report.json", "samples.csv", "tables.md", "lo
 _WRITTEN = (LEDGER, REPORT, SAMPLES, TABLES, LOSSES)
 _KEEP_REPLIES: tuple[Job, ...] = ("evaluate", "validate", "select")
 _KEY = "id"
-_FIELDS: dict[str, str] = {_KEY: "str", **{field.name: str(field.type) for field in fields(Sample)}}
+# of a sample, but for what its author calls the question: that is looked up again
+_KEPT = [field for field in fields(Sample) if field.name != "id"]
+_FIELDS: dict[str, str] = {_KEY: "str", **{field.name: str(field.type) for field in _KEPT}}
 
 
 class Finished(NamedTuple):
@@ -83,7 +85,7 @@ class ReplyStore(Ledger[Finished]):
         Raises:
             EnvironmentFault: the disk is full or fails; the replies before are kept.
         """
-        content = {"reused": reused, "samples": [{_KEY: key, **asdict(sample)} for key, sample in samples]}
+        content = {"reused": reused, "samples": [{**asdict(sample), _KEY: key} for key, sample in samples]}
         self._append(Finished(samples, reused), json.dumps(content, allow_nan=False))
 
     def require(self, keys: Mapping[Place, str]) -> None:

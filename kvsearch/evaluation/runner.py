@@ -82,6 +82,8 @@ def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sampl
         replace(
             reply,
             score=score(task.task, reading.prompt.key, question.number, question.query, reply.reply),
+            category=question.query.category or task.task.category,
+            id=question.query.id,
             truncated=reading.prompt.truncated,  # of a reply that another run lent
         )
         for reply, reading, question in found
@@ -159,8 +161,8 @@ def _sample(
     task, prompt = prompts.task, reading.prompt
     text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
     return Sample(
-        task.name, task.category, method, reading.protocol, prompt.key, question.number, text, UNSCORED,
-        token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
+        task.name, question.query.category or task.category, method, reading.protocol, prompt.key, question.number,
+        text, UNSCORED, token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
     )  # fmt: skip
 
 

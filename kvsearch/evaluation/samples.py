@@ -22,6 +22,7 @@ Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the cont
 class Sample:
     """One reply of one method.
 
+    `category` and `id` are those of the question; `id` is what its author calls it, empty if nothing.
     `entries` and `bytes` are what the cache held once context (question-agnostic) or prompt (question-aware) were
     compressed, `most` the most entries it held at a time from then until the reply was complete. `prompt_sha256` is of
     the token ids before the reply as little-endian 64-bit integers. Seconds are those of the batch by its size; reading
@@ -34,6 +35,7 @@ class Sample:
     protocol: str
     key: str
     question: int
+    id: str = field(default="", kw_only=True)
     reply: str
     score: float
     prompt_sha256: str
@@ -97,7 +99,10 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
     Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`.
     """
     check_samples_file(path)
-    rows = [{**asdict(sample), "key": _utf8(sample.key), "reply": _utf8(sample.reply)} for sample in samples]
+    rows = [
+        {**asdict(sample), "key": _utf8(sample.key), "id": _utf8(sample.id), "reply": _utf8(sample.reply)}
+        for sample in samples
+    ]
     if path.suffix == PARQUET:
         import pandas
 

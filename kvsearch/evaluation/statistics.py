@@ -24,6 +24,8 @@ Kind = Literal["task", "category", "average"]
 class Row:
     """One task, or the plain mean over the tasks of a category or over all tasks.
 
+    Of a task whose questions are of several categories, those of the category count there.
+
     Scores are per method, differences those of the subject to each other method. Means give every task the same weight;
     wins, ties and losses are sums over its questions.
     """
@@ -38,9 +40,18 @@ class Row:
 class TaskScores(NamedTuple):
     """What the questions of one task scored: of every method, an array [questions] in the same order."""
 
-    category: str
+    categories: tuple[str, ...]  # [questions]
     contexts: Ints  # [questions]: which context each belongs to
     by_method: dict[str, Floats]
+
+    def of(self, category: str) -> TaskScores:
+        """Return what the questions of one category scored."""
+        mine = np.array([one == category for one in self.categories])
+        if mine.all():
+            return self
+        _, contexts = np.unique(self.contexts[mine], return_inverse=True)
+        found = {method: scores[mine] for method, scores in self.by_method.items()}
+        return TaskScores((category,) * len(contexts), contexts, found)
 
     def means(self) -> dict[str, float]:
         """Return the mean score of every method."""
@@ -87,15 +98,14 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: 
     rng = np.random.default_rng(seed)
     resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
 
-    def row(label: str, kind: Kind, of: Sequence[str]) -> Row:
-        return _row(label, kind, [tasks[task] for task in of], [resampled[task] for task in of], subject)
-
-    rows = [row(task, "task", [task]) for task in tasks]
-    categories = dict.fromkeys(scores.category for scores in tasks.values())
-    if len(categories) > 1:
-        rows += [row(name, "category", [t for t in tasks if tasks[t].category == name]) for name in categories]
+    rows = [_row(name, "task", [scores], [resampled[name]], subject) for name, scores in tasks.items()]
+    categories = dict.fromkeys(category for scores in tasks.values() for category in scores.categories)
+    for category in categories if len(categories) > 1 else ():
+        some = {name: scores.of(category) for name, scores in tasks.items() if category in scores.categories}
+        drawn = [resampled[name] if part is tasks[name] else part.resampled(rng) for name, part in some.items()]
+        rows.append(_row(category, "category", list(some.values()), drawn, subject))
     if len(tasks) > 1:
-        rows.append(row(AVERAGE, "average", list(tasks)))
+        rows.append(_row(AVERAGE, "average", list(tasks.values()), list(resampled.values()), subject))
     return rows
 
 
@@ -110,7 +120,7 @@ def contrast(
         InternalError: the methods did not answer the same questions.
     """
     tasks = scores_by_task([sample for sample in samples if sample.method in weights], contexts).values()
-    sums = [TaskScores(t.category, t.contexts, {AVERAGE: _weighted(t.by_method, weights)}) for t in tasks]
+    sums = [task._replace(by_method={AVERAGE: _weighted(task.by_method, weights)}) for task in tasks]
     rng = np.random.default_rng(seed)
     spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
     mean = float(np.mean([scores.means()[AVERAGE] for scores in sums]))
@@ -135,13 +145,15 @@ def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> 
     mine = [sample for sample in samples if sample.task == task]
     named = {sample.key: context_of(sample, contexts) for sample in mine}
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
-    questions = {asked: n for n, asked in enumerate(dict.fromkeys((sample.key, sample.question) for sample in mine))}
+    categories = {(sample.key, sample.question): sample.category for sample in mine}
+    questions = {asked: n for n, asked in enumerate(categories)}
     by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in mine)}
     for sample in mine:
         by_method[sample.method][questions[sample.key, sample.question]] = sample.score
     if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
         raise InternalError(f"task {task}: the methods did not answer the same questions once each")
-    return TaskScores(mine[0].category, np.array([numbers[named[key]] for key, _ in questions]), by_method)
+    places = np.array([numbers[named[key]] for key, _ in questions])
+    return TaskScores(tuple(categories.values()), places, by_method)
 
 
 def _row(

@@ -233,12 +233,13 @@ def _how(result: Comparison) -> str:
 def _column_numbers(result: Comparison, columns: Columns) -> list[int]:
     """Return which rows of a block become columns.
 
-    Of averages over the same tasks that is the first, of one task the task itself.
+    Of averages over the same tasks that is the first, of one task the task itself and its categories.
     """
+    rows = result.blocks[0].rows
     if len(result.coverage) == 1:
-        return [0]
+        return [n for n, row in enumerate(rows) if n == 0 or row.kind == "category" in KINDS[columns]]
     seen, chosen = set[frozenset[str]](), []
-    for number, row in enumerate(result.blocks[0].rows):
+    for number, row in enumerate(rows):
         if row.kind == "average":
             tasks = frozenset(result.averages[row.task])
             if tasks in seen:

@@ -14,7 +14,8 @@ class Query:
     """One question about a context, the answers that count as right, and how many tokens a reply may have.
 
     `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, for
-    metrics that need them.
+    metrics that need them. `id` is what its author calls it, `category` the group that it is averaged in; empty ones
+    are none, and that of the task.
     """
 
     question: str
@@ -22,6 +23,8 @@ class Query:
     max_new_tokens: int = 64
     prefix: str = ""
     options: tuple[str, ...] = ()
+    id: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True)

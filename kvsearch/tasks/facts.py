@@ -65,6 +65,6 @@ def _facts(entry: Entry) -> TaskFacts:
         category, metric, source = NiahTask.category, NiahTask.metric, STORY
     else:
         category, metric, source = jsonl.CATEGORY, jsonl.JsonlRow.model_fields["metric"].default, YOURS
-        needs = f"{FILE}, rows with context, question, answers; they may name category and metric"
+        needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
     packages = tuple(PACKAGES[module] for module in NEEDS.get(metric, ()))
     return TaskFacts(entry.spec, category, metric, source, needs, packages, tuple(map(flag, entry.reads)), split, known)

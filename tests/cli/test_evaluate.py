@@ -20,6 +20,7 @@ from kvsearch.models.offline import VARIABLES
 from kvsearch.plan import load_plan
 from kvsearch.runs.identity import read_config
 from tests.cli.conftest import Run
+from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
 SHORT_TYPED = tuple(map(str, (*SHORT, "--samples", 1)))
@@ -430,3 +431,37 @@ def test_a_run_that_is_killed_goes_on_to_the_same_report(run: Run, tmp_path: Pat
     assert there.difference(whole) is None
     for name in ("report.json", "tables.md"):
         assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+# --- questions of one's own ------------------------------------------------------------------------------------------
+
+
+def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:
+    """Scores by category, ids in the file of replies; other ids are no other questions."""
+    file = task_file(tmp_path / "mine.jsonl", 3, 300, 4)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+
+    def named(ids: str) -> None:
+        told = [{**row, "id": f"{ids}{n}", "category": ("odd", "even")[n % 2]} for n, row in enumerate(rows)]
+        file.write_text("\n".join(map(json.dumps, told)))
+
+    arguments = (
+        "evaluate", "bundled", "--tasks", f"jsonl:{file}", "--methods", "snapkv", "--budgets", 48, "-o",
+        tmp_path / "run", "--columns", "tasks",
+    )  # fmt: skip
+    named("q")
+    code, out, talk = run(*arguments, "--json")
+    assert code == 0, talk
+    scores = json.loads(out)["full"]["scores"]
+    assert sorted(scores["categories"]) == ["even", "odd"]
+    halves = [one["mean"] for one in scores["categories"].values()]
+    assert scores["tasks"]["mine"]["mean"] == pytest.approx(sum(halves) / 2)
+    named("p")
+    code, out, talk = run(*arguments)
+    assert code == 0, talk
+    assert "12 replies are there, 12 are needed" in talk
+    header = next(line for line in (tmp_path / "run" / "tables.md").read_text().splitlines() if line.startswith("| m"))
+    assert [cell.strip() for cell in header.strip("|").split("|")] == ["method", "mine", "odd", "even"]
+    with (tmp_path / "run" / "samples.csv").open() as told:
+        found = {(row["id"], row["category"], row["key"], row["question"]) for row in csv.DictReader(told)}
+    assert found == {(f"p{n}", ("odd", "even")[n % 2], str(n // 2), str(n % 2)) for n in range(6)}

@@ -233,3 +233,37 @@ def test_a_text_of_two_tasks_is_a_context_of_each() -> None:
     made = samples([[0.0], [1.0]]) + samples([[1.0], [0.0]], task="u")
     contexts = {(sample.task, sample.key): f"text {sample.key}" for sample in made}
     assert summarize(made, "plan", 3, contexts) == summarize(made, "plan", 3)
+
+
+def of_categories(seed: int = 0) -> list[Sample]:
+    """Contexts with one question of each of two categories, under two methods."""
+    scores = np.random.default_rng(seed).random((2, 12, 2)).tolist()
+    return [
+        replace(sample, category="ab"[sample.question])
+        for method, found in zip(("plan", "other"), scores, strict=True)
+        for sample in samples(found, method)
+    ]
+
+
+def test_categories_within_a_task() -> None:
+    """Each is what a task of its questions alone would be; the task is the mean of all of its questions."""
+    mixed = of_categories()
+    task, first, second = summarize(mixed, "plan")
+    assert [(row.task, row.kind, row.questions) for row in (task, first, second)] == [
+        ("t", "task", 24), ("a", "category", 12), ("b", "category", 12)
+    ]  # fmt: skip
+    for row in (first, second):
+        (alone,) = summarize([sample for sample in mixed if sample.category == row.task], "plan")
+        assert row.scores["plan"].mean == alone.scores["plan"].mean
+        assert row.differences["other"].mean == alone.differences["other"].mean
+        assert width(row.scores["plan"]) == pytest.approx(width(alone.scores["plan"]), rel=0.2)
+    assert task.scores["plan"].mean == pytest.approx((first.scores["plan"].mean + second.scores["plan"].mean) / 2)
+
+
+def test_a_category_of_one_task_and_a_part_of_another() -> None:
+    """Both count the same, whatever their numbers of questions."""
+    other = samples([[1.0]] * 3, task="u", category="b")
+    found = {row.task: row for row in summarize([*other, *(s for s in of_categories() if s.method == "plan")], "plan")}
+    part = np.mean([s.score for s in of_categories() if (s.method, s.category) == ("plan", "b")])
+    assert found["b"].scores["plan"].mean == pytest.approx((1 + part) / 2)
+    assert found["b"].questions == 15

@@ -87,6 +87,29 @@ def test_a_long_list_of_bad_lines_is_cut(tmp_path: Path) -> None:
     assert problems[-1] == "and 15 more"
 
 
+def test_a_problem_of_many_lines_is_told_once(tmp_path: Path) -> None:
+    lines = [row(), *[row(topic="a")] * 120, row(topic="b", answers=[]), row(answers=[])]
+    assert refusal(write(tmp_path, *lines)) == [
+        "121 lines (2, 3, 4, ...): topic: unknown key: remove it or correct its spelling",
+        "2 lines (122, 123): answers: must not be empty",
+    ]
+
+
+def test_ids_of_several_rows_are_told_in_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, *(row(id=f"q{number % 5}") for number in range(11)))
+    told = "'q0' on 3 lines (1, 6, 11); 'q1' on 2 lines (2, 7); 'q2' on 2 lines (3, 8) and 2 more"
+    assert refusal(path) == [f"an id is of one row: {told}"]
+
+
+def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
+    lines = [row(id=7), row(category="b", id="x", context="B"), row(category="b", context="B")]
+    task = JsonlTask.load(write(tmp_path, *lines))
+    found = [[(query.id, query.category) for query in example.queries] for example in task.rows]
+    assert (task.category, found) == ("several", [[("7", "own")], [("x", "b"), ("", "b")]])
+    alone = JsonlTask.load(write(tmp_path, *lines[1:]))
+    assert (alone.category, alone.rows[0].queries[0].category) == ("b", "")
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
@@ -94,7 +117,9 @@ def test_a_long_list_of_bad_lines_is_cut(tmp_path: Path) -> None:
         (["", "   "], "no rows"),
         ([row(metric="f1")], "unknown metric 'f1'; did you mean 'qa_f1'? (known: "),
         ([row(), row(metric="exact")], "the rows name the metrics contains, exact: one file has one metric"),
-        ([row(category="a"), row(category="b")], "the rows name the categories a, b: one file has one category"),
+        ([row(id=1), row(id="1")], "an id is of one row: '1' on 2 lines (1, 2)"),
+        ([row(id=" ")], "line 1: id"),
+        ([row(id=True)], "line 1: id"),
         ([row(category=" ")], "line 1: category: must not be blank"),
         ([row(options=["a", ""])], "line 1: options.1: must not be blank"),
         ([row(options="a")], "line 1: options: must be a list, not 'a'"),
