@@ -22,14 +22,18 @@ class CaM(Wrapper):
 
     Which entry leaves is up to a base policy. M is 1 with probability p = min(1, A_i / mean_{j in J} A_j), else 0, and
     A is the attention accumulated over all queries. With `expectation`, M = p. Keys stay as they are. What is drawn
-    depends on `seed`, the layer, the head and the position of i alone. As in the official code the prompt's evictions
-    do not merge, unless `merge_prompt`.
+    depends on `seed`, the layer, the head and the position of i alone.
+
+    As in the official code at most one entry of a head merges per decode step. Where several leave at once, as all that
+    is too much of a prompt does at the first step, that is the youngest, which the step itself pushed out of the recent
+    ones; what else leaves the prompt is gone. `merge_prompt` merges all that leaves a prompt, in either phase: hundreds
+    of values then add up in the same m entries.
 
     `base` is "streaming", or "h2o", which reads `recent_share` and `recent`.
     """
 
     name: ClassVar[str] = "cam"
-    source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32"
+    source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32, one merge per step"
     row: ClassVar[Row] = "group"
     merges: ClassVar[bool] = True
 
@@ -77,7 +81,9 @@ class CaM(Wrapper):
         return priorities
 
     def merge(self, cached: Cached, leaving: Tensor) -> None:
-        """Add the values that leave to the next ones that stay, or not, as drawn."""
+        """Add the youngest value that leaves, or all of a prompt, to the next ones that stay, or not, as drawn."""
+        if not self.merge_prompt and leaving.shape[1] > 1:
+            leaving = leaving.gather(1, (leaving >= 0).sum(-1, keepdim=True).sub_(1).clamp_(min=0))
         slots, dim = cached.values.shape[1:]
         for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
             stays = part.staying(entries)

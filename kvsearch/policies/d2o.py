@@ -25,6 +25,9 @@ class D2O(H2O):
     w_c = e^1 / (the same); with "code", k_c <- (k_c + sum_e u_e k_e) / (1 + how many). Values likewise; `keys_frozen`
     merges values only, as merged keys mix the positions in their rotation. Every kv head has its tau: the mean of u in
     its first eviction, then tau <- (1 - ema) tau + ema mean(u), before the entries are compared with it.
+
+    The official code never compresses layers 0, 1 and the last one. Here every layer of a plan keeps its budget, and in
+    the first ones merged keys can cost far more than evicting would.
     """
 
     name: ClassVar[str] = "d2o"

@@ -12,12 +12,12 @@ from kvsearch.errors import UsageError
 from kvsearch.policies import cam, create_policy, merging
 from kvsearch.policies.base import Needs
 from kvsearch.policies.cam import CaM
-from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.h2o import H2O, MASS
 from kvsearch.policies.noise import uniform
 from kvsearch.policies.streaming import StreamingLLM
 from tests.policies.contract import Case, PolicyContract, cases, observe, properties
-from tests.policies.course import cloned, decode, slots
+from tests.policies.course import arrive, at_start, cloned, decode, leaving_slots, slots
 from tests.policies.examples import NAN, check_order_of_slots, leaves, plain, scattered, step_at
 
 
@@ -144,12 +144,12 @@ def many(seed: int, share: float, dim: int = 3) -> tuple[Cached, list[list[int]]
 
 
 def by_definition(policy: CaM, cached: Cached, lists: list[list[int]]) -> Tensor:
-    """Values after the merge, entry by entry."""
+    """Values after the merge, entry by entry: all of them, or the youngest of each head."""
     values = cached.values.double().clone()
     for segment, gone in enumerate(lists):
         position, mass = cached.positions[segment].tolist(), cached.state.entries[MASS][segment].tolist()
         stays = [slot for slot, at in enumerate(position) if at >= 0 and slot not in gone]
-        for slot in gone:
+        for slot in gone if policy.merge_prompt else gone[-1:]:
             later = sorted((at for at in stays if position[at] > position[slot]), key=position.__getitem__)
             following = later[: policy.merge_next]
             total = sum(mass[at] for at in following)
@@ -164,7 +164,11 @@ def by_definition(policy: CaM, cached: Cached, lists: list[list[int]]) -> Tensor
 
 
 seeds, shares = st.integers(0, 10**6), st.sampled_from([0.1, 0.5, 0.9])
-policies = st.builds(CaM, merge_next=st.sampled_from([1, 2, 5, 32]), seed=st.integers(0, 9), expectation=st.booleans())
+several = st.sampled_from([1, 2, 5, 32])
+whole = st.builds(
+    CaM, merge_next=several, seed=st.integers(0, 9), expectation=st.booleans(), merge_prompt=st.just(True)
+)
+policies = st.one_of(whole, st.builds(CaM, merge_next=several, expectation=st.booleans()))
 
 
 @properties
@@ -177,7 +181,7 @@ def test_by_definition(seed: int, share: float, policy: CaM) -> None:
 
 
 @properties
-@given(seeds, shares, policies)
+@given(seeds, shares, whole)
 def test_one_by_one_from_the_last_is_all_at_once(seed: int, share: float, policy: CaM) -> None:
     """Backwards, each finds the same entries behind it as when all leave together."""
     cached, lists = many(seed, share)
@@ -209,7 +213,8 @@ def test_heads_are_merged_on_their_own(seed: int, share: float, policy: CaM) -> 
         )
         values = merged(policy, alone, [line]) if line else alone.values
         torch.testing.assert_close(together[[segment]], values, rtol=1e-6, atol=1e-7, equal_nan=True)
-        first = min((int(cached.positions[segment, slot]) for slot in line), default=10**9)
+        merging = line if policy.merge_prompt else line[-1:]
+        first = min((int(cached.positions[segment, slot]) for slot in merging), default=10**9)
         same = (cached.positions[segment] < first) | torch.isin(torch.arange(13), torch.tensor(line, dtype=torch.int64))
         torch.testing.assert_close(
             together[segment, same], cached.values[segment, same], rtol=0, atol=0, equal_nan=True
@@ -219,10 +224,11 @@ def test_heads_are_merged_on_their_own(seed: int, share: float, policy: CaM) -> 
 @pytest.mark.parametrize("seed", range(4))
 def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     cached, lists = many(seed, 0.5)
-    expected = merged(CaM(expectation=True), cached, lists)
+    policy = CaM(expectation=True, merge_prompt=True)
+    expected = merged(policy, cached, lists)
     monkeypatch.setattr(cam, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(merging, "SCRATCH_BYTES", 1)
-    torch.testing.assert_close(merged(CaM(expectation=True), cached, lists), expected, equal_nan=True)
+    torch.testing.assert_close(merged(policy, cached, lists), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -230,7 +236,7 @@ def test_sums_are_rounded_once(seed: int) -> None:
     """In bfloat16 caches: all that goes into an entry is added in fp32."""
     cached, lists = many(seed, 0.6)
     half = dataclasses.replace(cached, values=cached.values.bfloat16())
-    policy = CaM(expectation=True)
+    policy = CaM(expectation=True, merge_prompt=True)
     expected = by_definition(policy, half, lists).float().bfloat16()
     found = merged(policy, half, lists)
     assert found.dtype == torch.bfloat16
@@ -245,8 +251,9 @@ def test_views_are_changed_in_place() -> None:
     store = torch.full((3, 20, 3), NAN)
     store[:, :13] = cached.values
     view = dataclasses.replace(cached, values=store[:, :13])
-    CaM(expectation=True).merge(view, slots(lists))
-    torch.testing.assert_close(store[:, :13], merged(CaM(expectation=True), cached, lists), equal_nan=True)
+    policy = CaM(expectation=True, merge_prompt=True)
+    policy.merge(view, slots(lists))
+    torch.testing.assert_close(store[:, :13], merged(policy, cached, lists), equal_nan=True)
     assert bool(store[:, 13:].isnan().all())
 
 
@@ -274,6 +281,25 @@ def test_decoding(case: Case, budget: int, policy: CaM) -> None:
                 column = position + pads
                 total = float(prompt[segment, column]) if column < case.length else 0.0
                 assert value == pytest.approx(total + sum(row.get(position, 0.0) for row in rows), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("base", ["streaming", "h2o"])
+def test_the_first_step_after_a_long_prompt_merges_one_value(base: str) -> None:
+    """All that is too much of a prompt leaves at once: no entry gains more than one value in m parts."""
+    policy = CaM(base=base, merge_next=8, expectation=True)
+    observation = observe(policy, Case(heads=2, group=2, length=400, pads=(0, 3), seed=1))
+    generator = torch.Generator().manual_seed(0)
+    cached, seen = at_start(policy, observation, 500, 1, generator)
+    newest = arrive(cached, seen, generator)
+    row = torch.rand(cached.positions.shape, generator=generator).masked_fill(~cached.held, 0.0)
+    step = Step(cached, newest, seen + 1, row)
+    leaving = leaving_slots(policy, step, policy.step(step), 16)
+    assert (leaving >= 0).sum(-1).min() > 380
+    before = cloned(cached)
+    policy.merge(cached, leaving)
+    moved = (cached.values - before.values).nan_to_num(nan=0.0).norm(dim=-1)
+    assert (moved > 0).sum(-1).max() == 8
+    assert float(moved.max()) <= float(before.values.nan_to_num(nan=0.0).norm(dim=-1).max()) / 8 + 1e-6
 
 
 def test_the_oldest_entry_behind_the_sinks_leaves() -> None:

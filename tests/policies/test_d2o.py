@@ -236,6 +236,18 @@ def test_by_definition(seed: int, share: float, policy: D2O) -> None:
 
 
 @properties
+@given(seeds, shares, st.booleans())
+def test_the_paper_merges_by_weights_that_add_up_to_one(seed: int, share: float, keys_frozen: bool) -> None:
+    """However many go into one entry, nothing is larger than what was there."""
+    cached, lists = many(seed, share)
+    if max(map(len, lists)):
+        after = merged(D2O(keys_frozen=keys_frozen), cached, lists)
+        for name in ("keys", "values"):
+            before, now = (getattr(one, name).nan_to_num(nan=0.0).norm(dim=-1) for one in (cached, after))
+            assert bool((now.amax(-1) <= before.amax(-1) * (1 + 1e-5)).all())
+
+
+@properties
 @given(seeds, shares, policies)
 def test_what_is_no_target_does_not_change_at_all(seed: int, share: float, policy: D2O) -> None:
     """Leaving entries among them, and heads that nothing leaves with their thresholds."""

@@ -86,6 +86,31 @@ def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
         assert bool((cache.entries() <= limits).all())
 
 
+def test_the_first_step_of_cam_adds_one_value_at_most(device: str) -> None:
+    """It keeps what StreamingLLM keeps of a long prompt, and no value grows by more than one m-th of another."""
+    model, layers = build("llama", device), [0, 1]
+    ids, mask = prompts(2, 300, device=device)
+    token = one_by_one(prompts(2, 1, device=device, seed=1)[0])[0][0]
+    held = {}
+    for name, params in (("streaming", {}), ("cam", {"merge_next": 8})):
+        decode = phase(model, create_policy(name, params), (24, 24))
+        with running(model, NAME):
+            cache = PlanCache(model, Program(None, decode))
+            feed(model, cache, [(ids, mask)])
+            one_step(model, cache, mask, 0, token)
+        blocks = [block.cached for layer in layers for block in cache.planned[layer].holder.store.blocks]  # type: ignore[union-attr]
+        order = [cached.positions.argsort(-1) for cached in blocks]
+        held[name] = [
+            (cached.positions.gather(1, at), cached.values.gather(1, at[..., None].expand_as(cached.values)))
+            for cached, at in zip(blocks, order, strict=True)
+        ]
+    for (kept, values), (also_kept, merged) in zip(held["streaming"], held["cam"], strict=True):
+        assert torch.equal(kept, also_kept)
+        assert int((kept >= 0).sum(-1).max()) <= 25
+        largest = float(values.norm(dim=-1).max())
+        assert float((merged - values).norm(dim=-1).max()) <= largest * (1 / 8 + 1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
