@@ -2,7 +2,7 @@
 
     python benchmarks/study_evolve.py group-size     # how many layers a group has
     python benchmarks/study_evolve.py repeats        # the same search with other seeds
-    python benchmarks/study_evolve.py expansion      # a plan of the smallest budget, scaled, against direct searches
+    python benchmarks/study_evolve.py expansion      # the smallest budget's plan, scaled, against cold searches
     python benchmarks/study_evolve.py transfer       # a plan that was searched on one task, on the others
     python benchmarks/study_evolve.py specialised    # a plan for each task, on all tasks
     python benchmarks/study_evolve.py group-size --parity --objective metric

@@ -47,8 +47,8 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
         tuple[Entries, ...] | None,
         Numbers,
         Option(
-            "Several budgets in one run, each beginning with the result of the one before: writes plan-N.json and "
-            "front.json.",
+            "Several budgets in one run, each searched by itself; beside it the smallest one's plan, scaled. Writes "
+            "plan-N.json and front.json.",
             metavar="N,N...",
             panel=WHAT,
         ),
@@ -114,8 +114,9 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """See `JobOptions.merged`; a size takes the place of sizes, parameters are added to those of the policy."""
-        if "job" in stated:
-            stated["together"] = stated.pop("job")
+        for key, name in (("job", "together"), ("lambda", "lam")):
+            if key in stated:
+                stated[name] = stated.pop(key)
         stated = one_of(stated, given, ("budget", "budgets"))
         return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 

@@ -54,6 +54,7 @@ def _found(evolved: Evolved) -> dict[str, Any]:
             for name, found in choice.finalists.items()
         },
         "chosen": choice.name,
+        "best": choice.best,
         "budgets": choice.table.tolist(),
         "report": {name: asdict(report.score(name)) for name in report.labels},
         "gains": {name: asdict(report.gain(EVOLVED, [name])) for name in report.labels if name not in (EVOLVED, FULL)},
@@ -122,6 +123,10 @@ def decision(evolved: Evolved) -> str:
         return f"{outcome.ended}; {choice.name} was written"
     score = percent(choice.comparison.score(choice.name).mean)
     found = choice.finalists[choice.name].where
+    if outcome.result is not None:
+        told = f"the paper's result: {choice.name} ({found}), {score} on the second split"
+        above = f"; {choice.best} scores {percent(choice.comparison.score(choice.best).mean)} there"
+        return told if choice.best == choice.name else told + above
     if choice.name.startswith("#"):
         return f"chosen: {choice.name} ({found}), {score} on the second split, no start plan scores above it"
     return f"nothing that was found scores above the start plan {choice.name} ({score} on the second split): kept"

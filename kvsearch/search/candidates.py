@@ -29,11 +29,13 @@ class Candidate:
 class SearchOutcome:
     """What a search found: the candidates worth a second look, the best first, and why it ended.
 
-    With parity the first one is the paper's result, whatever its value. `mean` is what the optimiser of the last stage
-    thinks best, which averages over noise. `flat`: nothing that was tried made a difference.
+    `result` is what the paper's procedure comes to (with parity): the best group state, completed to the total; None if
+    no candidate was measured, or `flat`. `mean` is what the optimiser of the last stage thinks best, which averages
+    over noise. `flat`: nothing that was tried made a difference.
     """
 
     pool: list[Candidate] = field(default_factory=list)
+    result: Candidate | None = None
     mean: Candidate | None = None
     ended: str = "all stages are finished"
     flat: bool = False

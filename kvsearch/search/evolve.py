@@ -2,7 +2,8 @@
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
 2. Choice, on the second split: the best candidates and all start plans answer by themselves, the highest score wins. So
-   the result is never worse there than what the search started from.
+   the result is never worse there than what the search started from. With parity the result is the paper's, whatever
+   scores above it.
 3. Report, on the third split, which is asked once: the choice beside the full cache and baselines of the same size.
 """
 
@@ -53,7 +54,8 @@ class Splits:
 class Choice:
     """What was chosen on the second split: its name, budgets and plan, and the comparison of all finalists by name.
 
-    `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...
+    `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
+    the highest score, of equal ones the lower loss, then the first. It is chosen, with parity the paper's result.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Choice:
     plan: Plan
     comparison: PlanComparison
     finalists: Mapping[str, Candidate]
+    best: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,20 +131,28 @@ class PreparedSearch:
         return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, keep)
 
     def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
-        """Choose the highest score on the second split; of equal ones the lower loss, then the first."""
+        """Choose on the second split: the best finalist, or with parity the paper's result; see `Choice`."""
         finalists = self._finalists(outcome)
         settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
         result = self.compare(plans, self.splits.choice, name, keep)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
         best = max(finalists, key=lambda name: (round(result.score(name).mean, 9), values[name]))
-        table = finalists[best].table
-        chosen = {**settings, "chosen": best, "found": finalists[best].where, "score": result.score(best).mean}
-        return Choice(best, table, self.plan(table, chosen), result, finalists)
+        papers = outcome.result
+        taken = best if papers is None else _named(finalists, papers.table)
+        table = finalists[taken].table
+        chosen = {**settings, "chosen": taken, "found": finalists[taken].where, "score": result.score(taken).mean}
+        return Choice(taken, table, self.plan(table, chosen), result, finalists, best)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
-        """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets."""
-        plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in self.starts.items()}}
+        """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets.
+
+        Also the best finalist, where something else was chosen.
+        """
+        tables = dict(self.starts)
+        if choice.best != choice.name:
+            tables[choice.best] = choice.finalists[choice.best].table
+        plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in tables.items()}}
         streaming, size = create_policy(STREAMING), Size(budget=self.budget)
         if self.budget > streaming.sink_count:
             plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, ("prefill",), Uniform())
@@ -214,6 +225,11 @@ def prepare_search(
         )
     check_budget(prepared)
     return prepared
+
+
+def _named(finalists: Mapping[str, Candidate], table: Ints) -> str:
+    """Return the name of the finalist with that table."""
+    return next(name for name, found in finalists.items() if np.array_equal(found.table, table))
 
 
 def questions_hash(samples: Sequence[BankSample]) -> str:

@@ -1,7 +1,8 @@
-"""Quality against size: several budgets in one search, each beginning with the result of the one before.
+"""Quality against size: several budgets in one search, each searched directly, from the same start plans.
 
-All budgets share one bank and one ledger. The report split is asked once, at the end, of everything: the result of each
-budget, and beside it the plan of the smallest budget scaled to that size (as EvolKV extrapolates, section 4.2.1).
+All budgets share one bank and one ledger, and none knows of the others' results. The report split is asked once, at the
+end, of everything: the result of each budget, and beside it the plan of the smallest budget scaled to that size. These
+are the optimised and the extrapolated plans of EvolKV (sections 4.2.1 and C.4).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison
@@ -70,29 +70,17 @@ def search_front(
     """
     found: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
     for search in searches:
-        ready = _beginning_with(search, found[-1][2].table if found else None)
-        outcome = ready.search(executor, ledger, limits, watcher, f"budget {ready.budget}: ")
-        found.append((ready, outcome, ready.choose(outcome, keep, f"choice-{ready.budget}")))
+        outcome = search.search(executor, ledger, limits, watcher, f"budget {search.budget}: ")
+        found.append((search, outcome, search.choose(outcome, keep, f"choice-{search.budget}")))
     plans: dict[str, Plan] = {}
     smallest = found[0][2].table
-    for ready, _, choice in found:
-        compared = ready.reported_plans(choice)
+    for search, _, choice in found:
+        compared = search.reported_plans(choice)
         if plans:
-            compared[EXPANDED] = ready.plan(ready.frame.complete(smallest), {})
-        plans |= {f"{name}-{ready.budget}": plan for name, plan in compared.items()}
+            compared[EXPANDED] = search.plan(search.frame.complete(smallest), {})
+        plans |= {f"{name}-{search.budget}": plan for name, plan in compared.items()}
     report = searches[0].compare(plans, searches[0].splits.report, "report", keep)
-    return [Evolved(ready, outcome, choice, _view(report, ready.budget)) for ready, outcome, choice in found]
-
-
-def _beginning_with(search: PreparedSearch, smaller: Ints | None) -> PreparedSearch:
-    """Return the search with one more start: the result of a smaller budget, scaled, if it is not there already."""
-    if smaller is None:
-        return search
-    table = search.frame.complete(smaller)
-    if any((table == other).all() for other in search.starts.values()):
-        return search
-    name = f"scaled-{int(smaller.sum()) // smaller.size}"
-    return replace(search, starts={**search.starts, name: table})
+    return [Evolved(search, outcome, choice, _view(report, search.budget)) for search, outcome, choice in found]
 
 
 def _view(result: PlanComparison, budget: int) -> PlanComparison:

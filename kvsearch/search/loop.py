@@ -74,6 +74,7 @@ class Search:
         self.scoring, self.samples, self.watcher, self.name = scoring, samples, watcher, name
         self.ledger, self.outcome = scoring.ledger, SearchOutcome()
         self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
+        self._state: Candidate | None = None  # of all that stages tried, the best on all samples
         self._flatness = Flatness(settings.objective)
 
     def run(self) -> SearchOutcome:
@@ -182,7 +183,11 @@ class Search:
         self._flatness.add(tables, values, samples)
         fitting = self._fitness(tables, values, rows)
         if samples is None:
-            self.outcome.take(Candidate(*found) for found in zip(tables, fitting, where, strict=True))
+            found = [Candidate(*one) for one in zip(tables, fitting, where, strict=True)]
+            self.outcome.take(found)
+            for one in found if rows != ALL_LAYERS else ():
+                if math.isfinite(one.value) and (self._state is None or one.value < self._state.value):
+                    self._state = one
             if self.outcome.pool:
                 self.ledger.keep_best(self.outcome.pool[0], self.name)
         return fitting
@@ -200,9 +205,14 @@ class Search:
         return found
 
     def _complete(self) -> None:
-        """Do the paper's last step: what it found is completed to the total, and measured by the objective alone."""
-        starts = {table.tobytes() for table in self.starts.values()}
-        searched = [one for one in self.outcome.pool if one.table.tobytes() not in starts][: self.settings.finalists]
+        """Do the paper's last step: the best group state is completed to the total.
+
+        So are the next best, to be shown beside it; all are measured by the objective alone.
+        """
+        state = [] if self._state is None else [self._state]
+        known = {table.tobytes() for table in (*self.starts.values(), *(one.table for one in state))}
+        others = [one for one in self.outcome.pool if one.table.tobytes() not in known]
+        searched = [*state, *others][: self.settings.finalists]
         frames = (replace(self.frame, caps=np.maximum(self.frame.caps, one.table)) for one in searched)
         completed = [frame.complete(one.table) for frame, one in zip(frames, searched, strict=True)]
         tables = [*self.starts.values(), *completed]
@@ -211,8 +221,10 @@ class Search:
         where = [*(f"start {name}" for name in self.starts), *(f"{one.where}, {COMPLETED}" for one in searched)]
         values = [value if math.isfinite(value) else math.inf for value in self.scoring.known(tables)]
         found = [Candidate(*one) for one in zip(tables, values, where, strict=True)]
-        first = found[len(self.starts) :][:1]
-        self.outcome.pool = [*first, *sorted((one for one in found if one not in first), key=lambda one: one.value)]
+        first = found[len(self.starts) :][: len(state)]
+        rest = [one for one in found if one not in first]
+        self.outcome.pool = [*first, *sorted(rest, key=lambda one: one.value)]
+        self.outcome.result = None if self.outcome.flat else next(iter(first), None)
 
     def _minibatch(self, stage: str, generation: int) -> Minibatch:
         size = self.settings.minibatch

@@ -64,8 +64,16 @@ class EvolveSettings(Record):
         float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.", panel=WHAT)
     ] = 0.3
     parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).", panel=WHAT)] = False
-    lam: float = Field(default=0.3, ge=0)
-    gamma: float = Field(default=0.2, gt=0, le=1)
+    lam: Annotated[
+        float,
+        Field(ge=0, allow_inf_nan=False),
+        Option("With --parity: weight of the cache term (Eq. 1).", flag="--lambda", panel=WHAT),
+    ] = 0.3
+    gamma: Annotated[
+        float,
+        Field(gt=0, le=1),
+        Option("With --parity: what a budget that is left unused costs of the cache term (Eq. 2).", panel=WHAT),
+    ] = 0.2
     protocol: Protocol = QUESTION_AGNOSTIC
     minibatch: Annotated[
         Entries | None,
@@ -89,6 +97,9 @@ class EvolveSettings(Record):
         problems: list[tuple[tuple[str | int, ...], str]] = []
         if self.parity and self.space != "groups":
             problems.append((("parity",), f"is the paper's procedure, which searches groups, not {self.space}"))
+        defaults = {name: EvolveSettings.model_fields[name].default for name in ("lam", "gamma")}
+        stated = [name for name, value in defaults.items() if not self.parity and getattr(self, name) != value]
+        problems += [((name,), "is of the paper's cache term: give --parity, too") for name in stated]
         if self.optimiser not in optimiser_names():
             problems.append(
                 (("optimiser",), f"{self.optimiser!r} is unknown{suggest(self.optimiser, optimiser_names())}")

@@ -27,7 +27,6 @@ from kvsearch.strategies.build import Chosen, build_plan
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
 METHOD = "evolkv"
 RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
-PREFIXES = ("#", "scaled-")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ class Base:
 def check_names(names: Iterable[str]) -> None:
     """Raise UsageError if a start plan has a name that something else has in a search or its report."""
     for name in names:
-        if name in RESERVED or name.startswith(PREFIXES):
+        if name in RESERVED or name.startswith("#"):
             raise UsageError(
                 f"a start plan cannot be called {name!r}: that names something else in the report, rename the file"
             )

@@ -244,6 +244,7 @@ def test_another_configuration_is_refused(
         (("--population", 2), "cma needs 4 or more, got 2"),
         (("--protocol", "agnostic"), "question-agnostic"),
         (("--parity", "--space", "layers"), "which searches groups, not layers"),
+        (("--lambda", 0.5), "--lambda: is of the paper's cache term: give --parity, too"),
         (("--max-time", 0), "--max-time: Input should be greater than 0"),
         (("--max-memory", 0), "--max-memory: must be above 0 GB"),
         (("--job-timeout", 5), "--job-timeout is for Ray workers: say how many with --workers"),
@@ -317,7 +318,7 @@ def test_what_cannot_begin_leaves_the_old_run(
     assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
 
 
-@pytest.mark.parametrize("name", ["uniform", "full", "evolved", "streaming", "#1", "scaled-8"])
+@pytest.mark.parametrize("name", ["uniform", "full", "evolved", "streaming", "#1"])
 def test_a_start_plan_has_a_name_of_its_own(
     name: str, evolved: tuple[Path, str, str], questions: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -43,6 +43,20 @@ def test_the_settings_of_the_paper() -> None:
     assert create_policy(str(recipe.policy), recipe.params).window_count == 32
 
 
+def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> None:
+    offered = EvolveOptions.offered()
+    assert [offered[name][1].called(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
+    assert options(budget=16, parity=True, lam=0.5, gamma=1).lam == 0.5
+    path = write(tmp_path, "budget: 16\nparity: true\nlambda: 0.1")
+    assert (options(path).lam, options(path, lam=0.7).lam) == (0.1, 0.7)
+    assert options(write(tmp_path, "budget: 16\nlam: 0.3")).lam == 0.3  # as recorded
+    for given in ({"lam": 0.5}, {"gamma": 0.5}):
+        with pytest.raises(UsageError, match=r"^--(lambda|gamma): is of the paper's cache term: give --parity, too$"):
+            options(budget=16, **given)
+    with pytest.raises(UsageError, match=r"--gamma: .*less than or equal to 1"):
+        options(budget=16, parity=True, gamma=1.5)
+
+
 def test_defaults_then_the_file_then_what_is_typed(tmp_path: Path) -> None:
     path = write(tmp_path, "budget: 32\ngroup_size: 4\nparams: {window: 8, kernel: 5}\npolicy: snapkv")
     recipe = options(path, group_size=2, budget=None, params=["window=16"])

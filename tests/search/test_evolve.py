@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.report.search import as_json, decision, tables
 from kvsearch.runtime import Program
 from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
@@ -62,6 +64,8 @@ def found(
 def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
     prepared, evolved = found
     choice = evolved.choice
+    if prepared.settings.parity:
+        return
     scores = {name: choice.comparison.score(name).mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
     assert scores[choice.name] == max(scores.values())
@@ -118,6 +122,30 @@ def test_parity_judges_the_papers_result(loaded: LoadedModel, tmp_path: Path) ->
     prepared = prepare(loaded, parity=True, finalists=1)
     choice = prepared.choose(evolve(prepared, tmp_path / "l").outcome)
     assert choice.finalists["#1"].where.endswith(", completed")
+    assert choice.name == "#1"
+
+
+def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: LoadedModel) -> None:
+    """Layer 0 gets all that the floors of the others leave: even budgets score above that."""
+    prepared = prepare(loaded, parity=True, budget=40)
+    table = prepared.base.floors.copy()
+    table[0] += 40 * 6 - int(table[:, 0].sum())
+    papers = Candidate(table, 9.0, "layers 0-1, generation 0, completed")
+    other = Candidate(np.roll(prepared.starts["pyramid"], 1, axis=0), 1.0, "layers 2-3, generation 0, completed")
+    evolved = decide(prepared, SearchOutcome([papers, other], papers))
+    choice = evolved.choice
+    assert choice.comparison.score("#1").mean < choice.comparison.score("uniform").mean
+    assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
+    np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
+    assert choice.best != "#1"
+    assert choice.best in evolved.report.labels
+    assert as_json(evolved, Spent(3, 5, 7.0))["best"] == choice.best
+    assert re.match(
+        rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there$",
+        decision(evolved),
+    )
+    plain = decide(prepared, SearchOutcome([papers, other])).choice
+    assert plain.name == plain.best == choice.best
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvsearch.errors import UsageError
@@ -59,14 +57,16 @@ def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Evolved], Path, S
     assert watcher.ends == [f"budget {n}: all stages are finished" for n in BUDGETS]
 
 
-def test_each_begins_with_the_result_before(found: tuple[list[Evolved], Path, Silent]) -> None:
+def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
+    found: tuple[list[Evolved], Path, Silent], loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """What is found at 16 entries is the same whatever was found at a smaller budget."""
     points, _, _ = found
-    assert "scaled-8" not in points[0].search.starts
-    for before, point in pairwise(points):
-        scaled = point.search.frame.complete(before.choice.table)
-        assert any(np.array_equal(scaled, table) for table in point.search.starts.values())
-        scores = {name: point.choice.comparison.score(name).mean for name in point.choice.finalists}
-        assert scores[point.choice.name] == max(scores.values())
+    assert [list(point.search.starts) for point in points] == [["uniform", "pyramid"]] * 3
+    (_, alone) = run(prepare(loaded, 12, 16), tmp_path / "l")
+    assert told(alone.outcome) == told(points[1].outcome)
+    assert alone.choice.plan == points[1].choice.plan
+    assert list(alone.choice.finalists) == list(points[1].choice.finalists)
 
 
 def test_the_report_is_asked_once_of_everything(found: tuple[list[Evolved], Path, Silent]) -> None:

@@ -369,9 +369,28 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert outcome.pool[0].table[:, 0].tolist() == [11, 11, 3, 7]
     assert outcome.pool[0].value == pytest.approx(-math.log(0.705))
     assert outcome.pool[0].where == "layers 2-3, generation 0, completed"
+    assert outcome.result is outcome.pool[0]
     with SearchLedger(tmp_path / "l") as ledger:
         assert ledger.best is not None
         assert ledger.best.table[:, 0].tolist() == [12, 12, 4, 8]
+
+
+def test_the_best_group_state_may_be_a_start_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even budgets are no candidate until the optimiser asks for them; then they may win."""
+    script = [[[1.0, 1.0], [1.5, 0.5]], [[0.5, 1.5], [1.5, 0.5]]]
+    monkeypatch.setattr(loop, "create_optimiser", lambda *_, **__: Scripted(script, []))
+    even = starts_of(frame_of())["uniform"]
+    outcome = run(
+        tmp_path / "l", Measure(lambda table, _: float(np.abs(table - even).sum())), parity=True, generations=1
+    )
+    assert outcome.result is not None
+    assert outcome.result.table.tolist() == even.tolist()
+
+
+def test_without_a_candidate_there_is_no_result_of_the_papers_procedure(tmp_path: Path) -> None:
+    assert run(tmp_path / "l", limits=SearchLimits(evaluations=2), parity=True).result is None
+    assert run(tmp_path / "flat", Measure(lambda *_: 1.0), parity=True).result is None
+    assert run(tmp_path / "plain").result is None
 
 
 def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> None:
