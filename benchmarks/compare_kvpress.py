@@ -64,7 +64,7 @@ class MeanReceived(H2O):
     recent_share: float = 0.0
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
         return 0
 
     def score(self, observation: Observation) -> Tensor:
@@ -90,7 +90,7 @@ def pairs(statistics: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         theirs, ours = create_policy(name, MATCHED | {"window": window}), create_policy(name)
         yield press, f"{name}, window {window}, mean of 5", (theirs,)
         chain = (create_policy(name, {"window": window}), "maximum of 7 positions, not mean of 5", theirs)
-        windows = () if chain[0] == ours else (ours, f"window of {ours.window_count}, not {window}")
+        windows = () if chain[0] == ours else (ours, f"window of {ours.recent_count}, not {window}")
         yield press, f"{name}, defaults", windows + chain
     one_stage = "no second half by norms behind the output projection"
     yield press, "snapkv, window 64, mean of 5", (create_policy("snapkv", MATCHED), one_stage, theirs)
@@ -155,7 +155,7 @@ def compare(console: Console, model: Any, prompt: Tensor, folder: Path, ratio: f
         for policy, reason in zip_longest(chain[::2], chain[1::2]):
             ours = kept_by(model, prompt[:, : theirs.shape[-1]], policy, budgets)
             share, held = (theirs & ours).sum(-1) / budgets, ours.sum(-1)
-            known = reason or equality(theirs, ours, scores, policy.window_count)
+            known = reason or equality(theirs, ours, scores, policy.recent_count)
             reasons.append(known if torch.equal(held, budgets) else side.UNEXPLAINED)
             numbers = (f"{held.double().mean():g}", f"{share.mean():.1%}", f"{share.min():.1%}")
             table.add_row(f"  {label}", *numbers, reasons[-1])

@@ -116,7 +116,7 @@ class CAKEAllocation(Allocation):
         return wanted
 
     def _rows(self, policy: Policy) -> int:
-        return self.window or policy.window_count or DEFAULT_WINDOW
+        return self.window or policy.observed or DEFAULT_WINDOW
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by preferences [L]: int64 [L, Hkv].

@@ -45,8 +45,8 @@ from kvsearch.strategies.from_signals import (
     choose,
     floor_of,
     floors_of,
-    has_window,
     plan_of,
+    recent_parameter,
     warn_constant,
 )
 from kvsearch.strategies.methods import METHODS, Recipe
@@ -199,16 +199,16 @@ def content_hash(plan: Plan) -> str:
 def tuned_policy(name: str, profile: Profile) -> Policy:
     """Return a policy with the settings that the patterns of a profile have, so that comparing them is fair.
 
-    One that is no pattern takes over their window, that of the profile's own policy first.
+    One that is no pattern takes over their `window` and `protect`, those of the profile's own policy first.
     """
     patterns = SignalTable(profile).axes.patterns
     for pattern in patterns:
         if pattern.name == name:
             return create_policy(name, pattern.params)
-    if any(field.name == "window" for field in fields(policy_class(name))):
-        for pattern in (profile.metadata.policy, *patterns):
-            if "window" in pattern.params:
-                return create_policy(name, {"window": pattern.params["window"]})
+    known = {field.name for field in fields(policy_class(name))} & {"window", "protect"}
+    for pattern in (profile.metadata.policy, *patterns):
+        if "window" in known & pattern.params.keys():
+            return create_policy(name, {key: pattern.params[key] for key in known & pattern.params.keys()})
     return create_policy(name)
 
 
@@ -267,7 +267,8 @@ class _Maker:
     def _method_plan(self, loaded: LoadedModel, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
         if self.pool.mean < policy.floor:
-            smaller = ", or calibrate with a smaller --set window" if has_window(policy.spec) else ""
+            lower = recent_parameter(policy)
+            smaller = f", or calibrate with a smaller --set {lower}" if lower else ""
             raise UsageError(
                 f"{self.pool.mean:g} entries per kv head is below the {policy.floor} that {policy.name} always "
                 f"keeps: keep more{smaller}"

@@ -41,7 +41,7 @@ from kvsearch.progress import Progress
 from kvsearch.runs.identity import RunConfig
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, choose, has_window, plan_of
+from kvsearch.strategies.from_signals import Strategy, choose, plan_of, recent_parameter
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
@@ -284,10 +284,11 @@ def _check_floors(table: SignalTable, size: Size) -> None:
     """Raise UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
     given = int(size.pool(table.profile.metadata).mean)
     for pattern in _candidates(table):
-        least = policy_of(pattern).floor
-        if given < least:
-            instead = "with a smaller window" if has_window(pattern) else f"without {pattern.name}"
+        policy = policy_of(pattern)
+        if given < policy.floor:
+            lower = recent_parameter(policy)
+            instead = f"with a smaller {lower}" if lower else f"without {pattern.name}"
             raise UsageError(
-                f"{given} entries per kv head are below the {least} that {pattern.name} always keeps: validate routes "
-                f"at a larger budget, or calibrate {instead}"
+                f"{given} entries per kv head are below the {policy.floor} that {pattern.name} always keeps: validate "
+                f"routes at a larger budget, or calibrate {instead}"
             )

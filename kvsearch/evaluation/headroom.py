@@ -83,7 +83,7 @@ def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -
     policies: dict[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
     oracle_policy = policies[full[0]]
     ranks = rank_entries(
-        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sink_count, oracle_policy.window_count
+        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sink_count, oracle_policy.recent_count
     )
     ordered = importance.gather(-1, ranks.argsort(-1)).double().numpy()
     floor = min(oracle_policy.protected(length), total // (layers * heads))

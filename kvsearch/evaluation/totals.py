@@ -71,7 +71,7 @@ def _short_prompts(method: ReadyMethod, size: Size, counts: Counter[int], heads:
         raise UsageError(
             f"method {method.name}: ratio {size} leaves {given:.4g} entries per kv head of a prompt of {short[-1]} "
             f"tokens, which is below the {least} that {policy.name} always keeps ({policy.sink_count} sinks, "
-            f"{policy.window_count} recent): keep more, or lower them with --set"
+            f"{policy.recent_count} recent): keep more, or lower them with --set"
         )
     few = sum(counts[length] for length in short)
     yield (

@@ -49,6 +49,7 @@ class QueryStatistics:
 Shared = TypeVar("Shared")
 Norm = Literal["l1", "l2"]
 Row = Literal["group", "layer"]
+AS_WINDOW = -1  # a `protect` that is as large as the window
 Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
 
 
@@ -136,7 +137,9 @@ class Observation:
 class Policy(ABC):
     """Base of all eviction patterns.
 
-    `sinks` and `window` are the protected entries: the first real tokens and the most recent ones of a sequence.
+    `sinks` and `window` are the protected entries: the first real tokens and the most recent ones of a sequence. Where
+    `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
+    many, and then it is not stated in plans.
 
     While decoding, a policy that is `online` reads one attention row per step (`row`) and keeps its own running state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
@@ -149,15 +152,27 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         """Raise UsageError for a parameter that is out of range: here those that this class reads."""
-        self._at_least(0, *(name for name in ("sinks", "window", "refresh") if hasattr(self, name)))
+        self._settle_protect()
+        self._at_least(0, *(name for name in ("sinks", "window", "protect", "refresh") if hasattr(self, name)))
 
     @property
     def sink_count(self) -> int:
         return int(getattr(self, "sinks", 0))
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
+        return int(getattr(self, "protect", self.observed))
+
+    @property
+    def observed(self) -> int:
+        """How many of the last queries decide: `window`, 0 for a policy that has none."""
         return int(getattr(self, "window", 0))
+
+    @property
+    def protecting(self) -> list[str]:
+        """The parameters that say how many entries are protected and are not 0, for messages."""
+        names = ("sinks", "protect" if hasattr(self, "protect") else "window", "recent")
+        return [name for name in names if getattr(self, name, 0)]
 
     # --- the end of the prompt ------------------------------------------------------------------------------------
 
@@ -182,12 +197,12 @@ class Policy(ABC):
 
     @property
     def floor(self) -> int:
-        """The fewest entries a kv head may have: those that are always kept (sinks and window), at least one."""
-        return max(1, self.sink_count + self.window_count)
+        """The fewest entries a kv head may have: those that are always kept (sinks and recent ones), at least one."""
+        return max(1, self.sink_count + self.recent_count)
 
     def protected(self, length: int) -> int:
         """Return how many entries of a sequence of `length` tokens are protected."""
-        return min(length, self.sink_count + self.window_count)
+        return min(length, self.sink_count + self.recent_count)
 
     def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
         """Return whether a head with `budget` is never evicted after a prompt of `length` tokens."""
@@ -218,11 +233,11 @@ class Policy(ABC):
     @property
     def refresh_interval(self) -> int:
         """Decode steps between two scorings, for policies that are not online."""
-        return max(1, int(getattr(self, "refresh", 0)) or self.window_count // 2)
+        return max(1, int(getattr(self, "refresh", 0)) or self.observed // 2)
 
     def recent_at(self, budget: int) -> int:  # noqa: ARG002
         """Return how many of the most recent entries are protected while decoding with `budget`."""
-        return self.window_count
+        return self.recent_count
 
     def drop_at(self, budget: int) -> int:  # noqa: ARG002
         """Return how many entries leave at once when a head with `budget` is over it."""
@@ -253,12 +268,20 @@ class Policy(ABC):
 
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Return the hyper-parameters by name, as a plan stores them."""
-        return dataclasses.asdict(self)
+        stated = dataclasses.asdict(self)
+        if "protect" in stated and stated["protect"] == self.observed:
+            del stated["protect"]
+        return stated
 
     @property
     def spec(self) -> PolicySpec:
         """The policy as a plan states it; `policy_of` makes a policy of it again."""
         return PolicySpec(name=self.name, params=self.parameters())
+
+    def _settle_protect(self) -> None:
+        """Set a `protect` that is as large as the window, so that both ways to say so make equal policies."""
+        if getattr(self, "protect", None) == AS_WINDOW:
+            object.__setattr__(self, "protect", self.observed)
 
     def _require(self, condition: bool, problem: str) -> None:
         if not condition:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import candidate_mask, pool_positions, window_rows
 from kvsearch.policies.tensors import Tensor, torch
@@ -14,10 +14,12 @@ from kvsearch.policies.tensors import Tensor, torch
 
 @dataclass(frozen=True)
 class CAKE(Policy):
-    """score[i] = mean_g pool_i( mean_t a[t, i] + gamma * var_t a[t, i] ), t in the last w rows, candidates i < n - w.
+    """score[i] = mean_g pool_i( mean_t a[t, i] + gamma * var_t a[t, i] ), t in the last w rows, candidates i < n - p.
 
-    The variance is the unbiased one, 0 for a single row. While decoding, the official code ranks by the step's own row,
-    pooled, without variance; here it is pooled over the order of positions, and over the mean of the group.
+    w = `window` rows are looked at, and the last p = `protect` entries stay (-1: as many); what a row does not see
+    counts as 0. The variance is the unbiased one, 0 for a single row. While decoding, the official code ranks by the
+    step's own row, pooled, without variance; here it is pooled over the order of positions, and over the mean of the
+    group.
     """
 
     name: ClassVar[str] = "cake"
@@ -29,6 +31,7 @@ class CAKE(Policy):
     gamma: float = 200.0
     pooling: str = "avg"
     sinks: int = 0
+    protect: int = AS_WINDOW
 
     def __post_init__(self) -> None:
         self._at_least(1, "window")
@@ -44,13 +47,13 @@ class CAKE(Policy):
         """Return the pooled mean plus weighted variance, [B, Hkv, T] fp32."""
         mean, variance = row_moments(observation, self.window)
         indicator = (mean + self.gamma * variance).flatten(1, 2)
-        pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.window))
+        pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.protect))
         return pooled.view_as(mean).mean(2)
 
     def step(self, step: Step) -> Tensor:
-        """Return the step's own row, pooled over what is held outside the window, [S, C] fp32; +inf elsewhere."""
+        """Return the step's own row, pooled over the candidates held, [S, C] fp32; +inf for the last `protect`."""
         positions = step.cached.positions
-        outside = step.cached.held & (positions < (step.seen - self.window)[:, None])
+        outside = step.cached.held & (positions < (step.seen - self.protect)[:, None])
         order = torch.argsort(positions, dim=-1)  # slots without an entry come first, the window last
         row = pool_positions(step.row.gather(-1, order)[:, None], self.kernel, self.pooling, outside.gather(-1, order))
         pooled = torch.empty_like(step.row).scatter_(-1, order, row[:, 0])

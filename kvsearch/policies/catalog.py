@@ -47,7 +47,7 @@ def describe_policy(name: str) -> PolicyFacts:
         stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
-        window=None if policy is None else policy.window_count,
+        window=None if policy is None else policy.recent_count,
         decode=None if policy is None else _decode_rule(policy),
     )
 
@@ -62,7 +62,7 @@ def _decode_rule(policy: Policy) -> DecodeRule:
         rule = f"own rule every step, {reads}"
     else:
         rule = "scored anew every step" if every == 1 else f"scored anew every {every} steps"
-    rule += f"; the most recent {recent} of {BUDGET} stay" if recent != policy.window_count else ""
+    rule += f"; the most recent {recent} of {BUDGET} stay" if recent != policy.recent_count else ""
     rule += f"; {leave} of {BUDGET} leave at once" if leave > 1 else ""
     rule += "; what leaves is merged" if policy.merges else ""
     return DecodeRule(rule, policy.online, every, policy.row, recent, leave, policy.merges)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from kvsearch.plan.guard import round_down
-from kvsearch.policies.base import Needs, Norm, Observation, Policy
+from kvsearch.policies.base import AS_WINDOW, Needs, Norm, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor
@@ -22,8 +22,9 @@ class CriticalKV(Wrapper):
     The first floor(ratio * budget) entries are taken by S, protected ones included, the others by
     score[i] = (S[i] + epsilon) * mean_g |v_i W_O[q]|.
 
-    `base` is "snapkv", which reads `kernel`, `pooling` and `group`, or "expected_attention", its value norms off, which
-    reads `future` and `covariance`. A `refresh` of 0 is the base's own.
+    `base` is "snapkv", which reads `window`, `kernel`, `pooling` and `group`, or "expected_attention", its value norms
+    off, which reads `future` and `covariance`. Both keep the last `protect` entries (-1: `window`). A `refresh` of 0 is
+    the base's own.
     """
 
     name: ClassVar[str] = "criticalkv"
@@ -41,6 +42,7 @@ class CriticalKV(Wrapper):
     future: int = 512
     covariance: bool = True
     refresh: int = 0
+    protect: int = AS_WINDOW
 
     def __post_init__(self) -> None:
         self._one_of("base", "snapkv", "expected_attention")
@@ -52,10 +54,13 @@ class CriticalKV(Wrapper):
     @property
     def inner(self) -> Policy:
         """The base policy."""
-        shared = {"window": self.window, "sinks": self.sinks} | ({"refresh": self.refresh} if self.refresh else {})
+        shared = {"sinks": self.sinks} | ({"refresh": self.refresh} if self.refresh else {})
         if self.base == "snapkv":
-            return SnapKV(kernel=self.kernel, pooling=self.pooling, group=self.group, **shared)
-        return ExpectedAttention(future=self.future, covariance=self.covariance, value_norm=False, **shared)
+            looked_at = {"window": self.window, "protect": self.protect}
+            return SnapKV(kernel=self.kernel, pooling=self.pooling, group=self.group, **looked_at, **shared)
+        return ExpectedAttention(
+            future=self.future, covariance=self.covariance, value_norm=False, window=self.protect, **shared
+        )
 
     def needs(self) -> Needs:
         return dataclasses.replace(self.inner.needs(), projection=True)

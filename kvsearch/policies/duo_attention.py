@@ -27,7 +27,7 @@ class DuoAttention(StreamingLLM):
         super().__post_init__()
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
         return self.window
 
     def exempt(self, budget: int, length: int) -> bool:

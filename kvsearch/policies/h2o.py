@@ -35,7 +35,7 @@ class H2O(Policy):
         super().__post_init__()
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
         return self.recent or 1  # of a share, the newest entry; the others follow from the first stage
 
     def needs(self) -> Needs:

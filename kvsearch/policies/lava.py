@@ -13,7 +13,7 @@ from kvsearch.policies.tensors import Tensor
 
 @dataclass(frozen=True)
 class LAVa(SnapKV):
-    """score[i] = max_k |v_k|_1 * pool_i( max_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i, k < n - w.
+    """score[i] = max_k |v_k|_1 * pool_i( max_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i, k < n - p.
 
     The value factor is one number per kv head: it changes no order within a head, but makes heads comparable, so that
     the entries of a layer can be ranked together. As in the official code it looks at the candidates only.
@@ -26,7 +26,7 @@ class LAVa(SnapKV):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the pooled attention of the window times the largest value norm, [B, Hkv, T] fp32."""
-        inside = candidate_mask(observation, self.window)
+        inside = candidate_mask(observation, self.protect)
         largest = observation.value_norms(1).masked_fill(~inside[:, None], 0.0).amax(-1, keepdim=True)
         attention = mean_window_attention(observation, self.window, self.group)
         return pool_positions(attention * largest, self.kernel, self.pooling, inside)

@@ -10,7 +10,7 @@ from kvsearch.policies.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """score[i] = maxpool_i( mean_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - w, with w = 8."""
+    """score[i] = maxpool_i( mean_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - p, with w = 8."""
 
     name: ClassVar[str] = "pyramidkv"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069; settings of its scripts, w=8, k=7, max"

@@ -67,7 +67,7 @@ def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tens
     first = policy.first_stage(observation)
     if first is None:
         return scores
-    ranks = rank_entries(first, observation.valid, policy.sink_count, policy.window_count)
+    ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
     taken = torch.minimum(at_each(policy.quota, budgets).to(budgets.device), budgets)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
@@ -81,7 +81,7 @@ def rank_scored(policy: Policy, observation: Observation) -> Tensor:
     """Return the rank of every entry by the policy's score alone, [B, Hkv, T] int32, computed once per observation."""
 
     def rank() -> Tensor:
-        return rank_entries(scored(policy, observation), observation.valid, policy.sink_count, policy.window_count)
+        return rank_entries(scored(policy, observation), observation.valid, policy.sink_count, policy.recent_count)
 
     return observation.shared(("ranks", _identity(policy)), rank)
 
@@ -109,7 +109,7 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
         ranks = rank_scored(policy, observation)
     else:
         scores = scores_at(policy, observation, budgets)
-        ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.window_count)
+        ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.recent_count)
     return keep_mask(ranks, budgets, observation.valid)
 
 
@@ -118,7 +118,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
 
     At every budget, the entries ranked below it are those of `keep_under`.
     """
-    valid, sinks, window = observation.valid, policy.sink_count, policy.window_count
+    valid, sinks, window = observation.valid, policy.sink_count, policy.recent_count
     ranks = rank_scored(policy, observation)
     first = policy.first_stage(observation)
     if first is None:

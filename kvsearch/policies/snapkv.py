@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy
 from kvsearch.policies.scoring import candidate_mask, mean_window_attention, pool_positions
 from kvsearch.policies.tensors import Tensor
 
 
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """score[i] = pool_i( agg_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - w.
+    """score[i] = pool_i( agg_g (1/w) sum_{t in last w} a[t, i] ) over the candidates i < n - p.
 
-    The window columns are cut before pooling, the group is aggregated before pooling.
+    w = `window` queries are looked at, and the last p = `protect` entries stay (-1: as many); an entry gets nothing
+    from a query before it. Protected columns are cut before pooling, the group is aggregated before pooling.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -26,6 +27,7 @@ class SnapKV(Policy):
     group: str = "mean"
     sinks: int = 0
     refresh: int = 0  # decode steps between two scorings; 0: half the window
+    protect: int = AS_WINDOW
 
     def __post_init__(self) -> None:
         self._at_least(1, "window")
@@ -40,4 +42,4 @@ class SnapKV(Policy):
     def score(self, observation: Observation) -> Tensor:
         """Return the pooled mean attention of the window, [B, Hkv, T] fp32."""
         attention = mean_window_attention(observation, self.window, self.group)
-        return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation, self.window))
+        return pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation, self.protect))

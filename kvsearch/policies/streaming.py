@@ -23,7 +23,7 @@ class StreamingLLM(Policy):
     sinks: int = 4
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
         return 1  # the newest entry; the rest of the recent entries follow from the score
 
     def score(self, observation: Observation) -> Tensor:

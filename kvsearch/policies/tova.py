@@ -27,7 +27,7 @@ class TOVA(Policy):
     sinks: int = 0
 
     @property
-    def window_count(self) -> int:
+    def recent_count(self) -> int:
         return int(self.protect_last)
 
     def needs(self) -> Needs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.base import AS_WINDOW, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O
 from kvsearch.policies.snapkv import SnapKV
@@ -17,23 +17,13 @@ RECENT = 10  # entries that the official code protects around the mean over a hi
 
 
 @dataclass(frozen=True)
-class HistoryMean(SnapKV):
-    """Mean attention over a history that is longer than what is protected."""
-
-    recent: int = RECENT
-
-    @property
-    def window_count(self) -> int:
-        return self.recent
-
-
-@dataclass(frozen=True)
 class VATP(Wrapper):
     """score[i] = S[i] * |v_i|_1, with S of a base policy; the sinks, whose values are short, are always kept.
 
     `base` is "h2o" (accumulated attention; reads `recent_share` and `recent`), "scissorhands" (mean attention of the
-    last `history` queries; protects the last `recent` entries, 10 if that is 0) or "snapkv" (reads `window`, `kernel`,
-    `pooling` and `group`). The latter two are scored anew every `refresh` decode steps, 0: half the protected window.
+    last `history` queries; protects the last `recent` entries, 10 if that is 0) or "snapkv" (reads `window`, `protect`,
+    `kernel`, `pooling` and `group`). The latter two are scored anew every `refresh` decode steps, 0: half of `recent`
+    and of `window`.
     """
 
     name: ClassVar[str] = "vatp"
@@ -49,6 +39,7 @@ class VATP(Wrapper):
     pooling: str = "max"
     group: str = "mean"
     refresh: int = 0
+    protect: int = AS_WINDOW
 
     def __post_init__(self) -> None:
         self._one_of("base", "h2o", "scissorhands", "snapkv")
@@ -63,8 +54,9 @@ class VATP(Wrapper):
             return H2O(self.recent_share, self.recent, self.sinks)
         if self.base == "scissorhands":
             recent = self.recent or RECENT
-            return HistoryMean(self.history, 1, "none", sinks=self.sinks, refresh=self.refresh, recent=recent)
-        return SnapKV(self.window, self.kernel, self.pooling, self.group, self.sinks, self.refresh)
+            refresh = self.refresh or max(1, recent // 2)
+            return SnapKV(self.history, 1, "none", sinks=self.sinks, refresh=refresh, protect=recent)
+        return SnapKV(self.window, self.kernel, self.pooling, self.group, self.sinks, self.refresh, self.protect)
 
     def score(self, observation: Observation) -> Tensor:
         """Return the base score times value norm, [B, Hkv, T] fp32."""

@@ -16,6 +16,7 @@ class Wrapper(Policy):
     """A policy around an `inner` one, which decides on everything but merging that is not overridden."""
 
     def __post_init__(self) -> None:
+        self._settle_protect()
         try:
             self.inner  # noqa: B018
         except UsageError as error:
@@ -31,8 +32,8 @@ class Wrapper(Policy):
         return self.inner.sink_count
 
     @property
-    def window_count(self) -> int:
-        return self.inner.window_count
+    def recent_count(self) -> int:
+        return self.inner.recent_count
 
     def needs(self) -> Needs:
         return self.inner.needs()

@@ -19,7 +19,6 @@ from kvsearch.policies.registry import policy_of
 if TYPE_CHECKING:
     from kvsearch.plan import LayerPlan, Plan, PolicySpec
 
-PROTECTING = ("sinks", "window", "recent")  # parameters by which policies set how many entries they protect
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
 # Rank by the length of a key; a third-party class says so by `key_norms = True`. KeyDiff is not among them: it compares
 # directions, which do not change when every key gets the same length.
@@ -101,10 +100,10 @@ def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None)
     if not low:
         return None
     shown = ", ".join(f"{budget[head]} at head {head}" for head in low)
-    lower = " or ".join(name for name in PROTECTING if policy.parameters().get(name))
+    lower = " or ".join(policy.protecting)
     return (
         f"is {shown}, below the {policy.floor} entries that {policy.name} always keeps ({policy.sink_count} sinks and "
-        f"a window of {policy.window_count}): raise it to {policy.floor}{f', or lower {lower}' if lower else ''}"
+        f"{policy.recent_count} recent): raise it to {policy.floor}{f', or lower {lower}' if lower else ''}"
     )
 
 

@@ -99,7 +99,7 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
         worst = max(base.policies, key=lambda policy: policy.floor)
         raise UsageError(
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
-            "larger --budget, or a smaller --set window"
+            f"larger --budget, or lower --set {' or '.join(worst.protecting)}"
         )
     total, caps = budget * layers * heads, np.full_like(floors, MOST_ENTRIES)
     signals = np.zeros((layers, heads))

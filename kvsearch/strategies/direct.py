@@ -55,7 +55,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     if given < least:
         raise UsageError(
             f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
-            f"({policy.sink_count} sinks, {policy.window_count} recent): keep more, or lower them with --set"
+            f"({policy.sink_count} sinks, {policy.recent_count} recent): keep more, or lower them with --set"
         )
     if policy.exempt(int(given), 1):
         raise UsageError(

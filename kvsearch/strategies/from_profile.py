@@ -25,7 +25,7 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
     if total < floor * heads:
         raise UsageError(
             f"{pool.mean:g} entries per kv head is below the {floor} that are always kept "
-            f"(sinks, window, minimum share): keep more, or calibrate with a smaller window"
+            f"(sinks, recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
         )
     if total >= length * heads:
         raise UsageError(

@@ -23,6 +23,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
+from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import Chosen, build_plan
@@ -142,9 +143,9 @@ def floor_of(pattern: PolicySpec) -> int:
     return policy_of(pattern).floor
 
 
-def has_window(pattern: PolicySpec) -> bool:
-    """Return whether what a pattern always keeps can be made smaller by its window."""
-    return "window" in pattern.params
+def recent_parameter(policy: Policy) -> str | None:
+    """Return the parameter that makes smaller what a policy always keeps, the sinks aside: protect or window."""
+    return next((name for name in policy.protecting if name in ("protect", "window")), None)
 
 
 def warn_constant(signal: str, phase: Phase) -> None:
@@ -285,7 +286,8 @@ class _Construction:
             found = f"{full} of {full + len(rest)} layers in full {left}, below"
             remedy = "give fewer --full-layers, keep more"
         instead = f"exclude {pattern.name}" if self.strategy.route else "use another policy"
-        smaller = ", or calibrate it with a smaller window" if has_window(pattern) else ""
+        lower = recent_parameter(policy_of(pattern))
+        smaller = f", or calibrate it with a smaller {lower}" if lower else ""
         raise UsageError(
             f"{found} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
             f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"

@@ -132,9 +132,9 @@ def test_the_shipped_recipes(path: Path) -> None:
     made = recipe.make_policy()
     if isinstance(recipe, CalibrateLukv):
         assert made.sink_count == 4
-        assert made.window_count == (32 if recipe.policy == "snapkv" else 1)
+        assert made.recent_count == (32 if recipe.policy == "snapkv" else 1)
     elif isinstance(recipe, DynamicOptions):
-        assert made.window_count == 32
+        assert made.recent_count == 32
         assert recipe.make_allocation().name == recipe.method
 
 

@@ -131,7 +131,7 @@ def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: Load
     assert {"streaming", "tova"} <= found.baselines.keys()
     assert "cake" not in found.baselines
     (note,) = [note for note in found.notes if note.startswith("baseline cake ")]
-    assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set window")
+    assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set protect")
 
 
 def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:

@@ -416,7 +416,7 @@ def test_a_pattern_without_a_window_cannot_have_a_smaller_one(model: LoadedModel
     metadata = signal_metadata(model.fingerprint, {"cam": {"sinks": 6}, "tova": {}}, budgets=(16,))
     with pytest.raises(UsageError, match=r"below the \d+ that cam always keeps: .* or calibrate without cam$"):
         prepared(model, ["cosine"], profile=make_signals(metadata), size=Size(budget=3))
-    with pytest.raises(UsageError, match=r"that snapkv always keeps: .* or calibrate with a smaller window$"):
+    with pytest.raises(UsageError, match=r"that snapkv always keeps: .* or calibrate with a smaller protect$"):
         prepared(model, ["cosine"], size=Size(budget=3))
 
 

@@ -31,7 +31,7 @@ def test_the_shipped_recipes(path: Path) -> None:
     recipe = options(path.stem)
     assert recipe == options(path)
     least = min(recipe.budgets or (recipe.budget or 0,))
-    assert least >= create_policy(str(recipe.policy), recipe.params).window_count
+    assert least >= create_policy(str(recipe.policy), recipe.params).recent_count
     if not recipe.tasks.startswith("longbench"):  # which is not on this machine
         assert find_tasks(recipe.tasks, recipe.task_options("train"))
 
@@ -40,7 +40,7 @@ def test_the_settings_of_the_paper() -> None:
     recipe = how = options("paper-8b")
     assert (how.budget, how.group_size, how.parity) == (128, 8, True)
     assert (how.sigma, how.lam, how.gamma, how.population) == (0.3, 0.3, 0.2, None)
-    assert create_policy(str(recipe.policy), recipe.params).window_count == 32
+    assert create_policy(str(recipe.policy), recipe.params).recent_count == 32
 
 
 def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> None:

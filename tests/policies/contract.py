@@ -201,7 +201,7 @@ def start_of(policy: Policy, observation: Observation) -> State:
 
 def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
     """The protected entries, as indices among the real tokens, that a budget must cover."""
-    sinks, window = policy.sink_count, policy.window_count
+    sinks, window = policy.sink_count, policy.recent_count
     if budget < sinks + window:
         if window:
             sinks = min(sinks, budget - 1)
@@ -214,7 +214,7 @@ def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
 def candidates(policy: Policy, observation: Observation) -> Tensor:
     """Entries that a score decides about, neither padding nor protected, [B, Hkv, T]."""
     index = observation.valid.cumsum(-1) - 1
-    free = (index >= policy.sink_count) & (index < observation.lengths[:, None] - policy.window_count)
+    free = (index >= policy.sink_count) & (index < observation.lengths[:, None] - policy.recent_count)
     return (free & observation.valid)[:, None].expand(observation.keys.shape[:3])
 
 

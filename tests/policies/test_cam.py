@@ -328,7 +328,7 @@ def test_the_base_decides_on_the_prompt() -> None:
     assert torch.equal(h2o.first_stage(observation), inner.first_stage(observation))
     for budget in range(1, 9):
         assert (h2o.quota(budget), h2o.recent_at(budget)) == (inner.quota(budget), inner.recent_at(budget))
-    assert (CaM(base="h2o", recent=5).window_count, CaM().window_count, CaM().sink_count) == (5, 1, 4)
+    assert (CaM(base="h2o", recent=5).recent_count, CaM().recent_count, CaM().sink_count) == (5, 1, 4)
 
 
 def test_what_it_reads_and_when_it_merges() -> None:

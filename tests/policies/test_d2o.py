@@ -356,7 +356,7 @@ def test_slots_in_any_order(seed: int) -> None:
 
 def test_what_it_reads_and_when_it_merges() -> None:
     assert (D2O().online, D2O().row, D2O().merges, D2O().merges_prompt) == (True, "group", True, True)
-    assert (D2O().sink_count, D2O().window_count, D2O(recent=6).window_count) == (4, 1, 6)
+    assert (D2O().sink_count, D2O().recent_count, D2O(recent=6).recent_count) == (4, 1, 6)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_fixed_window_takes_no_first_stage() -> None:
 def test_what_it_reads() -> None:
     assert (H2O().online, H2O().row, H2O().merges) == (True, "group", False)
     assert H2O().needs().describe() == ["attention column sums"]
-    assert (H2O().window_count, H2O(recent=7).window_count, H2O(sinks=3).sink_count) == (1, 7, 3)
+    assert (H2O().recent_count, H2O(recent=7).recent_count, H2O(sinks=3).sink_count) == (1, 7, 3)
     assert [H2O().drop_at(budget) for budget in (1, 9)] == [1, 1]
 
 

@@ -166,12 +166,12 @@ def test_what_each_base_brings() -> None:
     ]  # fmt: skip
     assert [policy.online for policy in (h2o, history, snapkv)] == [True, False, False]
     assert [policy.row for policy in (h2o, history, snapkv)] == ["group", None, None]
-    assert [policy.window_count for policy in (h2o, history, snapkv)] == [1, 10, 6]
+    assert [policy.recent_count for policy in (h2o, history, snapkv)] == [1, 10, 6]
     assert [policy.sink_count for policy in (h2o, history, snapkv)] == [20, 20, 20]
     assert [policy.refresh_interval for policy in (history, snapkv)] == [5, 3]
     assert [dataclasses.replace(policy, refresh=9).refresh_interval for policy in (history, snapkv)] == [9, 9]
     assert [[policy.recent_at(budget) for budget in (4, 40)] for policy in (history, snapkv)] == [[10, 10], [6, 6]]
-    assert VATP(base="scissorhands", recent=4).window_count == 4
+    assert VATP(base="scissorhands", recent=4).recent_count == 4
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ SMALL = {
         ("snapkv", {"window": 4, "kernel": 3, "sinks": 1}),
         ("snapkv", {"window": 2, "kernel": 3, "pooling": "avg", "group": "max", "refresh": 1}),
         ("pyramidkv", {"window": 3}),
+        ("snapkv", {"window": 6, "kernel": 3, "protect": 2}),
+        ("cake", {"window": 5, "kernel": 3, "protect": 1}),
         ("scissorhands", {"history": 5, "window": 2}),
         ("scissorhands", {"history": 11, "window": 1, "drop": 0}),
         ("cam", {"sinks": 1, "merge_next": 2}),

@@ -49,9 +49,9 @@ def test_a_budget_below_the_protected_entries() -> None:
     plan = planned(("snapkv", {"sinks": 4}, [20, 40, 35]), None, ("streaming", {}, [5, 5, 4]))
     assert problems(plan) == [
         "prefill.layers.0.budget: is 20 at head 0, 35 at head 2, below the 36 entries that snapkv always keeps "
-        "(4 sinks and a window of 32): raise it to 36, or lower sinks or window",
+        "(4 sinks and 32 recent): raise it to 36, or lower sinks or protect",
         "prefill.layers.2.budget: is 4 at head 2, below the 5 entries that streaming always keeps "
-        "(4 sinks and a window of 1): raise it to 5, or lower sinks",
+        "(4 sinks and 1 recent): raise it to 5, or lower sinks",
     ]
 
 

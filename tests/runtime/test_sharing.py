@@ -121,7 +121,7 @@ def decided_at_the_end(
         candidates = ranks[layer][0] >= policy.protected(length)
         scores.append(policy.score(observation)[sequence][:, here][:, candidates].double().numpy())
         if isinstance(allocation, CAKEAllocation):
-            rows = allocation.window or policy.window_count
+            rows = allocation.window or policy.observed
             found = dispersion(observation, rows)
             entropy, variance = (float(value[sequence]) for value in found)
             signals.append(float(preference(entropy, variance, allocation.tau1, allocation.tau2)))
@@ -182,7 +182,7 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
         recorded = Recorded(monkeypatch)
         cache = read(model, program, ids, mask)
     table = program.prefill.table(length)  # type: ignore[union-attr]
-    protected = SMALL[name].sink_count + SMALL[name].window_count
+    protected = SMALL[name].sink_count + SMALL[name].recent_count
     for sequence, tokens in enumerate(mask.sum(-1).tolist()):
         total = program.prefill.entries(tokens)  # type: ignore[union-attr]
         assert np.minimum(table, tokens).sum() <= total <= min(table.sum(), tokens * table.size)

@@ -84,7 +84,7 @@ class TestStarts:
 
     def test_a_budget_below_the_window(self, base: Base) -> None:
         with pytest.raises(
-            UsageError, match=r"a budget of 5 is below the 6 entries that snapkv always keeps: .*--budget.*--set window"
+            UsageError, match=r"a budget of 5 is below the 6 entries that snapkv always keeps: .*--budget.*lower --set"
         ):
             start_tables(base, 5, {})
 

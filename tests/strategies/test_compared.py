@@ -76,7 +76,7 @@ def test_settings_of_all_and_of_one() -> None:
     found = {m.name: m for m in find_methods(
         "uniform,pyramid,h2o,cake,lava", ["window=6", "pyramid.window=9", "pyramid.beta=5", "floor_share=0", "tau1=2"]
     )}  # fmt: skip
-    windows = {name: method.policy.window_count for name, method in found.items()}
+    windows = {name: method.policy.recent_count for name, method in found.items()}
     assert windows == {"uniform": 6, "pyramid": 9, "h2o": 1, "cake": 6, "lava": 6}
     assert found["pyramid"].layout == Formula(Pyramid(5.0, 9), 9)
     assert found["lava"].allocation == LAVaAllocation(floor_share=0.0)

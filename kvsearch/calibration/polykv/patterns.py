@@ -124,7 +124,7 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
     if policy.floor > smallest:
         raise UsageError(
-            f"policy {name}: it always keeps {policy.floor} entries ({policy.sink_count} sinks, {policy.window_count} "
+            f"policy {name}: it always keeps {policy.floor} entries ({policy.sink_count} sinks, {policy.recent_count} "
             f"recent), more than a budget of {smallest}: lower them with --set, or raise the budget"
         )
     if "decode" in phases:

@@ -66,7 +66,7 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
     }  # fmt: skip
     own = PolicySpec(name="snapkv", params={"window": 16, "sinks": 2})
     (policy,), _ = tried([own], window=8)  # what is typed wins over what a recipe has
-    assert (policy.sink_count, policy.window_count) == (2, 8)
+    assert (policy.sink_count, policy.recent_count) == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_everything_typed() -> None:
     assert (recipe.answer_tokens, recipe.protocol, recipe.naive) == (5, "question-aware", True)
     assert (recipe.batch, recipe.memory_bytes) == (3, 1_500_000_000)
     assert recipe.for_strategies == {"route": "nll", "budget_signal": "entropy-literal", "phases": "decode"}
-    windows = [(policy.name, policy.window_count) for policy in recipe.policies()]
+    windows = [(policy.name, policy.recent_count) for policy in recipe.policies()]
     assert windows == [("tova", 0), ("snapkv", 6), ("pyramidkv", 4)]
     assert recipe.make_policy() == create_policy("tova")
 
@@ -237,7 +237,7 @@ def test_the_shipped_recipes() -> None:
     bundled = shipped("bundled")
     assert bundled.budgets == (32, 64, 128)
     assert names_of(bundled) == [name for name in PAPER if name != "pyramidkv"]
-    assert max(policy.sink_count + policy.window_count for policy in bundled.policies()) == 8
+    assert max(policy.sink_count + policy.recent_count for policy in bundled.policies()) == 8
     assert bundled.remarks() == []
 
 

@@ -1,0 +1,141 @@
+"""What a window policy looks at, `window`, and what it never lets go, `protect`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.budgets.cake import CAKEAllocation
+from kvsearch.errors import UsageError
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.base import Needs
+from kvsearch.policies.cake import CAKE
+from kvsearch.policies.criticalkv import CriticalKV
+from kvsearch.policies.lava import LAVa
+from kvsearch.policies.pyramidkv import PyramidKV
+from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.vatp import VATP
+from tests.policies.contract import PolicyContract
+from tests.policies.examples import WINDOW_ROWS, attending, kept, leaves, step_at
+
+OBSERVING: dict[str, dict[str, Any]] = {
+    "snapkv": {}, "pyramidkv": {}, "cake": {}, "lava": {}, "criticalkv": {}, "vatp": {"base": "snapkv"},
+}  # fmt: skip
+
+
+class TestSnapKVLooksFurther(PolicyContract):
+    policy = SnapKV(window=5, kernel=3, protect=2, sinks=1)
+
+
+class TestSnapKVProtectsMore(PolicyContract):
+    policy = SnapKV(window=2, kernel=3, pooling="avg", protect=4)
+
+
+class TestPyramidKVProtectsNothing(PolicyContract):
+    policy = PyramidKV(window=4, protect=0)
+
+
+class TestCAKELooksFurther(PolicyContract):
+    policy = CAKE(window=4, protect=1, gamma=2.0)
+
+
+class TestLAVaLooksFurther(PolicyContract):
+    policy = LAVa(window=4, kernel=3, protect=1)
+
+
+class TestCriticalKVLooksFurther(PolicyContract):
+    policy = CriticalKV(window=4, kernel=3, protect=1)
+
+
+class TestCriticalKVExpecting(PolicyContract):
+    policy = CriticalKV(base="expected_attention", future=8, window=4, protect=2)
+
+
+class TestVATPLooksFurther(PolicyContract):
+    policy = VATP(base="snapkv", window=4, kernel=3, sinks=1, protect=2)
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_the_window_is_protected_by_default_and_plans_do_not_say_so(name: str) -> None:
+    plain = create_policy(name, {"window": 6, **OBSERVING[name]})
+    assert (plain.recent_count, plain.needs().query_rows) == (6, 6)
+    assert "protect" not in plain.parameters()
+    for protect in (6, -1):
+        same = create_policy(name, {"window": 6, "protect": protect, **OBSERVING[name]})
+        assert same == plain
+        assert canonical_json(same.spec) == canonical_json(plain.spec)
+
+
+@pytest.mark.parametrize("protect", [0, 2, 9])
+@pytest.mark.parametrize("name", OBSERVING)
+def test_looking_and_protecting_are_two_numbers(name: str, protect: int) -> None:
+    policy = create_policy(name, {"window": 6, "protect": protect, **OBSERVING[name]})
+    assert (policy.observed, policy.recent_count, policy.needs().query_rows) == (6, protect, 6)
+    assert policy.parameters()["protect"] == protect
+    assert policy.floor == max(1, policy.sink_count + protect)
+    assert policy.protected(100) == policy.sink_count + protect
+    assert policy.recent_at(50) == protect
+    assert CAKEAllocation().needs(policy) == Needs(query_rows=6)
+    assert create_policy(name, policy.parameters()) == policy
+    if not policy.online:
+        assert policy.refresh_interval == 3  # half of what is looked at
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_a_negative_number_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^policy {name}: .*protect must be 0 or more, got -2$"):
+        create_policy(name, {"protect": -2, **OBSERVING[name]})
+
+
+@pytest.mark.parametrize("name", ["keydiff", "knorm", "scissorhands", "expected_attention", "streaming"])
+def test_a_policy_without_a_window_of_queries_has_no_such_parameter(name: str) -> None:
+    with pytest.raises(UsageError, match="has no parameter 'protect'"):
+        create_policy(name, {"protect": 2})
+
+
+@pytest.mark.parametrize(
+    ("protect", "scores", "expected"),
+    [
+        (2, [0.30, 0.02, 0.05, 0.20, 0.03, 0.10], {0, 3, 6, 7}),
+        (1, [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.20], {0, 3, 6, 7}),  # equal scores: the lower position
+        (0, [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.20, 0.10], {0, 3, 5, 6}),  # the newest entry may leave
+        (3, [0.30, 0.02, 0.05, 0.20, 0.03], {0, 5, 6, 7}),
+    ],
+)
+def test_both_rows_decide_whatever_is_protected(protect: int, scores: list[float], expected: set[int]) -> None:
+    policy, observation = SnapKV(window=2, kernel=1, protect=protect), attending(WINDOW_ROWS)
+    torch.testing.assert_close(policy.score(observation)[0, 0, : len(scores)], torch.tensor(scores))
+    assert kept(policy, observation, 4) == expected
+
+
+def test_pooling_reaches_up_to_what_is_protected() -> None:
+    near = SnapKV(window=2, kernel=3, protect=1).score(attending(WINDOW_ROWS))[0, 0, :7]
+    torch.testing.assert_close(near, torch.tensor([0.30, 0.30, 0.20, 0.20, 0.20, 0.20, 0.20]))
+    cut = SnapKV(window=2, kernel=3).score(attending(WINDOW_ROWS))[0, 0, :6]
+    torch.testing.assert_close(cut, torch.tensor([0.30, 0.30, 0.20, 0.20, 0.20, 0.10]))
+
+
+def test_lava_looks_at_the_values_of_all_that_may_leave() -> None:
+    observation = attending(WINDOW_ROWS)
+    values = observation.values.clone()
+    values[..., 6, :] *= 5.0  # in the window, not protected
+    observation = dataclasses.replace(observation, values=values)
+    loud = LAVa(window=2, kernel=1, protect=1).score(observation)[0, 0, :6]
+    torch.testing.assert_close(loud, torch.tensor([0.30, 0.02, 0.05, 0.20, 0.03, 0.10]) * 5.0)
+
+
+def test_a_decode_step_of_cake_lets_go_of_what_is_looked_at() -> None:
+    step = step_at([9, 0, 5, 8, 2, 6], [0.2, 0.3, 0.1, 0.01, 0.3, 0.09])
+    assert leaves(CAKE(window=3, kernel=1), step, budget=5) == [6]
+    assert leaves(CAKE(window=3, kernel=1, protect=1), step, budget=5) == [8]
+
+
+def test_what_to_lower_is_named() -> None:
+    assert SnapKV(sinks=4).protecting == ["sinks", "protect"]
+    assert SnapKV(protect=0).protecting == []
+    keydiff: Policy = create_policy("keydiff", {"window": 1})
+    assert keydiff.protecting == ["window"]
