@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
 
 from kvsearch.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample
@@ -20,6 +24,14 @@ from kvsearch.tasks.longbench.task import LongBenchTask
 MACRO = "macro"  # the plain mean over all tasks
 
 
+class Outcomes(NamedTuple):
+    """On how many tasks a method won, tied and lost."""
+
+    wins: int
+    ties: int
+    losses: int
+
+
 @dataclass(frozen=True)
 class SizeBlock:
     """Methods of one size (None: of plans and their baselines), by name and label; the full cache is in all blocks.
@@ -31,6 +43,17 @@ class SizeBlock:
     methods: dict[str, str]
     subject: str  # its label
     rows: list[Row]
+
+    def tasks_won(self, label: str) -> Outcomes | None:
+        """Return on how many tasks a method's mean is above, at and below the subject's; None if the tasks are one.
+
+        Source: LAVa, Fig. 5 (winning rates).
+        """
+        tasks = [row.scores for row in self.rows if row.kind == "task"]
+        if len(tasks) == 1:
+            return None
+        signs = Counter(int(np.sign(scores[label].mean - scores[self.subject].mean)) for scores in tasks)
+        return Outcomes(signs[1], signs[0], signs[-1])
 
     @property
     def overall(self) -> Row:

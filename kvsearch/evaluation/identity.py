@@ -20,7 +20,6 @@ from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash
 from kvsearch.tasks.facts import describe_tasks
-from kvsearch.tasks.longbench.task import LongBenchTask
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
@@ -58,8 +57,6 @@ def environment(loaded: LoadedModel) -> dict[str, Any]:
 
 def metric_of(task: Task) -> str:
     """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
-    if isinstance(task, LongBenchTask):
-        return task.spec.metric
     if isinstance(task, RulerTask | SyntheticTask):
         kind = "ruler" if isinstance(task, RulerTask) else "synthetic"
         (facts,) = describe_tasks(f"{kind}:{task.name}")

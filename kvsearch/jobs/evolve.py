@@ -73,8 +73,8 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
     tasks: Annotated[
         str,
         Option(
-            "KIND or KIND:NAME,NAME, several joined by +: synthetic, ruler, longbench, gsm8k, niah, jsonl:FILE; see "
-            "`kvsearch tasks`.",
+            "KIND or KIND:NAME,NAME, several joined by +: synthetic, ruler, longbench, infinitebench, gsm8k, niah, "
+            "jsonl:FILE; see `kvsearch tasks`.",
             metavar="SPEC",
             panel=TASKS,
         ),

@@ -98,11 +98,15 @@ class TaskDetails(JobOptions):
     ] = None
     data: Annotated[
         str | None,
-        Option("longbench, gsm8k: a file or folder, or a dataset id of the hub.", panel=TASKS, shown="the hub's own"),
+        Option(
+            "longbench, infinitebench, gsm8k: a file or folder, or a dataset id of the hub.",
+            panel=TASKS,
+            shown="the hub's own",
+        ),
     ] = None
     data_revision: Annotated[str | None, Option("Branch, tag or commit of a dataset of the hub.", panel=TASKS)] = None
     prompts: Annotated[
-        Path | None, Option("longbench: a JSON file of prompts in place of kvsearch's.", panel=TASKS)
+        Path | None, Option("longbench, infinitebench: a JSON file of prompts in place of kvsearch's.", panel=TASKS)
     ] = None
     haystack: Annotated[
         Path | None,
@@ -154,7 +158,7 @@ class WithTasks(TaskDetails):
         str,
         Option(
             "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, ruler, ruler:no-qa, longbench, "
-            "longbench:english, longbench:e, gsm8k, niah, jsonl:FILE; see `kvsearch tasks`.",
+            "longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see `kvsearch tasks`.",
             metavar="SPEC",
             panel=TASKS,
         ),

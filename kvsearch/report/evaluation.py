@@ -63,6 +63,10 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
     def differences(block: SizeBlock, label: str) -> dict[str, Any] | None:
         return None if label == block.subject else sections((row, block.difference(row, label)) for row in block.rows)
 
+    def tasks_won(block: SizeBlock, label: str) -> dict[str, int] | None:
+        found = None if label == block.subject else block.tasks_won(label)
+        return found and found._asdict()
+
     def block_json(block: SizeBlock) -> dict[str, Any]:
         by_label = {method.label: method for method in result.methods}
         return {
@@ -72,6 +76,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
                     "name": name, "label": label, "definition": by_label[label].definition,
                     "phases": by_label[label].phases, "held": result.held[label]._asdict(),
                     "scores": scores(block, label), "differences": differences(block, label),
+                    "tasks_won": tasks_won(block, label),
                 }
                 for name, label in block.methods.items()
             ],
@@ -162,13 +167,16 @@ def difference_table(result: Comparison, columns: Columns) -> Table:
         for name, label in {FULL: FULL, **block.methods}.items():
             if label != block.subject:
                 found = [block.difference(block.rows[number], label) for number in numbers]
-                rows.append([Cell(name), *(Cell(f"{interval(one, '+.2f')} {outcomes(one)}") for one in found)])
+                won = block.tasks_won(label)
+                told = [f"{interval(one, '+.2f')} {outcomes(one)}" for one in found]
+                rows.append([Cell(text) for text in (name, *told, *([outcomes(won)] if won else []))])
         groups.append(RowGroup(_heading(block), rows))
     title = (
-        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions won / tied "
-        f"/ lost ({_how(result)})"
+        f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions (and tasks) "
+        f"won / tied / lost ({_how(result)})"
     )
-    return Table(title, _header(result, numbers), groups)
+    header = [*_header(result, numbers), *["tasks"] * (len(result.coverage) > 1)]
+    return Table(title, header, groups)
 
 
 def held_table(result: Comparison) -> Table:

@@ -35,9 +35,10 @@ def method_names() -> list[str]:
 def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
 
-    METHOD:POLICY puts another policy under the budgets of a method. NAME=DIR looks budgets up in a calibrated profile,
-    whose policy keeps its own settings. `settings` are KEY=VALUE for all methods that have such a parameter or option,
-    or METHOD.KEY=VALUE for one.
+    METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
+    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). NAME=DIR looks budgets up in a
+    calibrated profile, whose policy keeps its own settings. `settings` are KEY=VALUE for all methods that have such a
+    parameter or option, or METHOD.KEY=VALUE for one.
 
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
@@ -45,9 +46,10 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
-    common, own = _split(settings, [name.partition("=")[0] for name in names])
+    labels = [_label(name) for name in names]
+    common, own = _split(settings, labels)
     used: set[str] = set()
-    methods = [_method(name, common, own.get(name.partition("=")[0], {}), used) for name in names]
+    methods = [_method(name, common, own.get(label, {}), used) for name, label in zip(names, labels, strict=True)]
     for key in common:
         if key not in used:
             raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
@@ -101,9 +103,10 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
 def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Method:
     """Return the method of one item of the list; notes in `used` which of the common settings it takes."""
     name, found, source = item.partition("=")
-    if found:
+    if found and ":" not in name:
         return _calibrated(name.strip(), Path(source.strip()), common, own)
-    recipe = _recipe(name)
+    name, own = item, {**own, **_inline(item)}
+    recipe = _recipe(":".join(piece for piece in item.split(":") if "=" not in piece))
     policy_keys, option_keys = _keys(recipe)
     known = [*policy_keys, *option_keys]
     for key in own:
@@ -114,6 +117,27 @@ def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Metho
     settings.update(own)
     options = {key: settings[key] for key in option_keys if key in settings and key not in policy_keys}
     return _built(name, recipe, {key: settings[key] for key in policy_keys if key in settings}, options)
+
+
+def _label(item: str) -> str:
+    """Return what a method of the list is called: a profile by its name, others as they are written."""
+    name, _, _ = item.partition("=")
+    return item if ":" in name else name.strip()
+
+
+def _inline(item: str) -> Settings:
+    """Return the settings in METHOD:KEY=VALUE, which come after a policy if there is one."""
+    pieces = item.split(":")[1:]
+    found: dict[str, Any] = {}
+    for piece in pieces:
+        if "=" not in piece and (found or piece != pieces[0]):
+            raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
+        if "=" in piece:
+            key, value = parse_setting(piece, "method")
+            if key in found:
+                raise UsageError(f"method {item}: {key} is given twice: give it once")
+            found[key] = value
+    return found
 
 
 def _recipe(name: str) -> Recipe:

@@ -25,9 +25,9 @@ class TaskOptions:
 
     lengths: tuple[int, ...] | None = None  # tokens of a context, of RULER's whole prompts; several for niah only
     split: str | None = None
-    data: str | Path | None = None  # rows of longbench and gsm8k: a file, a folder or a dataset id of the hub
+    data: str | Path | None = None  # rows of datasets: a file, a folder or a dataset id of the hub
     data_revision: str | None = None  # branch, tag or commit of a dataset of the hub
-    prompts: Path | None = None  # JSON file with prompts for LongBench
+    prompts: Path | None = None  # JSON file with prompts for LongBench or InfiniteBench
     haystack: Path | None = None  # text file to hide needles in
     squad: Path | None = None  # what RULER's qa_1 asks about
     hotpot: Path | None = None  # what RULER's qa_2 asks about

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.gsm8k import Gsm8kTask
+from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.niah import NiahTask
@@ -16,8 +17,9 @@ from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 
-SYNTHETIC, RULER, LONGBENCH, GSM8K, NEEDLE, JSONL = "synthetic", "ruler", "longbench", "gsm8k", "niah", "jsonl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, GSM8K, NEEDLE, JSONL)
+SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH = "synthetic", "ruler", "longbench", "infinitebench"
+GSM8K, NEEDLE, JSONL = "gsm8k", "niah", "jsonl"
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 
@@ -58,6 +60,8 @@ def _entries() -> Iterator[Entry]:
         yield Entry(f"{RULER}:{name}", partial(RulerTask, name), reads, file)
     for name in (*LONGBENCH_TASKS, *LONGBENCH_E):
         yield Entry(f"{LONGBENCH}:{name}", partial(LongBenchTask, name), _ROWS | {"prompts": "prompts"})
+    for name in INFINITEBENCH_TASKS:
+        yield Entry(f"{INFINITEBENCH}:{name}", partial(InfiniteBenchTask, name), _ROWS | {"prompts": "prompts"})
     yield Entry(GSM8K, Gsm8kTask, _ROWS | {"shots": "shots", "shots_from": "train", "metric": "metric"})
     yield Entry(NEEDLE, NiahTask, {name: name for name in ("lengths", "depths", "haystack", "metric", "split")})
 
@@ -75,4 +79,6 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
     f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
     f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
+    INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
+    f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks

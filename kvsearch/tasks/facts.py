@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from kvsearch.tasks import gsm8k, jsonl, splits
 from kvsearch.tasks.catalog import find_entries, flag
-from kvsearch.tasks.entries import ENTRIES, GSM8K, LONGBENCH, NEEDLE, RULER, SYNTHETIC, Entry, own_file
+from kvsearch.tasks.entries import ENTRIES, GSM8K, INFINITEBENCH, LONGBENCH, NEEDLE, RULER, SYNTHETIC, Entry, own_file
 from kvsearch.tasks.gsm8k import Gsm8kTask
+from kvsearch.tasks.infinitebench import specs as infinitebench
+from kvsearch.tasks.infinitebench.task import REPOSITORY as INFINITEBENCH_REPOSITORY
 from kvsearch.tasks.longbench.specs import SPECS
 from kvsearch.tasks.longbench.task import REPOSITORY
 from kvsearch.tasks.metrics import NEEDS
@@ -59,6 +61,9 @@ def _facts(entry: Entry) -> TaskFacts:
     elif entry.kind == LONGBENCH:
         dataset = SPECS[entry.name.removesuffix("_e")]
         category, metric, source = dataset.category, dataset.metric, f"{REPOSITORY}, or --data"
+    elif entry.kind == INFINITEBENCH:
+        settings = infinitebench.SPECS[entry.name]
+        category, metric, source = settings.category, settings.metric, f"{INFINITEBENCH_REPOSITORY}, or --data"
     elif entry.kind == GSM8K:
         category, metric, source = Gsm8kTask.category, Gsm8kTask.metric, f"{gsm8k.REPOSITORY}, or --data"
     elif entry.kind == NEEDLE:

@@ -26,7 +26,7 @@ class Dataset:
     """Where a dataset is on the hub, and under which names its files are looked for in a user's folder.
 
     `files` are patterns without a suffix, the first with a match is read. Where the hub has the rows in a zip
-    `archive`, `members` are the names they may have in it.
+    `archive`, `members` are the names they may have in it; where it has them in one `file`, that is fetched.
     """
 
     repo: str
@@ -35,6 +35,7 @@ class Dataset:
     files: tuple[str, ...]
     archive: str | None = None
     members: tuple[str, ...] = ()
+    file: str | None = None
 
 
 def load_rows(dataset: Dataset, source: str | Path | None = None, revision: str | None = None) -> list[Row]:
@@ -123,6 +124,9 @@ def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
             with suppress(RemoteEntryNotFoundError):
                 archive = hf_hub_download(repo, dataset.archive, repo_type="dataset", revision=revision)
                 return read_archive(Path(archive), dataset.members)
+        if dataset.file is not None:
+            with suppress(RemoteEntryNotFoundError):
+                return read_file(Path(hf_hub_download(repo, dataset.file, repo_type="dataset", revision=revision)))
         rows: list[Row] = datasets.load_dataset(repo, dataset.config, split=dataset.split, revision=revision).to_list()
     except Exception as error:
         # what goes wrong shows as an exception of datasets, huggingface_hub, httpx or Python itself

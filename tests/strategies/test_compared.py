@@ -105,12 +105,24 @@ def test_settings_of_all_and_of_one() -> None:
         ("lava", ("floor_share=2",), r"method lava: floor_share must be in \[0, 1\]"),
         ("lukv=none", (), "there is no file none"),
         ("uniform=none", (), "a profile cannot be called 'uniform'"),
+        ("pyramid:beta=5:keydiff", (), "method pyramid:beta=5:keydiff: it is METHOD, METHOD:POLICY or either with"),
+        ("pyramid:beta=5:beta=6", (), "beta is given twice"),
+        ("pyramid:windw=6", (), "method pyramid:windw=6 has no setting 'windw'; did you mean 'window'"),
+        ("pyramid,pyramid:beta=20", (), "the methods pyramid and pyramid:beta=20 are the same"),
         ("=none", (), "a profile cannot be called ''"),
     ],
 )
 def test_bad_methods(names: str, typed: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         find_methods(names, typed)
+
+
+def test_one_method_with_two_settings() -> None:
+    flat, steep = find_methods("pyramid:beta=5,pyramid:keydiff:beta=9:sinks=2", ["sinks=3"])
+    assert (flat.name, steep.name) == ("pyramid:beta=5", "pyramid:keydiff:beta=9:sinks=2")
+    assert [vars(method.layout)["allocator"].beta for method in (flat, steep)] == [5.0, 9.0]
+    assert flat.policy == create_policy("pyramidkv", {"sinks": 3})
+    assert steep.policy == create_policy("keydiff", {"sinks": 2})
 
 
 def test_sizes() -> None:
@@ -414,6 +426,8 @@ def test_an_average_is_over_its_tasks_only(model: LoadedModel) -> None:
     assert (first.subject, second.methods) == ("a@8", {"a": "a@9", "b": "b@9"})
     assert second.difference(second.overall, "b@9").mean == pytest.approx(0.1)
     assert second.difference(second.overall, "full").losses == 6
+    assert second.tasks_won("b@9") == (3, 0, 0)
+    assert second.tasks_won("full") == (0, 0, 3)
     (alone, _) = blocks_of(samples, ready, FULL, averages)
     assert alone.difference(alone.overall, "a@8").mean == pytest.approx(0.1)
 

@@ -179,7 +179,7 @@ def test_zero_is_a_value() -> None:
         (
             "niah",
             {"data": "d", "data_revision": "r"},
-            "reads --data, --data-revision: --data is for longbench, gsm8k; ",
+            "reads --data, --data-revision: --data is for longbench, infinitebench, gsm8k; ",
         ),
         ("ruler:vt", {"lengths": (1, 2)}, "ruler tasks take one length, got 1, 2: evaluate one length after the other"),
         ("synthetic+niah", {"lengths": ()}, "synthetic tasks take one length, got none"),
@@ -217,6 +217,8 @@ def test_no_category_is_of_two_kinds_of_task() -> None:
 def test_facts_are_those_of_the_tasks(files: dict[str, Path]) -> None:
     """Of tasks made without options (but for the files they need); metrics are told apart by what they score."""
     query, maths = Query("q", ("Paragraph 7 段落7", "Paragraph 8 段落8"), options=("7", "9")), Query("q", ("7",))
+    chosen = Query("q", ("7",), options=("7", "9"))
+    choices = {"choice": chosen, "choice_of_function": chosen, "first_number": chosen}
     for facts in describe_tasks():
         if facts.spec == "jsonl:FILE":
             continue
@@ -226,7 +228,7 @@ def test_facts_are_those_of_the_tasks(files: dict[str, Path]) -> None:
         assert facts.split == task.split  # type: ignore[attr-defined]
         assert bool(facts.needs) == bool(own)
         for reply in ("7", "7 6", "paragraph 7 段落7", "Paragraph 8 段落8 and paragraph 7", "no"):
-            asked = maths if facts.spec == "gsm8k" else query
+            asked = maths if facts.spec == "gsm8k" else choices.get(facts.metric, query)
             assert task.score(reply, asked) == METRICS[facts.metric](reply, asked), (facts.spec, reply)
 
 
@@ -244,7 +246,7 @@ def test_facts_in_full() -> None:
 def test_everything_is_described() -> None:
     every = [facts.spec for facts in describe_tasks()]
     assert every == [*ENTRIES, "jsonl:FILE"]
-    assert len(every) == len(set(every)) == len(FORMS) + 13 + 21 + 13 + 3
+    assert len(every) == len(set(every)) == len(FORMS) + 13 + 21 + 13 + 10 + 3
     assert list(dict.fromkeys(spec.partition(":")[0] for spec in every)) == list(KINDS)
     assert {spec for members in SETS.values() for spec in members} < set(ENTRIES)
     assert [flag(name) for name in ("lengths", "data_revision")] == ["--length", "--data-revision"]

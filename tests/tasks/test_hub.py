@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
 from pathlib import Path
@@ -268,3 +269,11 @@ def test_rows_that_are_left_out_are_counted() -> None:
         usable(rows, lambda row: "too old", "here")
     with pytest.raises(UsageError, match=r"^here has no usable row$"):
         usable([], lambda row: None, "here")
+
+
+def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "datasets--owner--data"
+    write(kept / "snapshots" / ("a" * 40) / "small.jsonl", lines())
+    write(kept / "refs" / "main", "a" * 40)
+    assert load_rows(dataclasses.replace(DATA, file="small.jsonl")) == ROWS

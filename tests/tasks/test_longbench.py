@@ -24,10 +24,11 @@ from kvsearch.tasks.longbench import (
     by_bucket,
 )
 from kvsearch.tasks.longbench.specs import SPECS
-from kvsearch.tasks.longbench.templates import TEMPLATES, parse_template
+from kvsearch.tasks.longbench.templates import TEMPLATES
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.splits import SPLITS
+from kvsearch.tasks.templates import parse_template
 
 CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
 NO_CHAT = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
@@ -65,10 +66,13 @@ def test_the_sets_of_datasets() -> None:
 
 def test_the_averages_of_the_papers() -> None:
     assert {name: len(tasks) for name, tasks in AVERAGES.items()} == {
-        "polykv": 21, "lukv": 16, "lava-mistral": 20, "lava-qwen": 21, "lava-llama3": 20, "evolkv": 16
+        "polykv": 21, "lukv": 16, "lava-mistral": 20, "lava-qwen": 21, "lava-llama3": 20, "lava-extraction": 12,
+        "lava-generation": 8, "evolkv": 16,
     }  # fmt: skip
     assert set(LONGBENCH_TASKS) - set(AVERAGES["lava-mistral"]) == {"passage_count"}
     assert set(LONGBENCH_TASKS) - set(AVERAGES["lava-llama3"]) == {"vcsum"}
+    assert {*AVERAGES["lava-extraction"], *AVERAGES["lava-generation"]} == set(AVERAGES["lava-mistral"])
+    assert {"gov_report", "samsum", "lcc", "dureader"} < set(AVERAGES["lava-generation"])
     assert AVERAGES["evolkv"] == AVERAGES["lukv"] == LONGBENCH_ENGLISH
 
 

@@ -55,6 +55,13 @@ LONGBENCH_ENGLISH = tuple(name for name, spec in SPECS.items() if not spec.chine
 # LongBench-E has files of its own, with contexts of all lengths in like numbers
 LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
 
+# LAVa tells tasks whose answer stands in the context, scored by F1 or accuracy, from those that write text or code,
+# scored by ROUGE or edit similarity. It names some of each; the metric sorts the others (dureader is the one
+# QA dataset that is scored by ROUGE). passage_count is in neither: LAVa has 20 datasets.
+_GENERATES = ("rouge_l", "rouge_l_zh", "edit_similarity")
+GENERATION = tuple(name for name, spec in SPECS.items() if spec.metric in _GENERATES)
+EXTRACTION = tuple(name for name in LONGBENCH_TASKS if name not in (*GENERATION, "passage_count"))
+
 # Plain means over datasets, not over categories or lengths. LAVa's tables differ in what they leave out.
 AVERAGES: dict[str, tuple[str, ...]] = {
     "polykv": LONGBENCH_TASKS,
@@ -62,5 +69,7 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     "lava-mistral": tuple(name for name in LONGBENCH_TASKS if name != "passage_count"),
     "lava-qwen": LONGBENCH_TASKS,
     "lava-llama3": tuple(name for name in LONGBENCH_TASKS if name != "vcsum"),
+    "lava-extraction": EXTRACTION,  # LAVa, Figure 2
+    "lava-generation": GENERATION,
     "evolkv": LONGBENCH_ENGLISH,  # without the samples that were trained on: score a split other than "all"
 }

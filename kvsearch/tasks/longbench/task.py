@@ -16,11 +16,12 @@ from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.fields import IsList
 from kvsearch.tasks.hub import Dataset, checked, load_rows, usable
 from kvsearch.tasks.longbench.specs import LONGBENCH_E, LONGBENCH_TASKS, SPECS, Spec
-from kvsearch.tasks.longbench.templates import Template, load_template, own_template
+from kvsearch.tasks.longbench.templates import TEMPLATES
 from kvsearch.tasks.means import Scored, mean_by
 from kvsearch.tasks.metrics import METRICS, find_metric, first_line
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.templates import Template, find_template
 from kvsearch.tasks.texts import is_blank
 
 REPOSITORY = "zai-org/LongBench"
@@ -62,7 +63,7 @@ class LongBenchTask:
         if self.name not in known:
             raise UsageError(f"unknown LongBench dataset {self.name!r}{suggest(self.name, known)}")
         check_split(self.split, self.shares)
-        find_metric(self.spec.metric)
+        find_metric(self.metric)
         _ = self.template
 
     @property
@@ -79,6 +80,10 @@ class LongBenchTask:
         return self.template.separator + PLACE
 
     @property
+    def metric(self) -> str:
+        return self.spec.metric
+
+    @property
     def category(self) -> str:
         return self.spec.category
 
@@ -92,7 +97,7 @@ class LongBenchTask:
 
     @cached_property
     def template(self) -> Template:
-        return own_template(self.dataset) if self.prompts is None else load_template(self.prompts, self.dataset)
+        return find_template(self.dataset, TEMPLATES, self.prompts)
 
     @cached_property
     def rows(self) -> tuple[Example, ...]:
@@ -114,7 +119,7 @@ class LongBenchTask:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
         if self.spec.first_line:
             reply = first_line(reply)
-        return METRICS[self.spec.metric](reply, query)
+        return METRICS[self.metric](reply, query)
 
     @property
     def _where(self) -> str:

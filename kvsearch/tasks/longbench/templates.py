@@ -6,15 +6,6 @@ to do. Few-shot prompts end as their examples do, in what the rows hold.
 
 from __future__ import annotations
 
-import string
-from dataclasses import dataclass
-from pathlib import Path
-
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import parse_json
-
 _PASSAGES = (
     "Use the passages below to answer a question. Reply with the answer and nothing else.\n\nPassages:\n{context}\n\n"
     "Use the passages above to answer this question. Reply with the answer and nothing else.\n\n"
@@ -87,73 +78,3 @@ TEMPLATES: dict[str, str] = {
     "lcc": "Continue this code by one line.\n{context}The line that follows:\n",
     "repobench-p": "Continue the last file of this code by one line.\n{context}{input}The line that follows:\n",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Template:
-    """A prompt in the parts that are compressed (up to the context's end) and those that come after.
-
-    `separator` is the white space between the two. `asks` says whether the row's question is part of the prompt.
-    """
-
-    head: str
-    separator: str
-    lead: str
-    tail: str
-    asks: bool
-
-    def context(self, text: str) -> str:
-        return self.head + text
-
-    def question(self, text: str) -> str:
-        return self.lead + text + self.tail if self.asks else self.lead
-
-
-def parse_template(text: str, where: str) -> Template:
-    """Split a prompt with `{context}` and, after it, at most one `{input}`.
-
-    Raises:
-        UsageError: other or misplaced fields, or nothing after the context.
-    """
-    fields, literals = [], [""]
-    try:
-        for literal, name, form, conversion in string.Formatter().parse(text):
-            literals[-1] += literal  # a literal brace ends a piece, too
-            if name is not None:
-                fields.append(name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else ""))
-                literals.append("")
-    except ValueError as error:
-        raise UsageError(f"{where}: {error}; write literal braces twice") from error
-    if fields not in (["context"], ["context", "input"]):
-        found = ", ".join(f"{{{name}}}" for name in fields) or "none"
-        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
-    head, between, tail = [*literals, ""][:3]
-    lead = between.lstrip()
-    if len(fields) == 1 and not lead:
-        raise UsageError(f"{where} ends with {{context}}: add what is asked, or the cue that starts the reply")
-    return Template(head, between[: len(between) - len(lead)], lead, tail, len(fields) == 2)
-
-
-def own_template(name: str) -> Template:
-    """Return the shipped prompt of a dataset."""
-    return parse_template(TEMPLATES[name], name)
-
-
-def load_template(path: Path, name: str) -> Template:
-    """Return the prompt of dataset `name` in a JSON object of datasets and prompts, such as the official file.
-
-    Raises:
-        UsageError: there is no such file, it is not such an object, or the prompt lacks what the dataset needs.
-    """
-    found = parse_json(read_bytes(path), str(path))
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} holds no object of datasets and their prompts")
-    if name not in found:
-        raise UsageError(f"{path} has no prompt for {name!r}{suggest(name, list(found))}")
-    where = f"{path}: the prompt for {name!r}"
-    if not isinstance(found[name], str):
-        raise UsageError(f"{where} is not text")
-    template = parse_template(found[name], where)
-    if own_template(name).asks and not template.asks:
-        raise UsageError(f"{where} has no {{input}}, the place of the question")
-    return template

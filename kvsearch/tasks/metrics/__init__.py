@@ -13,6 +13,15 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.metrics.gsm8k import gsm8k, gsm8k_official
+from kvsearch.tasks.metrics.infinitebench import (
+    character_f1_zh,
+    choice,
+    choice_of_function,
+    contains_word,
+    first_integer,
+    first_number,
+    rouge_l_sum,
+)
 from kvsearch.tasks.metrics.longbench import (
     classification,
     count,
@@ -35,10 +44,11 @@ from kvsearch.tasks.metrics.strings import (
 from kvsearch.tasks.metrics.words import qa_f1, qa_f1_zh, rouge_l, rouge_l_zh
 
 __all__ = [
-    "METRICS", "NEEDS", "Metric", "classification", "contains_any", "count", "edit_similarity",
-    "edit_similarity_difflib", "exact_match", "find_metric", "first_line", "gsm8k", "gsm8k_official", "niah_recall",
-    "niah_recall_lava", "niah_rouge1", "qa_f1", "qa_f1_zh", "retrieval", "retrieval_zh", "rouge_l", "rouge_l_zh",
-    "string_match_all", "string_match_part",
+    "METRICS", "NEEDS", "Metric", "character_f1_zh", "choice", "choice_of_function", "classification",
+    "contains_any", "contains_word", "count", "edit_similarity", "edit_similarity_difflib", "exact_match",
+    "find_metric", "first_integer", "first_line", "first_number", "gsm8k", "gsm8k_official", "niah_recall",
+    "niah_recall_lava", "niah_rouge1", "qa_f1", "qa_f1_zh", "retrieval", "retrieval_zh", "rouge_l", "rouge_l_sum",
+    "rouge_l_zh", "string_match_all", "string_match_part",
 ]  # fmt: skip
 
 Metric = Callable[[str, Query], float]
@@ -74,18 +84,29 @@ _BY_ANSWERS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "niah_recall": niah_recall,
     "niah_recall_lava": niah_recall_lava,
     "niah_rouge1": niah_rouge1,
+    "first_integer": first_integer,
+    "first_number": first_number,
+    "contains_word": contains_word,
+    "character_f1_zh": character_f1_zh,
+    "rouge_l_sum": rouge_l_sum,
     "gsm8k": gsm8k,
     "gsm8k_official": gsm8k_official,
 }
+_BY_QUESTION: dict[str, Metric] = {
+    "classification": classification,
+    "choice": choice,
+    "choice_of_function": choice_of_function,
+}
 METRICS: dict[str, Metric] = {
     **{name: _checked(_of_answers(score)) for name, score in _BY_ANSWERS.items()},
-    "classification": _checked(classification),
+    **{name: _checked(score) for name, score in _BY_QUESTION.items()},
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "qa_f1_zh": ("jieba",),
     "rouge_l": ("rouge",),
     "rouge_l_zh": ("jieba", "rouge"),
     "edit_similarity": ("rapidfuzz.fuzz",),
+    "rouge_l_sum": ("rouge_score.rouge_scorer",),
     "niah_rouge1": ("rouge_score.rouge_scorer",),
 }  # optional modules
 

@@ -17,10 +17,10 @@ from kvsearch.tasks.metrics.packages import optional
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # as in the official scorer, which strips the closing one of the brackets 《》 only, and none of 〈〉
-_CHINESE = "、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿" + "–—‘’‛“”„‟…‧﹏"
-_FULL_WIDTH = "！＂＃＄％＆＇（）＊＋，－／：；＜＝＞？＠［＼］＾＿｀｛｜｝～｟｠｡｢｣､"
+CHINESE_PUNCTUATION = "、。〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿" + "–—‘’‛“”„‟…‧﹏"
+FULL_WIDTH = "！＂＃＄％＆＇（）＊＋，－／：；＜＝＞？＠［＼］＾＿｀｛｜｝～｟｠｡｢｣､"
 _NO_ASCII = str.maketrans("", "", string.punctuation)
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE + _FULL_WIDTH)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION + FULL_WIDTH)
 
 
 def qa_f1(reply: str, answers: Sequence[str]) -> float:
@@ -31,7 +31,7 @@ def qa_f1(reply: str, answers: Sequence[str]) -> float:
     Tables: narrativeqa, qasper, multifieldqa_en, hotpotqa, 2wikimqa, musique, triviaqa.
     """
     words = _english(reply)
-    return max(_f1(words, _english(answer)) for answer in answers)
+    return max(f1(words, _english(answer)) for answer in answers)
 
 
 def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
@@ -41,7 +41,7 @@ def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
     dropped. Tables: multifieldqa_zh. EnvironmentFault without jieba.
     """
     words = _chinese(reply)
-    return max(_f1(words, _chinese(answer)) for answer in answers)
+    return max(f1(words, _chinese(answer)) for answer in answers)
 
 
 def rouge_l(reply: str, answers: Sequence[str]) -> float:
@@ -65,6 +65,15 @@ def rouge_l_zh(reply: str, answers: Sequence[str]) -> float:
     return max(_rouge(spaced, _spaced(answer)) for answer in answers)
 
 
+def f1(words: Sequence[str], wanted: Sequence[str]) -> float:
+    """Return F1 of two bags of words, 0 where they have none in common."""
+    common = (Counter(words) & Counter(wanted)).total()
+    if not common:
+        return 0.0
+    precision, recall = common / len(words), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
 def _english(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII)).split()
 
@@ -76,14 +85,6 @@ def _chinese(text: str) -> list[str]:
 
 def _spaced(text: str) -> str:
     return " ".join(optional("jieba").cut(text))
-
-
-def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
-    common = (Counter(words) & Counter(wanted)).total()
-    if not common:
-        return 0.0
-    precision, recall = common / len(words), common / len(wanted)
-    return 2 * precision * recall / (precision + recall)
 
 
 def _rouge(reply: str, answer: str) -> float:

@@ -21,7 +21,8 @@ def test_names() -> None:
     assert set(METRICS) == {
         "exact", "contains", "qa_f1", "qa_f1_zh", "rouge_l", "rouge_l_zh", "classification", "retrieval",
         "retrieval_zh", "count", "edit_similarity", "edit_similarity_difflib", "string_match_all",
-        "string_match_part", "niah_recall", "niah_recall_lava", "niah_rouge1", "gsm8k", "gsm8k_official",
+        "string_match_part", "first_integer", "first_number", "contains_word", "character_f1_zh", "rouge_l_sum",
+        "choice", "choice_of_function", "niah_recall", "niah_recall_lava", "niah_rouge1", "gsm8k", "gsm8k_official",
     }  # fmt: skip
     assert find_metric("qa_f1") is METRICS["qa_f1"]
 

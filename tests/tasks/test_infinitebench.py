@@ -1,0 +1,109 @@
+"""InfiniteBench's datasets: settings, prompts and rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.catalog import TaskOptions, find_tasks
+from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
+from kvsearch.tasks.infinitebench.specs import SPECS, TEMPLATES
+from kvsearch.tasks.metrics import METRICS
+
+BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"id": 0, "context": "A long text.", "input": "Who?", "answer": ["Cleo"], "options": [], **changes}
+
+
+def load(folder: Path, name: str, *rows: dict[str, Any], **options: Any) -> InfiniteBenchTask:
+    text = "\n".join(json.dumps(item, ensure_ascii=False) for item in rows)
+    (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return InfiniteBenchTask(name, folder, **options)
+
+
+def test_the_datasets() -> None:
+    assert len(INFINITEBENCH_TASKS) == 10
+    assert set(INFINITEBENCH_LAVA) < set(INFINITEBENCH_TASKS)
+    assert set(TEMPLATES) == set(SPECS)
+    assert {spec.metric for spec in SPECS.values()} <= set(METRICS)
+    assert [task.name for task in find_tasks("infinitebench:lava")] == list(INFINITEBENCH_LAVA)
+    task: Task = InfiniteBenchTask("passkey")
+    assert (task.category, task.chat, task.stops) == ("InfiniteBench retrieval", True, ())
+
+
+@pytest.mark.parametrize("name", INFINITEBENCH_TASKS)
+def test_a_prompt_has_context_and_question_once(name: str, tmp_path: Path) -> None:
+    options = {"options": BOOKS} if SPECS[name].options else {}
+    task = load(tmp_path, name, row(answer="7" if name == "math_find" else "Cleo", **options))
+    (example,) = task.examples(5, 0)
+    (query,) = example.queries
+    whole = example.context + task.prompt.replace("{question}", query.question)
+    assert (example.task, example.key, query.max_new_tokens) == (name, "0", SPECS[name].max_new_tokens)
+    assert example.context.endswith("A long text.")
+    assert whole.count("A long text.") == 1
+    assert whole.count("Who?") == ("{input}" in TEMPLATES[name])
+    assert ("C. Cleo" in query.question) == SPECS[name].options
+    if name not in ("longbook_sum_eng", "passkey", "number_string"):
+        assert task.score(query.answers[0], query) == 1
+
+
+def test_answers_come_in_several_forms(tmp_path: Path) -> None:
+    def answers(name: str, **changes: Any) -> tuple[str, ...]:
+        return load(tmp_path, name, row(**changes)).rows[0].queries[0].answers
+
+    assert answers("math_find", answer=[12]) == answers("math_find", answer=12) == ("12",)
+    assert answers("math_find", answer=0.5) == ("0.5",)
+    assert answers("longbook_qa_eng", answer=["Cleo", "", "Queen Cleo"]) == ("Cleo", "Queen Cleo")
+    assert answers("longbook_choice_eng", answer=["Cleo", "C"], options=BOOKS) == ("Cleo",)
+    assert answers("code_debug", input="", answer="Ben", options=BOOKS) == ("Ben",)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("passkey", {"context": " "}, "with an empty context"),
+        ("passkey", {"input": ""}, "without a question"),
+        ("passkey", {"answer": []}, "without an answer"),
+        ("code_debug", {}, "without 2 to 4 options"),
+        ("code_debug", {"options": BOOKS, "answer": "Emil"}, "whose answer is none of the options"),
+    ],
+)
+def test_rows_that_cannot_be_used(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    good = row(options=BOOKS if SPECS[name].options else [])
+    with pytest.warns(KvsearchWarning, match=f"1 of 2 rows left out: 1 {problem}"):
+        rows = load(tmp_path, name, good, {**good, **row(options=good["options"]), **changes} if name == "passkey"
+                    else row(**changes)).rows  # fmt: skip
+    assert len(rows) == 1
+
+
+def test_rows_of_another_shape(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"row 1 of passkey of .* has no column 'answer'"):
+        _ = load(tmp_path, "passkey", {"context": "c", "input": "q"}).rows
+    with pytest.raises(UsageError, match=r"row 1.*answer"):
+        _ = load(tmp_path, "passkey", row(answer=[{"a": 1}])).rows
+
+
+def test_unknown_names_and_folders_without_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown InfiniteBench dataset 'passkeys'; did you mean 'passkey'"):
+        InfiniteBenchTask("passkeys")
+    with pytest.raises(UsageError, match="unknown infinitebench task 'math_calc'"):
+        find_tasks("infinitebench:math_calc")
+    with pytest.raises(UsageError, match="has no passkey, data/passkey"):
+        _ = InfiniteBenchTask("passkey", tmp_path).rows
+
+
+def test_options_reach_the_task(tmp_path: Path) -> None:
+    load(tmp_path, "passkey", *(row(context=f"text {n}") for n in range(10)))
+    (task,) = find_tasks("infinitebench:passkey", TaskOptions(data=tmp_path, split="train"))
+    assert len(task.examples(99, 0, len)) == 2
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"passkey": "X {context} Y {input}"}))
+    (task,) = find_tasks("infinitebench:passkey", TaskOptions(data=tmp_path, prompts=prompts))
+    assert task.examples(1, 0, len)[0].queries[0].question == "Y Who?"
