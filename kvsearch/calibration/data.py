@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.errors import UsageError
+from kvsearch.plan.contexts import ContextSet, context_hash
 from kvsearch.plan.files import read_bytes, read_text
 from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.resources import resource
@@ -91,6 +92,16 @@ class CalibrationData:
     @property
     def questions(self) -> int:
         return sum(len(context.questions) for context in self.contexts)
+
+    @property
+    def hashes(self) -> list[str]:
+        """What each context is known by, see `kvsearch.plan.contexts`."""
+        return [context_hash(context.text) for context in self.contexts]
+
+    @property
+    def asked(self) -> ContextSet:
+        """The contexts, as what is made of them records them."""
+        return ContextSet.of(self.hashes, self.questions)
 
     def limited(self, questions: int | None) -> CalibrationData:
         """Return the first `questions` questions only, spread over the contexts as they come."""

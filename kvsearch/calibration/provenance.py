@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.plan import ProfileMetadata
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.origin import provenance
 
 if TYPE_CHECKING:
@@ -35,5 +36,5 @@ def profile_metadata(
         questions=len(lengths),
         layers=describe(loaded.model).full_layers,
         floor=floor,
-        provenance=provenance(method, seed, data.sha256, settings),
+        provenance=provenance(method, seed, data.sha256, settings, ContextRecord(fitted=data.asked)),
     )

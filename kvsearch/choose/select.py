@@ -186,7 +186,7 @@ class PreparedSelection:
             "selection_score": chosen.score, "selection_seed": self.settings.seed,
             "lead": None if one.lead is None else one.lead.mean, "chance": one.chance, "margin": self.rule.margin,
         }  # fmt: skip
-        made = provenance(SIGNALLED, origin.seed, origin.data_sha256, how)
+        made = provenance(SIGNALLED, origin.seed, origin.data_sha256, how, origin.contexts)
         return found.plans[chosen.written].model_copy(update={"provenance": made})
 
     def _prepared(self, found: CandidateSet, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:

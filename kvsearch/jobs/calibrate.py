@@ -188,6 +188,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
 
         from kvsearch.evaluation.identity import environment
         from kvsearch.plan.profile import save_profile
+        from kvsearch.runs.contexts import write_contexts
         from kvsearch.runtime.plan_checks import warn_unfit
 
         policies = options.policies()
@@ -199,6 +200,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
             profile = _measure(options, loaded, texts, progress, start)
         save_profile(profile, options.output / PROFILE, overwrite=True)
+        write_contexts(options.output, {"fitted": texts.hashes})
         if isinstance(options, PolykvOptions):
             from kvsearch.calibration.polykv.samples import forget_samples
 

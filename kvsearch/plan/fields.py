@@ -69,19 +69,3 @@ Scalar = bool | int | float | str
 Setting = Scalar | None | tuple[Scalar | None, ...]
 ScalarField = Annotated[Scalar, PlainValidator(_scalar)]
 SettingField = Annotated[Setting, PlainValidator(_setting), PlainSerializer(_unchanged)]
-
-
-class Provenance(Record):
-    """How a file came about, without a time stamp: equal inputs give equal bytes.
-
-    `kvsearch`, `torch` and `transformers` are version numbers; `settings` are those of the calibration or search,
-    scalars or lists of scalars.
-    """
-
-    method: Text
-    seed: Index
-    kvsearch: Text
-    torch: Text
-    transformers: Text
-    data_sha256: Sha256 | None = None
-    settings: dict[Text, SettingField] = Field(default_factory=dict)

@@ -7,7 +7,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.plan.fields import Provenance
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from kvsearch.plan.contexts import ContextRecord, joined
+from kvsearch.plan.fields import Index, Record, SettingField, Sha256, Text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,7 +21,35 @@ CHANGES = "changes"
 POLICIES = "policies."
 
 
-def provenance(method: str, seed: int, data_sha256: str | None, settings: Mapping[str, Any]) -> Provenance:
+class Provenance(Record):
+    """How a file came about, without a time stamp: equal inputs give equal bytes.
+
+    `kvsearch`, `torch` and `transformers` are version numbers; `settings` are those of the calibration or search,
+    scalars or lists of scalars. `contexts` is what it was fitted, chosen and reported on; None: that is not known, as
+    of what was written by hand or by an older version.
+    """
+
+    method: Text
+    seed: Index
+    kvsearch: Text
+    torch: Text
+    transformers: Text
+    data_sha256: Sha256 | None = None
+    settings: dict[Text, SettingField] = Field(default_factory=dict)
+    contexts: ContextRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave unknown contexts out: a file without them keeps its bytes."""
+        written: dict[str, Any] = handler(self)
+        if self.contexts is None:
+            written.pop("contexts", None)
+        return written
+
+
+def provenance(
+    method: str, seed: int, data_sha256: str | None, settings: Mapping[str, Any], contexts: ContextRecord | None
+) -> Provenance:
     """Return the provenance of something made now, by this installation."""
     return Provenance(
         method=method,
@@ -28,6 +59,7 @@ def provenance(method: str, seed: int, data_sha256: str | None, settings: Mappin
         transformers=version("transformers"),
         data_sha256=data_sha256,
         settings=dict(settings),
+        contexts=contexts,
     )
 
 
@@ -50,12 +82,14 @@ def changed(provenance: Provenance, change: str) -> Provenance:
 def with_policies_of(policies: Provenance, budgets: Provenance) -> Provenance:
     """Take the provenance `budgets` and add `policies` as settings named "policies.method", "policies.settings.data".
 
-    Such settings of `budgets` are dropped: they are about policies that are no longer in the plan.
+    Such settings of `budgets` are dropped: they are about policies that are no longer in the plan. Contexts are those
+    of both.
     """
     own = {key: value for key, value in budgets.settings.items() if not key.startswith(POLICIES)}
     origin = {"method": policies.method, "seed": policies.seed, "data_sha256": policies.data_sha256}
     origin |= {f"settings.{key}": value for key, value in policies.settings.items()}
-    return _with_settings(budgets, own | {f"{POLICIES}{key}": value for key, value in origin.items()})
+    both = budgets.model_copy(update={"contexts": joined([policies.contexts, budgets.contexts])})
+    return _with_settings(both, own | {f"{POLICIES}{key}": value for key, value in origin.items()})
 
 
 def _with_settings(provenance: Provenance, settings: Mapping[str, Any]) -> Provenance:

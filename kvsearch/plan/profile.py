@@ -17,9 +17,10 @@ from safetensors.numpy import save
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.fields import Count, Entries, Floor, Index, Provenance, Record, Text, refuse
+from kvsearch.plan.fields import Count, Entries, Floor, Index, Record, Text, refuse
 from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.origin import Provenance
 from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.plan.signals import SignalAxes, signal_problems

@@ -9,8 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.fields import Count, Entries, Floor, Provenance, Record, ScalarField, Text, refuse
+from kvsearch.plan.fields import Count, Entries, Floor, Record, ScalarField, Text, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.origin import Provenance
 
 __all__ = [
     "PHASES",

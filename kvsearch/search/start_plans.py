@@ -72,7 +72,7 @@ class Base:
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
             {"prefill": Chosen(tuple(policy.spec for policy in self.policies), table)},
-            provenance(METHOD, seed, data, settings),
+            provenance(METHOD, seed, data, settings, None),
             int(min(self.floors.min(), table.min())),
         )
 

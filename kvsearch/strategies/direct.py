@@ -15,6 +15,7 @@ from kvsearch.config.options import parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Phase, Plan, Size
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.policies import Policy
@@ -96,7 +97,7 @@ def direct_plan(
         loaded.fingerprint,
         shape.full_layers,
         dict.fromkeys(phases, chosen),
-        provenance(allocator.name, 0, None, settings),
+        provenance(allocator.name, 0, None, settings, ContextRecord()),
         policy.floor,
         size.scaling,
         size.length,

@@ -40,7 +40,7 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
         metadata.model,
         metadata.layers,
         {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)},
-        provenance(origin.method, origin.seed, origin.data_sha256, settings),
+        provenance(origin.method, origin.seed, origin.data_sha256, settings, origin.contexts),
         floor,
         size.scaling,
         length,

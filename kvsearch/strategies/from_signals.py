@@ -162,7 +162,7 @@ def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settin
         metadata.model,
         metadata.layers,
         chosen,
-        provenance(origin.method, origin.seed, origin.data_sha256, joined),
+        provenance(origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
         min(floors, default=1),
         size.scaling,
         size.length or metadata.length,

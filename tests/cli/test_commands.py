@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.cli import VERBS, load_command
-from kvsearch.plan import load_plan
+from kvsearch.plan import load_plan, load_profile
+from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
+from kvsearch.runs.contexts import read_contexts
 from tests.cli.conftest import Run
 
 HEAVY = ("torch", "transformers", "cma", "sklearn", "pandas", "numpy", "scipy", "datasets", "rich.progress")
@@ -111,6 +114,15 @@ def test_export_by_ratio_and_by_budget(run: Run, calibrated: Path, tmp_path: Pat
     assert code == 0
     assert load_plan(tmp_path / "b.json").total == 64 * 24
     assert json.loads(out)["scaling"] == "fixed"
+
+
+def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
+    texts = load_calibration_data(default_data("bundled")).limited(8)
+    known = [context_hash(context.text) for context in texts.contexts]
+    profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
+    record = ContextRecord(fitted=ContextSet.of(known, 8))
+    assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
+    assert read_contexts(calibrated).fitted == tuple(sorted(known))
 
 
 def test_export_dry_run_writes_nothing(run: Run, calibrated: Path, tmp_path: Path) -> None:

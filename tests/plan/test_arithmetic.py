@@ -295,7 +295,7 @@ def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
         f"converted to length 30: plan {scaled}",
     )
     assert entries.provenance.settings == {**PROVENANCE["settings"], "ratios": (0.5, 0.25), "changes": changes}
-    assert {**dict(entries.provenance), "settings": {}} == {**PROVENANCE, "settings": {}}
+    assert {**entries.provenance.model_dump(), "settings": {}} == {**PROVENANCE, "settings": {}}
     assert scale(fixed(), total=40).provenance.settings["changes"] == (
         f"scaled to total 40: plan {saved(fixed(), 'fixed.json')}",
     )

@@ -1,0 +1,53 @@
+"""The contexts that a run asked, all of them, in its directory: what a plan's record has no room for.
+
+A record in a plan has the Merkle root of each set (`kvsearch.plan.contexts`), which tells whether this file is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.contexts import Use
+from kvsearch.plan.fields import Record, Sha256
+from kvsearch.plan.files import atomic_write, describe_validation_error, read_bytes
+from kvsearch.plan.parsing import parse_json, require_header
+
+CONTEXTS = "contexts.json"
+CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1
+
+
+class ContextsFile(Record):
+    """The hashes of the contexts that a run asked, by use, ascending."""
+
+    format: Literal["kvsearch.contexts"] = "kvsearch.contexts"
+    version: Literal[1] = 1
+    fitted: tuple[Sha256, ...] = ()
+    chosen: tuple[Sha256, ...] = ()
+    reported: tuple[Sha256, ...] = ()
+
+
+def write_contexts(directory: Path, hashes: Mapping[Use, Iterable[str]]) -> None:
+    """Write the hashes of a run's contexts into its directory; errors as for `atomic_write`."""
+    content = ContextsFile.model_validate({use: tuple(sorted(set(found))) for use, found in hashes.items()})
+    atomic_write(directory / CONTEXTS, canonical_json(content))
+
+
+def read_contexts(directory: Path) -> ContextsFile:
+    """Read the hashes of a run's contexts.
+
+    Raises:
+        UsageError: there is no such file, or it is not valid.
+        EnvironmentFault: it cannot be read.
+    """
+    path = directory / CONTEXTS
+    data = require_header(parse_json(read_bytes(path), str(path)), CONTEXTS_FORMAT, CONTEXTS_VERSION, str(path))
+    try:
+        return ContextsFile.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, str(path))) from error

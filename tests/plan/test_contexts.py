@@ -1,0 +1,174 @@
+"""The record of contexts: what is in a set, what stays of it in a file, and how records are joined."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.plan import convert, load_plan, merge, save_plan, scale
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.contexts import (
+    BITS,
+    EXACT,
+    HASHES,
+    ContextRecord,
+    ContextSet,
+    context_hash,
+    joined,
+    merkle_root,
+)
+from kvsearch.plan.yaml import plan_to_yaml
+from kvsearch.runs.contexts import CONTEXTS, read_contexts, write_contexts
+from kvsearch.strategies.from_yaml import plan_from_yaml
+from tests.plan.builders import PROVENANCE, make_plan
+
+MANY = EXACT + 1
+
+
+def hashes(first: int, last: int) -> list[str]:
+    """The hashes of contexts with these numbers."""
+    return [context_hash(f"context {number}") for number in range(first, last)]
+
+
+def recorded(**sets: ContextSet) -> dict[str, object]:
+    """What a plan's provenance is made of, with a record."""
+    return {**PROVENANCE, "contexts": ContextRecord(**sets)}
+
+
+def sha(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def test_a_context_is_known_by_its_words() -> None:
+    assert context_hash("a b") == context_hash(" a\n b ") == hashlib.sha256(b"a b").hexdigest()
+    assert context_hash("a b") != context_hash("a", "b") != context_hash("a", "c")
+
+
+def test_the_root_is_that_of_rfc_6962() -> None:
+    one, two, three = sorted(map(bytes.fromhex, hashes(0, 3)))
+    leaves = [sha(b"\0" + leaf) for leaf in (one, two, three)]
+    whole = sha(b"\1" + sha(b"\1" + leaves[0] + leaves[1]) + leaves[2])
+    assert merkle_root(hashes(0, 3)) == merkle_root([*hashes(0, 3)[::-1], one.hex()]) == whole.hex()
+    assert merkle_root([one.hex()]) == leaves[0].hex()
+
+
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
+def test_a_listed_set_is_a_set(one: set[int], other: set[int]) -> None:
+    known = hashes(0, 41)
+    a, b = (ContextSet.of([known[number] for number in numbers], 2 * len(numbers)) for numbers in (one, other))
+    both = a.union(b)
+    assert {number for number, found in enumerate(known) if both.has(found)} == one | other
+    assert both.ids == b.union(a).ids
+    assert both.questions == (2 * len(one) if one == other else 2 * len(one) + 2 * len(other))
+    assert ContextSet.model_validate_json(both.model_dump_json()) == both
+
+
+def test_a_large_set_is_a_filter_that_forgets_nothing() -> None:
+    large = ContextSet.of(hashes(0, 2000), 5000)
+    assert large.ids is None
+    assert large.sketch is not None
+    assert (large.contexts, large.questions, large.jobs[0].root) == (2000, 5000, merkle_root(hashes(0, 2000)))
+    assert all(map(large.has, hashes(0, 2000)))
+    wrong = sum(map(large.has, hashes(2000, 6000)))
+    expected = (1 - (1 - 1 / BITS) ** (HASHES * 2000)) ** HASHES  # Bloom's approximation: 0.00003
+    assert large.sketch.false_positives == pytest.approx(expected, rel=0.2)
+    assert wrong <= 3
+    assert len(canonical_json(large)) < 12_000
+
+
+def test_sets_are_joined_whether_listed_or_not() -> None:
+    small, large = ContextSet.of(hashes(0, 10), 10), ContextSet.of(hashes(10, 10 + MANY), MANY)
+    both = small.union(large)
+    assert both == ContextSet(jobs=both.jobs, sketch=large.union(small).sketch)
+    assert both.sketch == ContextSet.of(hashes(0, 10 + MANY), 1).sketch
+    assert (both.contexts, both.questions, len(both.jobs)) == (10 + MANY, 10 + MANY, 2)
+    assert both.union(small) == both
+    assert large.union(large) == large
+    assert ContextSet.of(hashes(0, EXACT), 1).union(ContextSet.of(hashes(0, EXACT - 1), 1)).sketch is None
+
+
+def test_the_rate_that_the_file_states_is_below_a_percent_at_6800_contexts() -> None:
+    found = ContextSet.of(hashes(0, 6800), 6800).sketch
+    assert found is not None
+    assert 0.009 < found.false_positives < 0.0105
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"ids": ["b" * 16, "a" * 16]}, "ids: must be ascending"),
+        ({"ids": ["a" * 16, "b" * 16, "c" * 16]}, "ids: has 3 contexts, the jobs asked 2"),
+        ({"ids": None}, "ids: has 0 contexts, the jobs asked 2"),
+        ({"jobs": []}, "ids: has 2 contexts, the jobs asked 0"),
+        ({"ids": ["a" * 15]}, "ids.0"),
+        ({"sketch": {"filter": "AAAA", "false_positives": 0.0}}, "sketch.filter: is no filter of 65536 bits"),
+    ],
+)
+def test_a_set_that_contradicts_itself_is_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:
+    whole = ContextSet.of(hashes(0, 2), 2).model_dump() | change
+    plan = make_plan(provenance=recorded()).model_dump()
+    plan["provenance"]["contexts"]["fitted"] = whole
+    (tmp_path / "p.json").write_bytes(canonical_json(plan))
+    with pytest.raises(UsageError, match=rf"provenance\.contexts\.fitted\.{problem}"):
+        load_plan(tmp_path / "p.json")
+
+
+def test_what_is_made_of_something_unknown_is_not_complete() -> None:
+    one = ContextRecord(fitted=ContextSet.of(hashes(0, 2), 2))
+    other = ContextRecord(chosen=ContextSet.of(hashes(2, 4), 8))
+    both = joined([one, other])
+    assert both == ContextRecord(fitted=one.fitted, chosen=other.chosen)
+    assert [both.used.has(found) for found in hashes(0, 5)] == [True] * 4 + [False]
+    assert joined([one, None]) == one.model_copy(update={"complete": False})
+    assert joined([one, ContextRecord(complete=False)]) == joined([one, None])
+    assert joined([None, None]) is None
+
+
+def test_the_file_of_a_run_has_all_hashes(tmp_path: Path) -> None:
+    write_contexts(tmp_path, {"chosen": hashes(0, 3)})
+    found = read_contexts(tmp_path)
+    assert (found.fitted, found.chosen) == ((), tuple(sorted(hashes(0, 3))))
+    assert merkle_root(found.chosen) == ContextSet.of(hashes(0, 3), 3).jobs[0].root
+    (tmp_path / CONTEXTS).write_text('{"format": "kvsearch.contexts", "version": 1, "chosen": ["x"]}')
+    with pytest.raises(UsageError, match=r"contexts\.json is not valid.*\n.*chosen\.0"):
+        read_contexts(tmp_path)
+
+
+@pytest.mark.parametrize("count", [3, MANY])
+def test_plans_carry_their_record_on(count: int, tmp_path: Path) -> None:
+    layer = {"policy": {"name": "snapkv", "params": {"window": 4}}, "budget": [10, 6]}
+    origin = recorded(fitted=ContextSet.of(hashes(0, count), 9))
+    plan = make_plan(prefill={"layers": [layer, None, layer]}, provenance=origin)
+    record = plan.provenance.contexts
+    assert scale(plan, budget=12).provenance.contexts == record
+    assert convert(plan, 20).provenance.contexts == record
+    assert plan_from_yaml(plan_to_yaml(plan), "p.yaml") == plan
+    save_plan(plan, tmp_path / "p.json")
+    assert load_plan(tmp_path / "p.json") == plan
+
+
+def test_a_merged_plan_has_the_contexts_of_both() -> None:
+    sets = ContextSet.of(hashes(0, 2), 2), ContextSet.of(hashes(1, 4), 3)
+    first, second = (make_plan(provenance=recorded(chosen=one)) for one in sets)
+    found = merge(first, second).provenance.contexts
+    assert found == ContextRecord(chosen=sets[0].union(sets[1]))
+    unknown = merge(first, make_plan()).provenance.contexts
+    assert unknown == ContextRecord(chosen=sets[0], complete=False)
+
+
+def test_a_plan_without_a_record_keeps_its_bytes() -> None:
+    plan = make_plan()
+    assert plan.provenance.contexts is None
+    assert b"contexts" not in canonical_json(plan)
+    assert make_plan(provenance=recorded()).provenance.contexts == ContextRecord()
+
+
+def test_ids_are_hexadecimal() -> None:
+    with pytest.raises(ValidationError):
+        ContextSet.model_validate({**ContextSet.of(hashes(0, 1), 1).model_dump(), "ids": ["g" * 16]})
