@@ -7,10 +7,11 @@ bad, so the same questions are also asked under controls of the same size: the u
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import count, islice
 from typing import Final
 
 import numpy as np
@@ -94,7 +95,8 @@ def prepare_validation(
     """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
 
     Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
-    layers in another order. There are `permutations` of them. Default uses: see `find_uses`.
+    layers in another order. There are `permutations` of them, or all other orders if these are no more. Default uses:
+    see `find_uses`.
 
     Raises:
         UsageError: no uses, too few random controls, a task that results are reported on or that has one context
@@ -108,8 +110,7 @@ def prepare_validation(
     table = SignalTable(profile)
     plans, compared = dict[str, Plan](), dict[SignalUse, Compared]()
     for use in find_uses(table) if uses is None else uses:
-        compared[use] = names = _names(use, permutations)
-        made = _strategies(table, use, names, size, settings.seed)
+        compared[use], made = _strategies(table, use, size, permutations, settings.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, tasks, settings)
     for task in prepared.evaluation.encoded:
@@ -217,7 +218,7 @@ def _phase_settings(table: SignalTable, typed: Sequence[str] | None) -> list[Pha
     return [setting for setting in measured if typed is None or setting in typed]
 
 
-def _names(use: SignalUse, permutations: int) -> Compared:
+def _names(use: SignalUse, controls: int, exact: bool) -> Compared:
     """Name what a signal is judged by.
 
     Controls that do not depend on the signal have the same names for all signals, so they run once.
@@ -229,13 +230,14 @@ def _names(use: SignalUse, permutations: int) -> Compared:
         f"{own} ({phases})",
         f"{own} inverse ({phases})",
         f"uniform ({phases})",
-        tuple(f"{chance} {number} ({phases})" for number in range(1, permutations + 1)),
+        tuple(f"{chance} {number} ({phases})" for number in range(1, controls + 1)),
+        exact,
     )
 
 
 def _strategies(
-    table: SignalTable, use: SignalUse, names: Compared, size: Size, seed: int
-) -> dict[str, dict[Phase, Chosen]]:
+    table: SignalTable, use: SignalUse, size: Size, permutations: int, seed: int
+) -> tuple[Compared, dict[str, dict[Phase, Chosen]]]:
     """Make what a signal is judged by, by name."""
     signal, kind, phases = use
     uniform = Strategy(route=None, phases=phases)  # all else is as in it
@@ -246,33 +248,67 @@ def _strategies(
         forward, inverse = Strategy(None, signal, phases), Strategy(None, signal, phases, inverse_budgets=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
-        made = {
-            name: choose(table, strategy, size)
-            for name, strategy in ((names.forward, forward), (names.inverse, inverse), (names.uniform, uniform))
-        }
-    for number, name in enumerate(names.random):
-        drawn = (seed, KINDS.index(kind), SETTINGS.index(phases), number)
-        made[name] = _random(table, kind, made[names.forward], np.random.default_rng(drawn))
-    return made
+        chosen, worst, even = (choose(table, strategy, size) for strategy in (forward, inverse, uniform))
+    draws = (np.random.default_rng((seed, KINDS.index(kind), SETTINGS.index(phases), number)) for number in count())
+    if kind == "route":
+        exact, random = False, [_rerouted(table, chosen, rng) for rng in islice(draws, permutations)]
+    else:
+        exact, random = _reordered(chosen, draws, permutations)
+    names = _names(use, len(random), exact)
+    made = {names.forward: chosen, names.inverse: worst, names.uniform: even}
+    return names, made | dict(zip(names.random, random, strict=True))
 
 
-def _random(
-    table: SignalTable, kind: Kind, forward: Mapping[Phase, Chosen], rng: np.random.Generator
-) -> dict[Phase, Chosen]:
-    """Draw random patterns of every phase under the forward budgets, or these budgets in a random order of the layers.
-
-    The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
-    order keep them.
-    """
+def _rerouted(table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random.Generator) -> dict[Phase, Chosen]:
+    """Draw random patterns of every phase, under the forward budgets."""
     candidates, layers = _candidates(table), table.profile.metadata.shape[0]
-    if kind == "budgets":
-        order = rng.permutation(layers)
-        return {phase: chosen._replace(budgets=chosen.budgets[order]) for phase, chosen in forward.items()}
     drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
     return {
         phase: chosen._replace(policies=tuple(candidates[index] for index in drawn[phase]))
         for phase, chosen in forward.items()
     }
+
+
+def _reordered(
+    forward: Mapping[Phase, Chosen], draws: Iterable[np.random.Generator], wanted: int
+) -> tuple[bool, list[dict[Phase, Chosen]]]:
+    """Return forward budgets in other orders of the layers, all different, and whether these are all orders.
+
+    The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
+    order keep them.
+    """
+    rows, kinds = np.unique(next(iter(forward.values())).budgets, axis=0, return_inverse=True)
+    own = tuple(kinds.ravel().tolist())
+    orders = list(islice(distinct_orders(own), wanted + 2))  # one more than forward and what is wanted, if there is
+    exact = 1 < len(orders) <= wanted + 1
+    if len(rows) == 1:
+        orders = [own] * wanted  # of equal budgets, which have no other order
+    elif exact:
+        orders.remove(own)
+    else:
+        seen = {own: None}
+        for rng in draws:
+            seen.setdefault(tuple(rng.permutation(own).tolist()))
+            if len(seen) > wanted:
+                break
+        orders = list(seen)[1:]
+    made = [
+        {phase: chosen._replace(budgets=rows[list(order)]) for phase, chosen in forward.items()} for order in orders
+    ]
+    return exact, made
+
+
+def distinct_orders(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every distinct order of some items once, in lexicographic order; equal items have one order."""
+    row = sorted(items)
+    while True:
+        yield tuple(row)
+        falls = next((n for n in reversed(range(len(row) - 1)) if row[n] < row[n + 1]), None)
+        if falls is None:
+            return
+        larger = next(n for n in reversed(range(len(row))) if row[n] > row[falls])
+        row[falls], row[larger] = row[larger], row[falls]
+        row[falls + 1 :] = reversed(row[falls + 1 :])
 
 
 def _candidates(table: SignalTable) -> list[PolicySpec]:

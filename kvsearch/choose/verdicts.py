@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA, FILE = "kvsearch.validation/2", "validation.json"
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
-Verdict = Literal["useful", "useless", "harmful"]
+Verdict = Literal["useful", "unproven", "useless", "harmful"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SETTINGS: Final[tuple[Phases, ...]] = get_args(Phases)
 
@@ -46,8 +46,8 @@ class Gains(Record):
     """What the forward strategy scores above its controls, paired by question; "random" is above their mean.
 
     The 95% intervals are over contexts, and take the controls as they were drawn. `reach` is how far from the mean of
-    the random controls one more random strategy may be, by their spread (95%). The uniform control is one strategy,
-    too, so whatever gains less than `reach` on either may be as random as they are.
+    the random controls one more random strategy may be, by their spread (95%); 0 where they are all that there are. The
+    uniform control is one strategy, too, so whatever gains less on either may be as random as they are.
     """
 
     inverse: Difference
@@ -55,15 +55,12 @@ class Gains(Record):
     random: Difference
     reach: float = Field(ge=0)
 
-    @property
-    def beyond(self) -> tuple[int, int]:
-        """Of the uniform and the random controls: 1 if above, -1 if below, 0 if a random strategy could score that."""
-        uniform, random = (side(one) if abs(one.mean) > self.reach else 0 for one in (self.uniform, self.random))
-        return uniform, random
-
 
 class Judged(Record):
-    """A signal as a route or for budgets: the scores of its strategy and controls, and what follows from them."""
+    """A signal as a route or for budgets: the scores of its strategy and controls, and what follows from them.
+
+    `exact`: the random controls are all other orders of the forward budgets, each once.
+    """
 
     signal: Text
     kind: Kind
@@ -72,6 +69,7 @@ class Judged(Record):
     inverse: Estimate
     uniform: Estimate
     random: tuple[Estimate, ...] = Field(min_length=1)
+    exact: bool = False
     gains: Gains
     verdict: Verdict
     reason: Text

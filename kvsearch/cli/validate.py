@@ -13,8 +13,9 @@ def validate(options: ValidateOptions, console: Console) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
-    than strategies differ by chance; harmful if it is worse than the uniform one; else useless. What was found is kept
-    in DIR/validation.json, and finished replies in DIR/validation, so the same command goes on where it stopped.
+    than strategies differ by chance; unproven if it is better, but random ones may be, too; harmful if it is worse than
+    the uniform one; else useless. What was found is kept in DIR/validation.json, and finished replies in
+    DIR/validation, so the same command goes on where it stopped.
 
     Example: kvsearch validate runs/polykv --samples 40
     """

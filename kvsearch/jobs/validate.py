@@ -48,7 +48,14 @@ class ValidateOptions(OnSignals):
             shown="cosine,ppl,entropy, as far as they were measured",
         ),
     ] = None
-    permutations: Annotated[int, Option("Random controls of every signal, at least 5.", panel=JUDGED)] = 5
+    permutations: Annotated[
+        int,
+        Option(
+            "Random controls of every signal, at least 5; of budgets all other orders of the layers, if these are no "
+            "more. From 19 on the rank among them decides.",
+            panel=JUDGED,
+        ),
+    ] = 5
     split: Annotated[str, Option("Part of the examples: select or train, never what is reported on.", panel=TASKS)] = (
         "select"
     )

@@ -55,7 +55,8 @@ def verdict_lines(at: AtBudget) -> Iterator[str]:
         advice = ", do not build strategies of this size on it" if judged.verdict == "harmful" else ""
         scores = [one.mean for one in judged.random]
         spread = f"they score {percent(min(scores), 1)} to {percent(max(scores), 1)}"
-        rank = f"{judged.lower} of {len(judged.random)} random controls score lower, {spread}"
+        controls = "other orders of these budgets" if judged.exact else "random controls"
+        rank = f"{judged.lower} of {len(judged.random)} {controls} score lower, {spread}"
         yield f"{judged.words} is {judged.verdict}{advice}: {judged.reason}; {rank}"
 
 

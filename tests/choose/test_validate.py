@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.choose.judging import judge, prediction_reach
+from kvsearch.choose.judging import Draws, judge, prediction_reach
 from kvsearch.choose.splits import refuse_reported
 from kvsearch.choose.validate import (
     PreparedValidation,
+    distinct_orders,
     find_uses,
     prepare_validation,
 )
@@ -100,6 +102,7 @@ ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), 
 UNIFORM, RANDOM = "one pattern in all layers", "random patterns"
 CHANCE = "more than strategies differ by chance"
 MANY = 20  # contexts
+SOME = Draws(5, 1, 4)  # random controls, one of which scores as high as forward
 
 
 def gains(inverse: Difference, uniform: Difference, random: Difference, reach: float = 0.0) -> Gains:
@@ -131,39 +134,77 @@ def gains(inverse: Difference, uniform: Difference, random: Difference, reach: f
     ],
 )
 def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str, reason: str) -> None:
-    found, why = judge("route", gains(inverse, uniform, random), MANY)
+    found, why = judge("route", gains(inverse, uniform, random), MANY, SOME)
     assert found == verdict
     assert reason in why
 
 
-@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, "useless")])
+@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, "unproven")])
 @pytest.mark.parametrize("controls", [(LEVEL, ABOVE), (ABOVE, LEVEL), (ABOVE, ABOVE)])
 def test_a_gain_within_the_spread_of_random_strategies_is_none(
     controls: tuple[Difference, Difference], reach: float, verdict: str
 ) -> None:
     """A gain of 0.2 on the uniform control or on the random ones, significant over questions."""
-    assert judge("route", gains(ABOVE, *controls, reach), MANY)[0] == verdict
+    assert judge("route", gains(ABOVE, *controls, reach), MANY, SOME)[0] == verdict
 
 
 def test_a_loss_within_the_spread_of_random_strategies_is_none() -> None:
-    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1), MANY)[0] == "harmful"
-    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3), MANY)[0] == "useless"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.1), MANY, SOME)[0] == "harmful"
+    assert judge("route", gains(ABOVE, LEVEL, BELOW, 0.3), MANY, SOME)[0] == "useless"
 
 
 def test_a_strategy_below_the_uniform_control_is_harmful_whatever_chance_does() -> None:
     """Not using the signal is better on this model, and that is what counts for an export."""
     for reach in (0.0, 0.1, 0.3):
-        verdict, why = judge("route", gains(ABOVE, BELOW, LEVEL, reach), MANY)
+        verdict, why = judge("route", gains(ABOVE, BELOW, LEVEL, reach), MANY, SOME)
         assert (verdict, why) == ("harmful", "forward is below one pattern in all layers")
 
 
-def test_what_may_be_luck_is_said_to_be() -> None:
-    _, why = judge("route", gains(ABOVE, ABOVE, LEVEL, 0.3), MANY)
-    assert why == f"forward is above {UNIFORM}, but not by {CHANCE}: it may be luck"
+@pytest.mark.parametrize(
+    ("draws", "why"),
+    [
+        (Draws(5, 1, 4), "1 of 5 random plans does as well (try --permutations 20)"),
+        (Draws(9, 2, 7), "2 of 9 random plans do as well (try --permutations 20)"),
+        (Draws(5, 0, 5), "none of 5 random plans does as well, but they differ so much that one more may (try --perm"),
+        (Draws(20, 1, 19), "1 of 20 random plans does as well; forward"),
+        (Draws(23, 3, 20, exact=True), "3 of 23 other orders of these budgets do as well; forward"),
+        (Draws(5, 0, 5, exact=True), "it is the best of all 6 orders of these budgets, which are too few to prove"),
+    ],
+)
+def test_a_gain_that_random_plans_have_too_is_unproven(draws: Draws, why: str) -> None:
+    """It is significant over questions, so it is not useless, whether or not the signal earned it."""
+    found, reason = judge("budgets", gains(ABOVE, ABOVE, LEVEL, 0.3), MANY, draws)
+    assert (found, reason[: len(why)]) == ("unproven", why)
+    assert reason.endswith("; forward is above its inverse, and above equal budgets")
 
 
-@pytest.mark.parametrize("spread", [0.02, 0.05, 0.1])
-def test_signals_that_say_nothing_are_rarely_useful(spread: float) -> None:
+@pytest.mark.parametrize(
+    ("draws", "verdict"),
+    [
+        (Draws(18, 0, 18), "unproven"),  # too few to rank: the reach counts
+        (Draws(19, 0, 19), "useful"),
+        (Draws(19, 1, 18), "unproven"),
+        (Draws(39, 1, 38), "useful"),
+        (Draws(19, 0, 19, exact=True), "useful"),
+        (Draws(18, 0, 18, exact=True), "unproven"),
+    ],
+)
+def test_the_rank_among_enough_random_plans_decides(draws: Draws, verdict: str) -> None:
+    """One in twenty strategies that are drawn alike is the best of twenty, or one of the best two of forty."""
+    for uniform, random in ((ABOVE, LEVEL), (LEVEL, ABOVE)):
+        assert judge("budgets", gains(ABOVE, uniform, random, 9.0), MANY, draws)[0] == verdict
+    mirrored = Draws(draws.count, draws.as_low, draws.as_high, draws.exact)
+    worse = judge("budgets", gains(BELOW, LEVEL, BELOW, 9.0), MANY, mirrored)[0]
+    assert worse == ("harmful" if verdict == "useful" else "useless")
+
+
+def test_draws_are_counted_by_their_scores() -> None:
+    forward, *random = (Estimate(mean, 0, 1) for mean in (0.3, 0.1 + 0.2, 0.2, 0.4, 0.1))
+    assert Draws.of(forward, random) == (4, 2, 3, False)
+
+
+@pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.05, 5), (0.1, 5), (0.1, 20)])
+def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
     """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""
     rng, verdicts = np.random.default_rng(0), list[str]()
 
@@ -173,11 +214,15 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float) -> None:
         return Difference(found.mean(), found.mean() - half, found.mean() + half, 20, 0, 20)
 
     for _ in range(3000):
-        questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (8, 1)) + rng.normal(0, 0.1, (8, 40))
+        questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (3 + count, 1)) + rng.normal(0, 0.1, (3 + count, 40))
         forward, inverse, uniform, *random = questions
         reach = prediction_reach([one.mean() for one in random])
         made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
-        verdicts.append(judge("route", made, 40)[0])
+        means = [one.mean() for one in random]
+        draws = Draws(
+            count, sum(mean >= forward.mean() for mean in means), sum(mean <= forward.mean() for mean in means)
+        )
+        verdicts.append(judge("route", made, 40, draws)[0])
     assert verdicts.count("useful") <= 0.06 * 3000
     assert verdicts.count("useful") > 0  # the rule is no wall
 
@@ -197,11 +242,11 @@ def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "verdicts"), [(2, ["useless"] * 2), (5, ["useless"] * 2), (6, ["useful", "harmful"])]
+    ("contexts", "verdicts"), [(2, ["unproven"] * 2), (5, ["unproven"] * 2), (6, ["useful", "harmful"])]
 )
 def test_few_contexts_cannot_tell(contexts: int, verdicts: list[str]) -> None:
     """Two that agree make an interval without zero, half of the time."""
-    found = [judge("route", gains(ABOVE, side, side), contexts) for side in (ABOVE, BELOW)]
+    found = [judge("route", gains(ABOVE, side, side), contexts, SOME) for side in (ABOVE, BELOW)]
     assert [verdict for verdict, _ in found] == verdicts
     if contexts < 6:
         reason = f"too few contexts to tell: {contexts} different ones, at least 6 are needed"
@@ -209,37 +254,46 @@ def test_few_contexts_cannot_tell(contexts: int, verdicts: list[str]) -> None:
 
 
 def test_verdicts_on_budgets_are_in_their_words() -> None:
-    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL), MANY)
+    _, why = judge("budgets", gains(ABOVE, LEVEL, LEVEL), MANY, SOME)
     assert why == (
         "forward is not above equal budgets and random permutations: the gap to the inverse comes from a bad inverse"
     )
-    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL), MANY)
+    _, why = judge("budgets", gains(ABOVE, BELOW, LEVEL), MANY, SOME)
     assert why == "forward is below equal budgets"
 
 
 def test_a_constant_signal_does_no_harm() -> None:
     """Whatever the one strategy scores is not the signal's doing."""
     found = gains(EQUAL, EQUAL, BELOW)
-    assert judge("route", found, MANY, constant=True) == (
+    assert judge("route", found, MANY, SOME, constant=True) == (
         "useless",
         "constant: forward and inverse are the same strategy",
     )
-    assert judge("route", found, MANY)[0] == "harmful"
+    assert judge("route", found, MANY, SOME)[0] == "harmful"
 
 
 bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
 
 
-@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]))
+@st.composite
+def drawn(draw: st.DrawFn) -> Draws:
+    count = draw(st.integers(1, 40))
+    high = draw(st.integers(0, count))
+    return Draws(count, high, draw(st.integers(count - high, count)), draw(st.booleans()))
+
+
+@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]), drawn())
 def test_verdicts_exclude_each_other(
-    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float
+    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float, draws: Draws
 ) -> None:
     found = gains(inverse, uniform, random, reach)
-    verdict, why = judge(kind, found, MANY)
-    harms = min(found.beyond) < 0 or uniform.high < 0
-    assert found.beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
+    verdict, why = judge(kind, found, MANY, draws)
+    beyond = [draws.beyond(gain, reach) for gain in (uniform, random)]
+    assert beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
+    harms, above = min(beyond) < 0 or uniform.high < 0, max(uniform.low, random.low) > 0
     assert (verdict == "harmful") == harms
-    assert (verdict == "useful") == (not harms and inverse.low > 0 and max(found.beyond) > 0)
+    assert (verdict == "useful") == (not harms and inverse.low > 0 and max(beyond) > 0)
+    assert (verdict == "unproven") == (not harms and inverse.low > 0 and above and max(beyond) <= 0)
     assert why
     assert "\n" not in why
 
@@ -350,9 +404,37 @@ def test_controls_of_budgets(model: LoadedModel) -> None:
         assert budgets(made, names.uniform, phase) == [32] * 4
         drawn = [budgets(made, name, phase) for name in names.random]
         assert all(sorted(each) == forward for each in drawn)
-        assert len({tuple(each) for each in drawn}) > 2
+        assert len({tuple(each) for each in (forward, *drawn)}) == 6  # all different, and none is forward
         for name in (names.forward, names.inverse, names.uniform, *names.random):
             assert set(patterns(made, name, phase)) == {"snapkv"}
+
+
+@given(st.lists(st.integers(0, 3), max_size=6))
+def test_distinct_orders(items: list[int]) -> None:
+    assert list(distinct_orders(items)) == sorted(set(permutations(items)))
+
+
+def test_few_orders_are_all_tried(model: LoadedModel) -> None:
+    """One layer gets more than the three others, so there are three other orders, and not five."""
+    entropy = np.broadcast_to(np.array([0.0, 0.0, 1.0, 0.0], np.float32), (3, 2, 4))
+    profile = profile_of(model, entropy=entropy)
+    made = prepared(model, ["entropy"], profile=profile)
+    (names,) = made.compared.values()
+    assert names.exact
+    assert len(names.random) == 3
+    forward, drawn = budgets(made, names.forward), [budgets(made, name) for name in names.random]
+    assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
+    (one,) = made.run().budgets[0].signals
+    assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
+    text = " ".join(verdict_lines(AtBudget(budget=16, full=one.forward, signals=(one,))))
+    assert re.search(r"\d of 3 other orders of these budgets score lower", text)
+
+
+def test_equal_budgets_have_no_other_order(model: LoadedModel) -> None:
+    made = prepared(model, ["entropy"], profile=profile_of(model, entropy=np.full((3, 2, 4), 0.5, np.float32)))
+    (names,) = made.compared.values()
+    assert (names.exact, len(names.random)) == (False, 5)
+    assert {made.prepared.labels[name] for name in names.random} == {made.prepared.labels[names.uniform]}
 
 
 def test_signals_share_controls_that_do_not_depend_on_them(model: LoadedModel) -> None:
@@ -456,7 +538,7 @@ def test_scores_and_gains(found: Validation, model: LoadedModel) -> None:
         assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
         assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
         assert len(one.random) == 5
-        assert (one.verdict, one.reason) == judge(one.kind, one.gains, 3)
+        assert one.verdict == "unproven"
         assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
     assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
     asked = found.tasks["one"]
@@ -537,6 +619,15 @@ def test_files_say_what_was_found(found: Validation, tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == content
 
 
+def test_files_from_before_orders_were_counted_are_read(tmp_path: Path) -> None:
+    before = made_up((64, [judged()]))
+    content = as_json(before)
+    for one in content["budgets"][0]["signals"]:
+        del one["exact"]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    assert load_validation(tmp_path / FILE) == before
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -597,10 +688,10 @@ def test_tables_and_lines(found: Validation) -> None:
 @pytest.mark.parametrize("width", [80, 120, 160])
 def test_tables_are_whole_at_any_width(found: Validation, width: int) -> None:
     wide = Difference(1, -1, 1, 3, 2, 1)
-    long = judged("harmful", "entropy-literal", "budgets").model_copy(update={"gains": gains(wide, wide, wide)})
+    long = judged("unproven", "entropy-literal", "budgets").model_copy(update={"gains": gains(wide, wide, wide)})
     text = rendered(validation_tables(found, AtBudget(budget=64, full=long.forward, signals=(long,))), width)
     assert "…" not in text
-    assert re.search(r"entropy-literal +budgets +prefill +50\.0 +50\.0 +70\.0 +45\.0 +harmful", text)
+    assert re.search(r"entropy-literal +budgets +prefill +50\.0 +50\.0 +70\.0 +45\.0 +unproven", text)
     for control in ("entropy-literal +budgets +prefill +inverse", "uniform", "random"):
         assert re.search(rf"{control} +\+100\.0 +\[-100\.0, \+100\.0\]", text)
 
