@@ -37,7 +37,7 @@ class Draws(NamedTuple):
     `exact`: see `Compared`.
     """
 
-    count: int
+    tried: int
     as_high: int
     as_low: int
     exact: bool = False
@@ -51,7 +51,7 @@ class Draws(NamedTuple):
     @property
     def ranked(self) -> bool:
         """Whether the rank among them decides: there are enough of them to show it, or there are no more."""
-        return self.exact or self.count >= ENOUGH
+        return self.exact or self.tried >= ENOUGH
 
     def beyond(self, gain: Difference, reach: float) -> int:
         """Return 1 if a gain on a control is above zero, -1 if below; 0 if its interval or chance may make it.
@@ -60,7 +60,7 @@ class Draws(NamedTuple):
         in twenty is as high); by fewer than `ENOUGH` of them, by their `reach`.
         """
         found = side(gain)
-        rank = (1 + (self.as_high if found > 0 else self.as_low)) / (1 + self.count)
+        rank = (1 + (self.as_high if found > 0 else self.as_low)) / (1 + self.tried)
         return found if (rank <= ALPHA if self.ranked else abs(gain.mean) > reach) else 0
 
 
@@ -75,8 +75,8 @@ def judge(kind: Kind, gains: Gains, contexts: int, draws: Draws, constant: bool 
     3. harmful: forward is below the uniform control, so not using the signal is better on this model, be it by the
        signal's fault or by bad luck; or it is below the random controls by more than chance;
     4. useful: forward is above its inverse, and above the uniform or the random controls by more than chance;
-    5. unproven: forward is above its inverse, and above the uniform or the random controls, but not by more than
-       chance: the gain is there, and random strategies have it, too;
+    5. unproven: forward is above its inverse and the uniform control, but not by more than chance: the gain is there,
+       and random strategies may have it, too;
     6. useless: all else.
 
     Of signals that say nothing about one in twenty is called useful. Harmful are those whose strategy is a bad one.
@@ -84,7 +84,6 @@ def judge(kind: Kind, gains: Gains, contexts: int, draws: Draws, constant: bool 
     uniform, random = (draws.beyond(gain, gains.reach) for gain in (gains.uniform, gains.random))
     better, inverse = max(uniform, random), side(gains.inverse)
     names = {_UNIFORM[kind]: min(uniform, side(gains.uniform)), _RANDOM[kind]: random}
-    shown = {_UNIFORM[kind]: side(gains.uniform), _RANDOM[kind]: side(gains.random)}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
     if contexts < LEAST_CONTEXTS:
@@ -95,9 +94,8 @@ def judge(kind: Kind, gains: Gains, contexts: int, draws: Draws, constant: bool 
         above = " and ".join(name for name, side in names.items() if side > 0)
         level = [f"; {name} could be as good by chance" for name, side in names.items() if side == 0]
         return "useful", f"forward is above its inverse, and above {above} by {_CHANCE}{''.join(level)}"
-    if inverse > 0 and max(shown.values()) > 0:
-        above = " and ".join(name for name, side in shown.items() if side > 0)
-        return "unproven", f"{_as_well(draws)}; forward is above its inverse, and above {above}"
+    if inverse > 0 and side(gains.uniform) > 0:
+        return "unproven", f"{_as_well(draws)}; forward is above its inverse and {_UNIFORM[kind]}"
     return "useless", _useless(kind, gains, better)
 
 
@@ -137,11 +135,11 @@ def judged(result: PlanComparison, use: SignalUse, names: Compared) -> Judged:
 def _as_well(draws: Draws) -> str:
     """Say how many random strategies do as well, or why more of them may, and how to tell."""
     advice = "" if draws.ranked else f" (try --permutations {ENOUGH + 1})"
-    others = f"{draws.count} {'other orders of these budgets' if draws.exact else 'random plans'}"
+    others = f"{draws.tried} {'other orders of these budgets' if draws.exact else 'random plans'}"
     if draws.as_high:
         return f"{draws.as_high} of {others} {'does' if draws.as_high == 1 else 'do'} as well{advice}"
     if draws.exact:
-        return f"it is the best of all {draws.count + 1} orders of these budgets, which are too few to prove anything"
+        return f"it is the best of all {draws.tried + 1} orders of these budgets, which are too few to prove anything"
     return f"none of {others} does as well, but they differ so much that one more may{advice}"
 
 
@@ -150,6 +148,8 @@ def _useless(kind: Kind, gains: Gains, better: int) -> str:
     inverse, controls = side(gains.inverse), f"{_UNIFORM[kind]} and {_RANDOM[kind]}"
     if all(gain.wins == gain.losses == 0 for gain in (gains.inverse, gains.uniform, gains.random)):
         return "forward and all controls score the same on every question"
+    if inverse > 0 and side(gains.random) > 0:
+        return f"forward is above {_RANDOM[kind]}, but not by {_CHANCE}, and not above {_UNIFORM[kind]}"
     if inverse > 0:
         return f"forward is not above {controls}: the gap to the inverse comes from a bad inverse"
     if better > 0:
