@@ -192,7 +192,8 @@ def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
     searches = _prepared(options, talk)
     encoded = searches[0].encoded
     questions = {name: sum(task.coverage.questions for task in split) for name, split in encoded.items()}
-    return {**_content(searches), "questions": questions}
+    how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
+    return {**_content(searches), "questions": questions, "measured_by": how}
 
 
 @job(EvolveOptions)
@@ -244,6 +245,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
+    from kvsearch.plan.schema import PHASES
     from kvsearch.policies import create_policy
     from kvsearch.search.evolve import Splits, prepare_search
     from kvsearch.search.front import prepare_front
@@ -264,7 +266,7 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
         policy: Any = next(iter(plans.values()))
     else:
         policy = create_policy(options.policy or "snapkv", options.params)
-    base = Base.of(options.load(options.model, talk), policy)
+    base = Base.of(options.load(options.model, talk), policy, PHASES[options.phases])
     if options.budget is not None:
         return (prepare_search(base, options.budget, options, splits, asked, plans),)
     return prepare_front(base, options.budgets or (), options, splits, asked, plans)
@@ -310,7 +312,10 @@ def _executor(
 
     first = searches[0]
     who = "" if workers is None else f" by each of {workers.workers} workers"
-    talk.say(f"reading {len(first.samples)} questions once for all candidates{who}")
+    if first.base.in_prefill:
+        talk.say(f"reading {len(first.samples)} questions once for all candidates{who}")
+    else:
+        talk.say(f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase")
     loading = replace(options.loading(), device=LoadOptions.device, device_map=LoadOptions.device_map)
     cap = max(search.cap for search in searches)
     with talk.progress("prompts") as progress:

@@ -90,7 +90,7 @@ def tables(evolved: Evolved) -> list[Table]:
         [name, _score(report, name), "" if name in (EVOLVED, FULL) else _gain(report, name), _share(closed.get(name))]
         for name in report.labels
     ]
-    title = f"report split, {evolved.budget} entries per kv head, {evolved.search.settings.protocol}"
+    title = f"report split, {evolved.budget} entries per kv head, {_asked(evolved.search)}"
     return [
         Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], finalists),
         Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows),
@@ -113,7 +113,7 @@ def front_tables(found: Sequence[Evolved]) -> list[Table]:
         )  # fmt: skip
     columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
                "uniform"]  # fmt: skip
-    return [Table.plain(f"report split, {found[0].search.settings.protocol}", columns, rows)]
+    return [Table.plain(f"report split, {_asked(found[0].search)}", columns, rows)]
 
 
 def decision(evolved: Evolved) -> str:
@@ -130,6 +130,14 @@ def decision(evolved: Evolved) -> str:
     if choice.name.startswith("#"):
         return f"chosen: {choice.name} ({found}), {score} on the second split, no start plan scores above it"
     return f"nothing that was found scores above the start plan {choice.name} ({score} on the second split): kept"
+
+
+def _asked(search: PreparedSearch) -> str:
+    """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
+    settings = search.settings
+    if settings.phases == "prefill":
+        return settings.protocol
+    return f"{settings.protocol}, {'both phases' if settings.phases == 'both' else settings.phases}"
 
 
 def _score(result: PlanComparison, name: str) -> str:

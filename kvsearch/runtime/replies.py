@@ -85,23 +85,41 @@ class Replies:
             UsageError: questions of different lengths, where padding between context and question would take the place
                 of tokens in the model's sliding windows.
         """
-        if has_windows(self.model) and len({len(question) for question in questions}) > 1:
-            raise UsageError("questions of different lengths cannot share a batch on a model with sliding windows")
-        if self._compressed is None:
-            self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
-            self._compressed = self.cache.mark()
-        ids, mask = left_padded(questions, self.pad, self.model.device)
-        positions = self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
-        seen, held = torch.cat([self.mask, mask], 1), self._peak()
-        first = self._forward(ids, seen, positions)
+        mark, (ids, seen, positions) = self._mark(), self._following(questions)
+        held = self._peak()
+        first = next_tokens(self._forward(ids, seen, positions))
         held.step(np.array([len(question) for question in questions]))
         replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
-        self.cache.rewind(self._compressed)
+        self.cache.rewind(mark)
         return replies
+
+    def force(self, tokens: Sequence[Tensor], rows: int) -> Tensor:
+        """Return the logits [B, rows, V] of the last `rows` of tokens that follow the sequences, a row of them each.
+
+        They are forgotten again, as questions are; errors as for `ask`, but that logits may be NaN.
+        """
+        mark, (ids, seen, positions) = self._mark(), self._following(tokens)
+        logits = self._forward(ids, seen, positions, rows)
+        self.cache.rewind(mark)
+        return logits
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
         return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+
+    def _mark(self) -> CacheMark:
+        """Return where the prompts end."""
+        if self._compressed is None:
+            self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+            self._compressed = self.cache.mark()
+        return self._compressed
+
+    def _following(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions."""
+        if has_windows(self.model) and len({len(row) for row in tokens}) > 1:
+            raise UsageError("questions of different lengths cannot share a batch on a model with sliding windows")
+        ids, mask = left_padded(tokens, self.pad, self.model.device)
+        return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 
     def _generate(
         self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
@@ -118,18 +136,22 @@ class Replies:
             if all(reply.ended for reply in replies):
                 return [reply.tokens for reply in replies]
             seen, positions = torch.cat([seen, torch.ones_like(ids)], 1), positions + 1
-            ids = self._forward(ids, seen, positions)
+            ids = next_tokens(self._forward(ids, seen, positions))
             held.step(np.ones(len(replies), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
         return PeakEntries(self.model, self.cache, self.lengths[:, 0])
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1) -> Tensor:
         with torch.no_grad():
-            logits = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, logits_to_keep=1
+            logits: Tensor = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                logits_to_keep=rows,
             ).logits
-        return next_tokens(logits)
+        return logits
 
 
 def next_tokens(logits: Tensor) -> Tensor:

@@ -33,13 +33,15 @@ class CompressedSize:
 class JointReplies:
     """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
 
-    `seconds` is what reading the prompts and compressing them took, for all methods they were read for.
+    `seconds` is what reading the prompts and compressing them took, for all methods they were read for, and `logits`
+    [B, 1, V] are those of the prompts' last tokens: the same object as long as the prompts were read once.
     """
 
     methods: tuple[str, ...]
     replies: Replies
     held: dict[str, CompressedSize]
     seconds: float
+    logits: Tensor
 
 
 def compressed(
@@ -66,7 +68,8 @@ def compressed(
     for some in _portions(model, programs, lengths, memory):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in some.items()}
-        first = next_tokens(prefill_all(model, list(caches.values()), ids, mask))
+        logits = prefill_all(model, list(caches.values()), ids, mask)
+        first = next_tokens(logits)
         held = {
             method: CompressedSize(held_entries(model, cache, lengths), cache.nbytes())
             for method, cache in caches.items()
@@ -76,7 +79,7 @@ def compressed(
             cache = joined([caches[method] for method in methods])
             times = len(methods)
             replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
-            yield JointReplies(methods, replies, {method: held[method] for method in methods}, seconds)
+            yield JointReplies(methods, replies, {method: held[method] for method in methods}, seconds, logits)
 
 
 def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int]) -> Replies:

@@ -22,7 +22,7 @@ from kvsearch.choose.splits import shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_plans
-from kvsearch.plan import Plan, Size
+from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.search.bank.samples import BankSample, bank_samples
@@ -95,7 +95,7 @@ class PreparedSearch:
     @cached_property
     def frame(self) -> Frame:
         """Floors, caps and the size that is shared."""
-        return Frame(self.budget, self.base.floors, self._caps)
+        return Frame(self.budget, self.base.floors, self._caps, self.base.phases)
 
     @property
     def cap(self) -> int:
@@ -104,10 +104,15 @@ class PreparedSearch:
 
     @property
     def _caps(self) -> Ints:
-        """Budgets above the longest prompt are of no use, but a start plan may have them."""
+        """Budgets above what a sequence has in a phase are of no use, but a start plan may have them."""
         share = self.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
-        least = max(int(self.base.floors.max()), *(int(table.max()) for table in self.starts.values()))
-        return np.full_like(self.base.floors, max(min(longest(self.samples), share), least))
+        known = np.stack([self.base.floors, *self.starts.values()])
+        leasts = [int(part.max()) for part in np.split(known, len(self.base.phases), axis=1)]
+        most = [
+            max(min(longest(self.samples, phase), share), least)
+            for phase, least in zip(self.base.phases, leasts, strict=True)
+        ]
+        return np.repeat(np.array(most), self.base.heads[0])[:, None] * np.ones_like(self.base.floors)
 
     def search(
         self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""
@@ -115,6 +120,8 @@ class PreparedSearch:
         """Do the first part; `name` and errors as for `Search`."""
         free = self.settings.objective == "metric"
         counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]
+        if not self.base.in_prefill:  # prompts are read again
+            counts = [count + len(one.prompt) for count, one in zip(counts, self.samples, strict=True)]
 
         def tokens(chosen: Minibatch) -> int:
             return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
@@ -123,7 +130,7 @@ class PreparedSearch:
         return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
-        """Return the plan of budgets [L, Hkv]; `settings` go to its provenance."""
+        """Return the plan of budgets [phases * L, Hkv]; `settings` go to its provenance."""
         return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
 
     def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
@@ -155,7 +162,7 @@ class PreparedSearch:
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in tables.items()}}
         streaming, size = create_policy(STREAMING), Size(budget=self.budget)
         if self.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, ("prefill",), Uniform())
+            plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, self.base.phases, Uniform())
         return plans
 
     def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:
@@ -237,20 +244,26 @@ def questions_hash(samples: Sequence[BankSample]) -> str:
     return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
 
 
-def longest(samples: Sequence[BankSample]) -> int:
-    """Count the tokens of the longest prompt that is compressed."""
-    return max(len(sample.prompt) for sample in samples)
+def longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:
+    """Count the tokens of the longest prompt that is compressed; while decoding, with all that may follow it."""
+    if phase == "prefill":
+        return max(len(sample.prompt) for sample in samples)
+    return max(len(sample.prompt) + len(sample.asked) + sample.limit for sample in samples)
 
 
 def check_budget(prepared: PreparedSearch) -> None:
     """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
-    budget, prompt = prepared.budget, longest(prepared.samples)
-    if budget >= prompt:
-        raise UsageError(
-            f"{budget} entries per kv head keep all of the longest prompt ({prompt} tokens): this budget does not "
-            "matter here, give a smaller --budget or longer prompts"
-        )
-    if budget * prepared.base.floors.size <= prepared.base.floors.sum():
-        raise UsageError(f"a budget of {budget} is what the policy always keeps: nothing is left to search, raise it")
+    budget, phases = prepared.budget, prepared.base.phases
+    for phase, floors in zip(phases, np.split(prepared.base.floors, len(phases)), strict=True):
+        most, what = longest(prepared.samples, phase), "prompt" if phase == "prefill" else "prompt and reply"
+        if budget >= most:
+            raise UsageError(
+                f"{budget} entries per kv head keep all of the longest {what} ({most} tokens): this budget does not "
+                "matter here, give a smaller --budget or longer prompts"
+            )
+        if budget * floors.size <= floors.sum():
+            raise UsageError(
+                f"a budget of {budget} is what the policy always keeps: nothing is left to search, raise it"
+            )
     uniform = next(iter(prepared.starts.values()))
     next(stages_of(prepared.settings, prepared.frame, prepared.starts, lambda: uniform))

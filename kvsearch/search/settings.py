@@ -12,6 +12,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 
+PhaseNames = Literal["prefill", "decode", "both"]
 SpaceName = Literal["groups", "layers", "heads", "basis"]
 ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "random")  # optimisers whose generations may have any size
@@ -44,6 +45,14 @@ class EvolveSettings(Record):
             panel=WHAT,
         ),
     ] = "groups"
+    phases: Annotated[
+        PhaseNames,
+        Option(
+            "When to evict: prefill, decode or both, each phase with the budget as its size. Prefill candidates share "
+            "one reading of every prompt; with decode each is run whole, exact and slower.",
+            panel=WHAT,
+        ),
+    ] = "prefill"
     group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", panel=WHAT, shown="8, or all")] = 8
     optimiser: Annotated[Text, Option("cma, random, coordinate, or golden for groups of one layer.", panel=WHAT)] = (
         "cma"

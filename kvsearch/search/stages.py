@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
+from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.space import Basis, Group, Heads, Layers, Parity, Space, basis_from_tables
+from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Space, basis_from_tables
 
 EVEN = ("uniform", "pyramid")  # start plans that need no measurement
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What all candidates [L, Hkv] keep to: `budget` entries per kv head on average, and bounds of each head."""
+    """What all candidates keep to: `budget` entries per kv head on average in each phase, and bounds of each head.
+
+    A candidate of several phases has the layers of the first, then those of the next: [phases * L, Hkv].
+    """
 
     budget: int
     floors: Ints
     caps: Ints
+    phases: tuple[Phase, ...] = ("prefill",)
 
     @property
     def layers(self) -> int:
-        return int(self.floors.shape[0])
+        return len(self.floors) // len(self.phases)
 
     @property
     def heads(self) -> int:
@@ -32,8 +39,13 @@ class Frame:
 
     @property
     def total(self) -> int:
-        """Entries of all layers and heads."""
+        """Entries of all layers and heads in one phase."""
         return self.budget * self.layers * self.heads
+
+    @property
+    def parts(self) -> list[slice]:
+        """The rows of each phase."""
+        return [slice(first, first + self.layers) for first in range(0, len(self.floors), self.layers)]
 
     def complete(self, table: Ints) -> Ints:
         """Scale budgets to the total (section 3.2), at another budget c than theirs too (section 4.2.1).
@@ -41,14 +53,15 @@ class Frame:
         EvolKV's rule is b_i = ceil(k_i * T / A), where A is the sum of all k_i and T = c * L the total wanted. For L
         layers that is up to L - 1 entries too many: for T = 240 [101, 50, 30, 20] becomes [121, 60, 36, 24], which is
         241. Here the same shares are water-filled between the bounds, of which the paper says nothing, and rounded by
-        largest remainders, so that the sum is T: [120, 60, 36, 24].
+        largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T.
         """
-        return water_fill(table, self.total, self.floors, self.caps)
+        filled = [water_fill(table[part], self.total, self.floors[part], self.caps[part]) for part in self.parts]
+        return np.concatenate(filled)
 
 
 @dataclass(frozen=True, eq=False)
 class SearchStage:
-    """One optimisation, `number` of `count`; `rows` are the layers that are varied, `inject` what it is told first."""
+    """One optimisation, `number` of `count`; `rows` are what is varied of a table, `inject` what it is told first."""
 
     name: str
     number: int
@@ -66,31 +79,53 @@ def stages_of(
     Raises:
         UsageError: the spaces "heads" and "basis" without start plans, and what spaces refuse.
     """
-    space: Space
     if settings.space == "groups":
         groups = groups_of(frame.layers, settings.group_size)
-        for number, rows in enumerate(groups, 1):
-            name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
-            members = list(range(rows.start, rows.stop))
-            if settings.parity:
-                space = Parity(current(), members, frame.budget, frame.floors)
-            elif len(groups) == 1:
-                space = Layers(frame.total, frame.floors, frame.caps)
-            else:
-                space = Group(current(), members, frame.floors, frame.caps)
-            yield SearchStage(name, number, len(groups), space, rows)
+        count = len(frame.parts) * len(groups)
+        for phase, part in zip(frame.phases, frame.parts, strict=True):
+            for rows in groups:
+                name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
+                number = part.start // frame.layers * len(groups) + groups.index(rows) + 1
+                where = slice(part.start + rows.start, part.start + rows.stop)
+                of_phase = f"{phase}, " if len(frame.parts) > 1 else ""
+                space = _of_group(settings, frame, current(), part, rows)
+                yield SearchStage(of_phase + name, number, count, space, where)
         return
     tables = list(starts.values())
     given = [table for name, table in starts.items() if name not in EVEN]
-    if settings.space == "layers":
-        space = Layers(frame.total, frame.floors, frame.caps)
-    elif not given:
+    if settings.space != "layers" and not given:
         raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
-    elif settings.space == "basis":
-        space = Basis(tables[0], basis_from_tables(tables[1:], frame.floors), frame.floors, frame.caps)
+    spaces = [_of_layers(settings, frame, tables, given, part) for part in frame.parts]
+    whole = spaces[0] if len(spaces) == 1 else Joint(spaces)
+    yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)
+
+
+def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, rows: slice) -> Space:
+    """Return the space of a group of layers of one phase; the other phases stay as the best table has them."""
+    members, floors, caps = list(range(rows.start, rows.stop)), frame.floors[part], frame.caps[part]
+    space: Space
+    if settings.parity:
+        space = Parity(table[part], members, frame.budget, floors)
+    elif len(members) == frame.layers:
+        space = Layers(frame.total, floors, caps)
     else:
-        space = Heads(given[0], frame.floors, frame.caps, settings.group_size)
-    yield SearchStage(settings.space, 1, 1, space, slice(0, frame.layers), tables)
+        space = Group(table[part], members, floors, caps)
+    if len(frame.parts) == 1:
+        return space
+    return Joint([space if other == part else table[other] for other in frame.parts])
+
+
+def _of_layers(
+    settings: EvolveSettings, frame: Frame, tables: Sequence[Ints], given: Sequence[Ints], part: slice
+) -> Space:
+    """Return the space of all layers of one phase; start plans that were `given` come after the even ones."""
+    floors, caps = frame.floors[part], frame.caps[part]
+    if settings.space == "layers":
+        return Layers(frame.total, floors, caps)
+    if settings.space == "basis":
+        directions = basis_from_tables([table[part] for table in tables[1:]], floors)
+        return Basis(tables[0][part], directions, floors, caps)
+    return Heads(given[0][part], floors, caps, settings.group_size)
 
 
 def groups_of(layers: int, size: int) -> list[slice]:

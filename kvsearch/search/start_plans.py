@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PhasePlan, Plan
+from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
@@ -22,6 +22,7 @@ from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
+from kvsearch.runtime.rule import decode_needs
 from kvsearch.strategies.build import Chosen, build_plan
 
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
@@ -31,47 +32,65 @@ RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """The policy of every full-attention layer, ascending, and what it always keeps of every head, [L, Hkv]."""
+    """The policy of every full-attention layer, ascending, in the phases that are searched, one after the other."""
 
     loaded: LoadedModel
     policies: tuple[Policy, ...]
+    phases: tuple[Phase, ...] = ("prefill",)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, policy: Policy | Plan) -> Base:
-        """Take one policy in all layers, or those of a plan's prefill phase.
+    def of(cls, loaded: LoadedModel, policy: Policy | Plan, phases: tuple[Phase, ...] = ("prefill",)) -> Base:
+        """Take one policy in all layers and phases, or those of a plan.
 
         Raises:
             IncompatibleError: the plan is of another model.
-            UsageError: the plan is no static one that evicts in all full-attention layers when the prompt has passed.
+            UsageError: the plan is no static one that evicts in all full-attention layers in just these phases, or a
+                policy without a decode rule is to evict while decoding.
         """
         layers = describe(loaded.model).full_layers
         if isinstance(policy, Policy):
-            return cls(loaded, (policy,) * len(layers))
-        specs = [_require_static(loaded, policy, "this plan").layers[layer] for layer in layers]
-        return cls(loaded, tuple(policy_of(one.policy) for one in specs if one is not None))
+            found = cls(loaded, (policy,) * len(layers) * len(phases), phases)
+        else:
+            tables = [part.layers for part in _require_static(loaded, policy, "this plan", phases)]
+            specs = [table[layer] for table in tables for layer in layers]
+            found = cls(loaded, tuple(policy_of(one.policy) for one in specs if one is not None), phases)
+        if "decode" in phases:
+            for one in dict.fromkeys(found.policies[-len(layers) :]):
+                decode_needs(one)
+        return found
 
     @property
     def heads(self) -> tuple[int, int]:
         """Layers and kv heads."""
-        return len(self.policies), describe(self.loaded.model).kv_heads
+        return len(self.policies) // len(self.phases), describe(self.loaded.model).kv_heads
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether the prompt alone is evicted, once, so that its entries in the order of their ranks say everything."""
+        return self.phases == ("prefill",)
 
     @property
     def floors(self) -> Ints:
-        """Entries that are always kept, at least 1, [L, Hkv]."""
+        """Entries that are always kept, at least 1, by row of a candidate, [phases * L, Hkv]."""
         least = np.array([policy.floor for policy in self.policies], dtype=np.int64)
         return np.repeat(least[:, None], self.heads[1], axis=1)
 
     @property
     def by_layer(self) -> dict[int, Policy]:
-        """The policies by model layer."""
-        return dict(zip(describe(self.loaded.model).full_layers, self.policies, strict=True))
+        """The policies of the first phase by model layer."""
+        return dict(zip(describe(self.loaded.model).full_layers, self.policies, strict=False))
 
     def plan(self, table: Ints, settings: Mapping[str, Any], seed: int, data: str | None = None) -> Plan:
-        """Return the plan of budgets [L, Hkv], as entries for prompts of any length."""
+        """Return the plan of budgets [phases * L, Hkv], as entries for prompts of any length."""
+        layers = self.heads[0]
+        chosen = {}
+        for number, phase in enumerate(self.phases):
+            rows = slice(number * layers, (number + 1) * layers)
+            chosen[phase] = Chosen(tuple(policy.spec for policy in self.policies[rows]), table[rows])
         return build_plan(
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
-            {"prefill": Chosen(tuple(policy.spec for policy in self.policies), table)},
+            chosen,
             provenance(METHOD, seed, data, settings, None),
             int(min(self.floors.min(), table.min())),
         )
@@ -89,6 +108,8 @@ def check_names(names: Iterable[str]) -> None:
 def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
     """Return even budgets, PyramidKV's, and those of plans scaled to `budget` entries per kv head; equal ones once.
 
+    Of several phases each has that size, and the first two have the same budgets in all of them.
+
     Raises:
         UsageError: the budget is below what some policy always keeps, or a plan cannot be a start.
         IncompatibleError: a plan is of another model.
@@ -101,16 +122,20 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
             f"larger --budget, or lower --set {' or '.join(worst.protecting)}"
         )
-    total, caps = budget * layers * heads, np.full_like(floors, MOST_ENTRIES)
-    signals = np.zeros((layers, heads))
-    found = {UNIFORM: Uniform().allocate(signals, total, floors, caps)}
+    total, signals = budget * layers * heads, np.zeros((layers, heads))
+    parts = np.split(floors, len(base.phases))
+    caps = np.full_like(parts[0], MOST_ENTRIES)
+    found = {UNIFORM: np.concatenate([Uniform().allocate(signals, total, low, caps) for low in parts])}
     if layers > 1:
-        found[PYRAMID] = Pyramid(window=int(floors.max())).allocate(signals, total, floors, caps)
+        pyramid = Pyramid(window=int(floors.max()))
+        found[PYRAMID] = np.concatenate([pyramid.allocate(signals, total, low, caps) for low in parts])
     for name, plan in plans.items():
-        phase = _require_static(base.loaded, plan, f"start plan {name}")
-        scaled = scale(plan, total=total).prefill or phase
-        rows = [one.budget for one in scaled.layers if one is not None]
-        found[name] = water_fill(np.array(rows, dtype=np.float64), total, floors, caps)
+        _require_static(base.loaded, plan, f"start plan {name}", base.phases)
+        scaled, tables = scale(plan, total=total), []
+        for phase, low in zip(base.phases, parts, strict=True):
+            rows = [budget for budget in scaled.budgets(phase) if budget is not None]
+            tables.append(water_fill(np.array(rows, dtype=np.float64), total, low, caps))
+        found[name] = np.concatenate(tables)
     distinct: dict[str, Ints] = {}
     for name, table in found.items():
         if not any(np.array_equal(table, other) for other in distinct.values()):
@@ -118,11 +143,14 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
     return distinct
 
 
-def _require_static(loaded: LoadedModel, plan: Plan, name: str) -> PhasePlan:
+def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence[Phase]) -> list[PhasePlan]:
     plan.model.require(loaded.fingerprint, name)
-    phase = plan.prefill
-    if phase is None or plan.decode is not None or plan.allocation.name != STATIC:
-        raise UsageError(f"{name} is no static plan of the prefill phase alone, which is what is searched")
-    if set(describe(loaded.model).full_layers) - set(phase.planned_layers):
+    found = {"prefill": plan.prefill, "decode": plan.decode}
+    there = [phase for phase, part in found.items() if part is not None]
+    if there != list(phases) or plan.allocation.name != STATIC:
+        what = f"the {phases[0]} phase alone" if len(phases) == 1 else "both phases"
+        raise UsageError(f"{name} is no static plan of {what}, which is what is searched: see --phases")
+    parts = [part for part in found.values() if part is not None]
+    if any(set(describe(loaded.model).full_layers) - set(part.planned_layers) for part in parts):
         raise UsageError(f"{name} leaves layers their full cache: a search shares a total among all of them")
-    return phase
+    return parts

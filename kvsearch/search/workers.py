@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,15 +11,17 @@ import torch
 from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import ModelFingerprint
+from kvsearch.plan import ModelFingerprint, Phase
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.evolve import PreparedSearch, questions_hash
 from kvsearch.search.executors import Executor, SerialExecutor
+from kvsearch.search.executors.base import Evaluator
 from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.executors.ray import RayExecutor
+from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode_tasks
@@ -36,6 +39,7 @@ class WorkerBank:
     options: LoadOptions
     fingerprint: ModelFingerprint
     policies: tuple[Policy, ...]
+    phases: tuple[Phase, ...]
     tasks: tuple[Task, ...]
     asked: Settings
     drawn: str
@@ -53,6 +57,7 @@ class WorkerBank:
             options=options,
             fingerprint=loaded.fingerprint,
             policies=prepared.base.policies,
+            phases=prepared.base.phases,
             tasks=tuple(prepared.splits.search),
             asked=prepared.asked,
             drawn=prepared.data_sha256,
@@ -62,7 +67,7 @@ class WorkerBank:
             threads=torch.get_num_threads(),
         )
 
-    def __call__(self) -> CandidateBank:
+    def __call__(self) -> Evaluator:
         """Load, draw, read all prompts.
 
         Raises:
@@ -80,8 +85,25 @@ class WorkerBank:
             raise IncompatibleError(
                 "a worker draws other questions than the search: give all machines the same data and kvsearch"
             )
-        base = Base(loaded, self.policies)
-        return CandidateBank(loaded, base.by_layer, samples, self.cap, full=self.full, max_memory=self.max_memory)
+        base = Base(loaded, self.policies, self.phases)
+        return evaluator_of(base, samples, asked.batch, self.cap, self.full, self.max_memory)
+
+
+def evaluator_of(
+    base: Base,
+    samples: Sequence[BankSample],
+    batch: int,
+    cap: int,
+    full: bool,
+    max_memory: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluator:
+    """Return what measures candidates: a bank where the prompt alone is evicted, else runs of their plans."""
+    if base.in_prefill:
+        return CandidateBank(
+            base.loaded, base.by_layer, samples, cap, full=full, max_memory=max_memory, progress=progress
+        )
+    return PlanRuns(base, samples, full=full, batch=batch, max_memory=max_memory, progress=progress)
 
 
 def make_executor(
@@ -102,11 +124,8 @@ def make_executor(
     """
     base, most = prepared.base, prepared.cap if cap is None else cap
     if workers is None:
-        full = prepared.settings.objective == "kl"
-        bank = CandidateBank(
-            base.loaded, base.by_layer, prepared.samples, most, full=full, max_memory=max_memory, progress=progress
-        )
-        return SerialExecutor(bank)
+        full, batch = prepared.settings.objective == "kl", prepared.asked.batch
+        return SerialExecutor(evaluator_of(base, prepared.samples, batch, most, full, max_memory, progress))
     device = base.loaded.device.type
     alone = replace(options, device=device, device_map=None)
     wanted = replace(workers, gpus=1.0) if device == "cuda" else workers

@@ -189,6 +189,20 @@ def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
     assert "budget 16: layers 4-5 (3 of 3), generation 0" in talk
 
 
+def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) -> None:
+    small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
+    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    assert code == 0
+    assert json.loads(out)["measured_by"] == "whole runs"
+    code, out, talk = run(*command(questions, tmp_path / "run", small=small))
+    assert code == 0, talk
+    plan = load_plan(tmp_path / "run" / "plan.json")
+    assert plan.prefill is None
+    assert plan.phase("decode").total == plan.total == 12 * 24
+    assert f"every candidate is run whole on {2 * SAMPLES} questions: budgets of the decode phase" in talk
+    assert "report split, 12 entries per kv head, question-agnostic, decode" in out
+
+
 def test_a_dry_run_writes_nothing(questions: Path, run: Run, tmp_path: Path) -> None:
     code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run"))
     assert code == 0
@@ -253,6 +267,8 @@ def test_another_configuration_is_refused(
         (("--policy", "snapkb"), "unknown policy 'snapkb'; did you mean 'snapkv'"),
         (("--set", "windw=4"), "windw"),
         (("--group-size", 7), "a group of 7 layers: the model has 6"),
+        (("--phases", "all"), "--phases: Input should be 'prefill', 'decode' or 'both'"),
+        (("--phases", "decode", "--budget", 160), "keep all of the longest prompt and reply ("),
         (("--budget", 3), "a budget of 3 is below the 4 entries that snapkv always keeps"),
         (("--budget", 400), "keep all of the longest prompt"),
         (("--space", "basis"), "space basis is made of start plans"),

@@ -24,5 +24,7 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
     assert again.recorded() == found.options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]
-    assert {key: value for key, value in dry_run(again).items() if key != "questions"} == content
+    told = dry_run(again)
+    assert {key: value for key, value in told.items() if key not in ("questions", "measured_by")} == content
+    assert told["measured_by"] == "stored prompts"
     assert not (tmp_path / "again").exists()

@@ -10,6 +10,7 @@ from typing import Any
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.plan import Plan
+from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
 from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
@@ -50,7 +51,8 @@ def prepare(
     """A search that is ready to run."""
     how = settings_of(**changes)
     asked = Settings(contexts, how.protocol, how.seed)
-    return prepare_search(Base.of(loaded, POLICY), budget, how, splits(contexts), asked, plans or {})
+    base = Base.of(loaded, POLICY, phases_of(how.phases))
+    return prepare_search(base, budget, how, splits(contexts), asked, plans or {})
 
 
 def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:

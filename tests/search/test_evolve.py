@@ -43,6 +43,7 @@ MODES: list[dict[str, Any]] = [
     {"parity": True},
     {"objective": "kl", "space": "layers", "minibatch": 3},
     {"objective": "metric", "generations": 1, "protocol": "question-aware"},
+    {"phases": "both", "generations": 1, "group_size": 6},
 ]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
 
@@ -74,8 +75,12 @@ def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[P
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
     prepared, evolved = found
     plan = evolved.choice.plan
-    assert plan.total == prepared.budget * prepared.base.floors.size == evolved.choice.table.sum()
-    np.testing.assert_equal(budgets_at(plan, "prefill", 1000), evolved.choice.table)
+    phases = prepared.base.phases
+    assert plan.total == prepared.frame.total == evolved.choice.table.sum() / len(phases)
+    for phase, table in zip(phases, np.split(evolved.choice.table, len(phases)), strict=True):
+        np.testing.assert_equal(budgets_at(plan, phase, 1000), table)
+        assert plan.phase(phase).total == prepared.budget * table.size
+    assert (plan.decode is None) == prepared.base.in_prefill
     Program.from_plan(loaded.model, plan)
     assert plan.provenance is not None
     assert plan.provenance.data_sha256 == prepared.data_sha256
@@ -85,8 +90,9 @@ def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], 
 
 def test_all_finalists_have_the_same_size(found: tuple[PreparedSearch, Evolved]) -> None:
     prepared, evolved = found
-    totals = {int(one.table.sum()) for one in evolved.choice.finalists.values()}
-    assert totals == {prepared.frame.total}
+    count = len(prepared.base.phases)
+    parts = [part for one in evolved.choice.finalists.values() for part in np.split(one.table, count)]
+    assert {int(part.sum()) for part in parts} == {prepared.frame.total}
     tables_of = [one.table.tobytes() for one in evolved.choice.finalists.values()]
     assert len(tables_of) == len(set(tables_of))
 

@@ -13,13 +13,52 @@ from hypothesis import strategies as st
 from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
-from kvsearch.search.space import Basis, Group, Heads, LayerGroups, Layers, Parity, Space, basis_from_tables
+from kvsearch.search.space import Basis, Group, Heads, Joint, LayerGroups, Layers, Parity, Space, basis_from_tables
 from kvsearch.search.space.base import BoxSpace
 from tests.examples import at_most
 
 
 def full(layers: int, heads: int, entries: int) -> Ints:
     return np.full((layers, heads), entries, dtype=np.int64)
+
+
+# --- several phases -----------------------------------------------------------------------------------------------
+
+
+def joint(fixed: bool) -> Joint:
+    """Three layers of two heads in each of two phases; the first phase may be fixed."""
+    first = np.array([[10, 20], [30, 10], [8, 12]]) if fixed else Layers(90, full(3, 2, 4))
+    return Joint([first, Group(full(3, 2, 15), [0, 1], full(3, 2, 4))])
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@given(st.data())
+@at_most(40)
+def test_every_phase_has_its_own_exact_total(fixed: bool, data: st.DataObject) -> None:
+    space = joint(fixed)
+    coordinates = st.lists(st.floats(-1.0, 9.0), min_size=space.dimension, max_size=space.dimension)
+    point = np.array(data.draw(coordinates))
+    table, projected = space.budgets(point), space.project(point)
+    assert [int(part.sum()) for part in np.split(table, 2)] == [90, 90]
+    assert table.min() >= 4
+    assert (projected >= space.lower).all()
+    assert (projected <= space.upper).all()
+    assert space.project(projected).tolist() == projected.tolist()
+    assert space.budgets(projected).tolist() == table.tolist()
+    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
+
+
+def test_phases_one_after_the_other() -> None:
+    space = joint(fixed=True)
+    assert (space.dimension, joint(fixed=False).dimension) == (2, 5)
+    assert space.budgets(np.array([2.0, 0.5])).tolist() == [[10, 20], [30, 10], [8, 12], [30, 30], [8, 8], [7, 7]]
+    np.testing.assert_equal(joint(fixed=False).start, np.ones(5))
+    with pytest.raises(UsageError, match="all parts of the table are fixed"):
+        Joint([full(2, 2, 3)])
+    with pytest.raises(UsageError, match=r"a point of this space has shape \[2\], got \[3\]"):
+        space.budgets(np.ones(3))
+    with pytest.raises(UsageError, match=r"a table of this space has 6 rows, got shape \[3, 2\]"):
+        space.point_of(full(3, 2, 15))
 
 
 # --- any space, drawn ---------------------------------------------------------------------------------------------

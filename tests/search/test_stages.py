@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
-from kvsearch.search.space import Basis, Group, Heads, Layers, Parity
+from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
@@ -88,6 +88,52 @@ def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
 
 def test_the_frame() -> None:
     assert (FRAME.layers, FRAME.heads, FRAME.total) == (4, 2, BUDGET * 8)
+
+
+# --- several phases ---------------------------------------------------------------------------------------------------
+
+BOTH = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), ("prefill", "decode"))
+EVEN = np.tile(UNIFORM, (2, 1))
+
+
+def totals(table: Ints) -> list[int]:
+    return [int(part.sum()) for part in np.split(table, 2)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"group_size": 4}, {"parity": True}])
+def test_groups_of_both_phases_one_after_the_other(changes: dict[str, Any]) -> None:
+    found = list(stages_of(settings_of(**changes), BOTH, {"uniform": EVEN}, lambda: EVEN))
+    names = ["layers 0-3"] if changes.get("group_size") == 4 else ["layers 0-1", "layers 2-3"]
+    assert [stage.name for stage in found] == [f"{phase}, {name}" for phase in BOTH.phases for name in names]
+    assert [stage.number for stage in found] == list(range(1, len(found) + 1))
+    assert {stage.count for stage in found} == {len(found)}
+    for stage in found:
+        table = stage.space.budgets(np.linspace(1.5, 0.75, stage.space.dimension))
+        varied = (table != EVEN).any(axis=1)
+        part = BOTH.parts[stage.rows.start >= 4]
+        assert varied[part].any()
+        assert not np.delete(varied, part).any()  # the other phase stays
+        if not changes.get("parity"):
+            assert totals(table) == [BOTH.total] * 2
+
+
+def test_all_layers_of_both_phases_at_once() -> None:
+    (layers,) = stages_of(settings_of(space="layers"), BOTH, {"uniform": EVEN}, lambda: EVEN)
+    assert isinstance(layers.space, Joint)
+    assert layers.space.dimension == 8
+    assert totals(layers.space.budgets(np.arange(8.0))) == [BOTH.total] * 2
+    given = np.concatenate([PROFILE, PROFILE[::-1]])
+    for space in ("heads", "basis"):
+        (stage,) = stages_of(settings_of(space=space), BOTH, {"uniform": EVEN, "mine": given}, lambda: EVEN)
+        np.testing.assert_equal(stage.space.budgets(stage.space.point_of(given)), given)
+
+
+def test_each_phase_is_completed_to_its_own_total() -> None:
+    table = np.concatenate([2 * UNIFORM, np.where(np.arange(4)[:, None] < 2, 2 * UNIFORM, UNIFORM)])
+    completed = BOTH.complete(table)
+    assert totals(completed) == [BOTH.total] * 2
+    assert completed[:4].tolist() == UNIFORM.tolist()
+    assert completed[4:, 0].tolist() == [21, 21, 11, 11]
 
 
 # --- completion to the total ------------------------------------------------------------------------------------------

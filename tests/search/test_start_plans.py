@@ -7,12 +7,14 @@ import pytest
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Phase, Plan
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.search.start_plans import Base, start_tables
 from tests import tiny
 from tests.plan.builders import make_plan
+from tests.runtime.test_refusals import Sums
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
@@ -61,6 +63,53 @@ def test_the_plan_of_a_table(base: Base) -> None:
     assert plan.provenance is not None
     assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
     assert plan.provenance.settings == {"budget": 14, "parity": False}
+
+
+BOTH = ("prefill", "decode")
+
+
+def two_phases(loaded: LoadedModel) -> Plan:
+    """The rows of `SHAPED`, turned round while decoding."""
+    one, other = (tiny.plan_for(loaded, rows).model_dump(mode="json") for rows in (SHAPED, SHAPED[::-1]))
+    return make_plan(list(SHAPED), model=one["model"], prefill=one["prefill"], decode=other["prefill"])
+
+
+class TestPhases:
+    def test_a_table_of_both_phases(self, loaded: LoadedModel) -> None:
+        base = Base.of(loaded, POLICY, BOTH)
+        assert base.heads == (4, 2)
+        assert base.floors.shape == (8, 2)
+        assert not base.in_prefill
+        plan = base.plan(np.concatenate([SHAPED, SHAPED[::-1]]), {}, seed=0)
+        np.testing.assert_equal(budgets_at(plan, "prefill", 1000), SHAPED)
+        np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED[::-1])
+        Program.from_plan(loaded.model, plan)
+
+    def test_decoding_alone(self, loaded: LoadedModel) -> None:
+        plan = Base.of(loaded, POLICY, ("decode",)).plan(np.array(SHAPED), {}, seed=0)
+        assert plan.prefill is None
+        np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED)
+
+    def test_starts_have_the_size_in_each_phase(self, loaded: LoadedModel) -> None:
+        base = Base.of(loaded, two_phases(loaded), BOTH)
+        assert base.policies == (POLICY,) * 8
+        found = start_tables(base, 20, {"mine": two_phases(loaded)})
+        assert list(found) == ["uniform", "pyramid", "mine"]
+        for table in found.values():
+            assert [int(part.sum()) for part in np.split(table, 2)] == [160, 160]
+        np.testing.assert_equal(start_tables(base, 16, {"mine": two_phases(loaded)})["mine"], [*SHAPED, *SHAPED[::-1]])
+
+    @pytest.mark.parametrize(
+        ("phases", "what"), [(("decode",), "the decode phase alone"), (BOTH, "both phases")], ids=["decode", "both"]
+    )
+    def test_a_start_plan_of_other_phases(self, phases: tuple[Phase, ...], what: str, loaded: LoadedModel) -> None:
+        with pytest.raises(UsageError, match=f"start plan mine is no static plan of {what}, which is what is searched"):
+            start_tables(Base.of(loaded, POLICY, phases), 20, {"mine": tiny.plan_for(loaded, list(SHAPED))})
+
+    def test_a_policy_that_cannot_decode(self, loaded: LoadedModel) -> None:
+        assert Base.of(loaded, Sums()).in_prefill
+        with pytest.raises(UsageError, match="policy sums needs attention column sums and has no decode rule"):
+            Base.of(loaded, Sums(), BOTH)
 
 
 class TestStarts:

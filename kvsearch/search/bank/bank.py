@@ -24,16 +24,14 @@ from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.replies import check_length, left_padded, stop_tokens
+from kvsearch.runtime.replies import check_length, stop_tokens
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
-from kvsearch.search.bank.passes import BankReply, Pass, Portion, side_by_side
+from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
-from kvsearch.search.bank.samples import BankSample
+from kvsearch.search.bank.samples import BankSample, require_answers
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.executors.base import Job
 from kvsearch.search.objectives import Objective, find_objective
-from kvsearch.signals.divergence import answer_divergences
-from kvsearch.signals.perplexity import answer_losses
 
 
 class CandidateBank:
@@ -208,11 +206,7 @@ class CandidateBank:
             raise UsageError(f"{objective.name} is judged by replies, not by teacher-forced answers: use scores()")
         if objective.needs_full and not self.full:
             raise UsageError(f"{objective.name} compares with the full cache: build the bank with full=True")
-        for sample in (self.samples[index] for index in chosen):
-            if not len(sample.answer):
-                raise UsageError(
-                    f"{sample.place}: {objective.name} needs a right answer, and there is none: search by the metric"
-                )
+        require_answers(objective, [self.samples[index] for index in chosen])
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -283,14 +277,9 @@ class CandidateBank:
 
     def _loss(self, objective: str, indices: Sequence[int]) -> Callable[[Tensor], Floats]:
         """Return what makes sums of losses [S] of logits [S, R, V] of these samples."""
-        chosen = [self.samples[index] for index in indices]
-        answers, _ = left_padded(
-            [sample.answer[len(sample.answer) - sample.predicting :] for sample in chosen], -1, self.loaded.device
-        )
-        if objective == "nll":
-            return lambda logits: answer_losses(logits, answers)
-        full = side_by_side([self._prepared.full_log_probs(index) for index in indices], right=True)[:, 0]
-        return lambda logits: answer_divergences(full, logits, answers)
+        samples = [self.samples[index] for index in indices]
+        full = None if objective == "nll" else [self._prepared.full_log_probs(index) for index in indices]
+        return forced_loss(samples, full, self.loaded.device)
 
     def _room(self) -> int:
         """Return how much of the memory prompts may take for good, in bytes: enough must be left for a pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.arrays import Ints
+from kvsearch.arrays import Floats, Ints
 from kvsearch.runtime.replies import GreedyReply, left_padded, likeliest
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
+from kvsearch.signals.divergence import answer_divergences
+from kvsearch.signals.perplexity import answer_losses
 
 PAD = 0  # any token will do: nothing sees it
 
@@ -44,6 +46,22 @@ def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
         first = width - state.shape[1] if right else 0
         row[:, first : first + state.shape[1]] = state
     return made
+
+
+def forced_loss(
+    samples: Sequence[BankSample], full: Sequence[Tensor] | None, device: Any
+) -> Callable[[Tensor], Floats]:
+    """Return what makes sums of losses [S] of the logits [S, R, V] that predict the samples' answers, right-aligned.
+
+    Negative log-likelihoods, or with what the `full` cache says of every answer, log-probabilities [1, rows, V],
+    divergences from that.
+    """
+    predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
+    answers, _ = left_padded(predicted, -1, device)
+    if full is None:
+        return lambda logits: answer_losses(logits, answers)
+    together = side_by_side(full, right=True)[:, 0]
+    return lambda logits: answer_divergences(together, logits, answers)
 
 
 class BankReply(GreedyReply):

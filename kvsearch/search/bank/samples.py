@@ -9,7 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvsearch.errors import UsageError
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.search.objectives import Objective
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, readings
@@ -82,6 +84,15 @@ class BankSample:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
         text = cut(self.task.format.decode(reply), self.task.task.stops)
         return score(self.task.task, self.reading.prompt.key, self.question.number, self.question.query, text)
+
+
+def require_answers(objective: Objective, samples: Sequence[BankSample]) -> None:
+    """Raise UsageError if a sample names no right answer, which this objective needs."""
+    for sample in samples:
+        if not len(sample.answer):
+            raise UsageError(
+                f"{sample.place}: {objective.name} needs a right answer, and there is none: search by the metric"
+            )
 
 
 def bank_samples(tasks: Sequence[TaskPrompts], protocol: Protocol) -> list[BankSample]:

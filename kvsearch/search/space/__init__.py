@@ -5,6 +5,18 @@ from kvsearch.search.space.base import Space
 from kvsearch.search.space.basis import Basis, basis_from_tables
 from kvsearch.search.space.group import Group, Parity
 from kvsearch.search.space.heads import Heads
+from kvsearch.search.space.joint import Joint
 from kvsearch.search.space.layers import LayerGroups, Layers
 
-__all__ = ["Basis", "Group", "Heads", "LayerGroups", "Layers", "Parity", "Space", "Vector", "basis_from_tables"]
+__all__ = [
+    "Basis",
+    "Group",
+    "Heads",
+    "Joint",
+    "LayerGroups",
+    "Layers",
+    "Parity",
+    "Space",
+    "Vector",
+    "basis_from_tables",
+]

@@ -1,0 +1,197 @@
+"""Candidates that are run whole, as `evaluate` runs plans: for budgets of the decode phase.
+
+What leaves while decoding depends on every token that follows the prompt, so there is no order of entries that serves
+all candidates. Each has a cache of its own here, which takes in what follows token by token. Only the prompts are
+shared: those of a job's candidates are read once, as far as memory permits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.arrays import Floats
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC
+from kvsearch.progress import Progress, counted
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import NonFiniteError, check_length, has_windows, stop_tokens
+from kvsearch.runtime.shared_prefill import JointReplies, compressed
+from kvsearch.search.bank.passes import PAD, forced_loss
+from kvsearch.search.bank.samples import BankSample, require_answers
+from kvsearch.search.executors.base import Job
+from kvsearch.search.objectives import Objective, find_objective
+from kvsearch.search.start_plans import Base
+from kvsearch.signals.perplexity import answer_losses
+
+FULL = "full"
+Context = list[int]  # the samples that share a prompt
+
+
+class PlanRuns:
+    """Measures candidates by running their plans; an `Evaluator`, exact in every phase and under every policy.
+
+    Results are data, as those of `CandidateBank`, and do not depend on which candidates are evaluated together.
+
+    Args:
+        base: policies and phases.
+        samples: of one protocol; see `bank_samples`.
+        full: also note what the full cache says of every answer, which "kl" compares with.
+        batch: contexts that are read together.
+        max_memory: bytes for compressed caches; see `compressed`.
+        progress: told (contexts read, contexts), while the full cache is noted.
+
+    Raises:
+        UsageError: there are no samples.
+        IncompatibleError: a prompt is too long for the model, or makes it emit NaN.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        samples: Sequence[BankSample],
+        *,
+        full: bool = False,
+        batch: int = 8,
+        max_memory: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.base, self.samples, self.model = base, tuple(samples), base.loaded.model
+        if not self.samples:
+            raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
+        for sample in self.samples:
+            check_length(self.model, len(sample.prompt) + len(sample.following))
+        # on a model with sliding windows nothing may be padded between a prompt and what follows it
+        self.batch, self.memory = 1 if has_windows(self.model) else batch, max_memory
+        self._spent = 0
+        self._full: dict[int, Tensor] = {}  # log-probabilities [1, rows, V] under the full cache, by sample
+        if full:
+            self._note_full(progress)
+
+    @property
+    def tokens_spent(self) -> int:
+        """Tokens that the model has read so far: prompts, and what followed them under every candidate."""
+        return self._spent
+
+    def evaluate(self, job: Job) -> Floats:
+        """Judge every candidate of a job on its samples by its objective, float64 [P, S]; NaN where the model gives it.
+
+        Raises:
+            UsageError: no such objective or sample, or a sample without an answer.
+            IncompatibleError: the model emits NaN for a prompt.
+        """
+        objective = find_objective(job.objective)
+        chosen = list(range(len(self.samples)) if job.samples is None else job.samples)
+        if not objective.free_running:
+            require_answers(objective, [self.samples[index] for index in chosen])
+        if objective.needs_full and not self._full:
+            raise UsageError(f"{objective.name} compares with the full cache: make this with full=True")
+        programs = {
+            str(number): Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0))
+            for number, table in enumerate(job.candidates)
+        }
+        values = np.full((len(programs), len(self.samples)), np.nan)
+        with running(self.model):
+            for contexts in self._batches(chosen):
+                for joint in self._read(programs, contexts):
+                    for method, index, value in self._measured(joint, contexts, objective):
+                        values[int(method), index] = value
+        return values[:, chosen]
+
+    def close(self) -> None:
+        """Forget what the full cache said."""
+        self._full.clear()
+
+    # --- contexts -------------------------------------------------------------------------------------------------
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[list[Context]]:
+        """Put samples that share a prompt together, and as many such contexts of a task in a batch as are allowed."""
+        by_task: dict[str, dict[str, Context]] = {}
+        for index in chosen:
+            sample = self.samples[index]
+            by_task.setdefault(sample.task.task.name, {}).setdefault(sample.prompt_sha256, []).append(index)
+        for contexts in (list(found.values()) for found in by_task.values()):
+            for first in range(0, len(contexts), self.batch):
+                yield contexts[first : first + self.batch]
+
+    def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
+        """Read the prompts of some contexts under all programs."""
+        firsts, known = [self.samples[context[0]] for context in contexts], None
+        prompts, stop = [one.prompt for one in firsts], stop_tokens(self.base.loaded)
+        try:
+            for joint in compressed(self.model, programs, prompts, PAD, stop, firsts[0].finished, self.memory):
+                if joint.logits is not known:
+                    known = joint.logits
+                    self._spent += sum(map(len, prompts))
+                yield joint
+        except NonFiniteError as error:
+            raise IncompatibleError(f"{firsts[error.row].place}: {error}") from error
+
+    def _measured(
+        self, joint: JointReplies, contexts: Sequence[Context], objective: Objective
+    ) -> Iterator[tuple[str, int, float]]:
+        """Yield values by method and sample: the first question of every context, then the second, and so on."""
+        for number in range(max(map(len, contexts))):
+            # a context without a question of that number repeats its first one, unheard
+            asked = [context[number if number < len(context) else 0] for context in contexts]
+            measure = self._scores if objective.free_running else self._losses
+            values = measure(joint, asked * len(joint.methods), objective)
+            for row, value in enumerate(values):
+                method, column = divmod(row, len(contexts))
+                if number < len(contexts[column]):
+                    yield joint.methods[method], asked[column], value
+
+    def _scores(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:  # noqa: ARG002
+        """Return the metric of the replies to samples, NaN for all where the model gives NaN for one."""
+        samples, replies = [self.samples[index] for index in asked], joint.replies
+        limits = [sample.limit for sample in samples]
+        try:
+            if samples[0].reading.protocol == QUESTION_AGNOSTIC:
+                made = replies.ask([sample.asked for sample in samples], limits)
+            else:
+                made = replies.reply(limits)
+        except NonFiniteError:
+            return [math.nan] * len(samples)
+        self._spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))
+        return [sample.score(reply) for sample, reply in zip(samples, made, strict=True)]
+
+    def _losses(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:
+        """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
+        samples = [self.samples[index] for index in asked]
+        sums, rows = np.zeros(len(samples)), max(sample.predicting for sample in samples)
+        if rows:
+            full = [self._full[index] for index in asked] if objective.needs_full else None
+            logits = joint.replies.force([sample.following for sample in samples], rows)
+            sums += forced_loss(samples, full, self.model.device)(logits)
+            self._spent += sum(len(sample.following) for sample in samples)
+        for row, sample in enumerate(samples):
+            if not objective.needs_full and len(sample.answer) > sample.predicting:  # the prompt predicts the first
+                last = joint.logits[row % len(joint.logits)]
+                sums[row] += answer_losses(last[None], sample.answer[None, :1])[0]
+        return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]
+
+    def _note_full(self, progress: Progress | None) -> None:
+        """Note what the full cache says of every answer."""
+        answered = [index for index, sample in enumerate(self.samples) if len(sample.answer)]
+        work = list(self._batches(answered))
+        with running(self.model):
+            for contexts in counted(work, len(work), progress):
+                for joint in self._read({FULL: full_cache(self.model)}, contexts):
+                    for number in range(max(map(len, contexts))):
+                        asked = [context[min(number, len(context) - 1)] for context in contexts]
+                        self._note_answers(joint, asked)
+
+    def _note_answers(self, joint: JointReplies, asked: Context) -> None:
+        samples = [self.samples[index] for index in asked]
+        rows = max(sample.predicting for sample in samples)
+        logits = joint.replies.force([sample.following for sample in samples], rows) if rows else None
+        for row, (index, sample) in enumerate(zip(asked, samples, strict=True)):
+            said = torch.zeros(1, 0, 1) if logits is None else logits[row : row + 1, rows - sample.predicting :]
+            self._full[index] = said.float().log_softmax(-1).cpu()
+            self._spent += len(sample.following)

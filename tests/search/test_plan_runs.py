@@ -1,0 +1,145 @@
+"""Candidates with budgets of the decode phase, run whole, against caches that take in one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.arrays import Ints
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.runner import run_encoded
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Phase
+from kvsearch.plan.protocol import Protocol
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.executors import Job
+from kvsearch.search.plan_runs import PlanRuns
+from kvsearch.search.start_plans import Base
+from tests import tiny
+from tests.runtime.helpers import TOLERANCE
+from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
+
+PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
+phases = pytest.mark.parametrize("name", PHASES)
+protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+def model_of(family: str = "llama") -> LoadedModel:
+    return tiny.loaded(family, tie_word_embeddings=False)
+
+
+def candidates_of(loaded: LoadedModel, base: Base, count: int, most: int = 40) -> list[Ints]:
+    tables = random_candidates(loaded, count * len(base.phases), most)
+    return [np.concatenate(tables[n::count]) for n in range(count)]
+
+
+def measured(runs: PlanRuns, candidates: Sequence[Ints], objective: str, chosen: tuple[int, ...] | None = None) -> Ints:
+    return runs.evaluate(Job(0, tuple(candidates), chosen, objective))
+
+
+@torch.no_grad()
+def one_by_one(loaded: LoadedModel, program: Program, sample: BankSample) -> Tensor:
+    """Logits [A, V] for the answer: the prompt, then every token by itself."""
+    model, cache = loaded.model, PlanCache(loaded.model, program)
+    rows = []
+    with running(model):
+        rows.append(model(input_ids=sample.prompt[None], past_key_values=cache).logits[0, -1:])
+        for step, token in enumerate(sample.following):
+            position = torch.tensor([[len(sample.prompt) + step]])
+            rows.append(model(input_ids=token[None, None], position_ids=position, past_key_values=cache).logits[0, -1:])
+    return torch.cat(rows)[-len(sample.answer) :]
+
+
+@phases
+@protocols
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Protocol, name: str) -> None:
+    loaded = model_of(family)
+    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol)
+    candidates = candidates_of(loaded, base, 2)
+    found = measured(PlanRuns(base, samples, batch=2), candidates, "nll")
+    expected = [
+        [losses_of(sample, [one_by_one(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
+         for sample in samples]
+        for table in candidates
+    ]  # fmt: skip
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    assert np.ptp(found, axis=0).max() > 100 * TOLERANCE  # candidates do differ
+
+
+@phases
+@protocols
+def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> None:
+    loaded = model_of()
+    base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, (60, 3), (90, 1), (75, 2))
+    samples, candidates = bank_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
+    found = measured(PlanRuns(base, samples, batch=2), candidates, "metric")
+    programs = {
+        str(number): Program.from_plan(loaded.model, base.plan(table, {}, 0)) for number, table in enumerate(candidates)
+    }
+    replies = run_encoded(loaded, programs, tasks, protocol)
+    by_place = {(reply.method, reply.key, reply.question): reply.score for reply in replies}
+    expected = [
+        [by_place[method, sample.reading.prompt.key, sample.question.number] for sample in samples]
+        for method in programs
+    ]
+    np.testing.assert_equal(found, expected)
+
+
+@protocols
+@pytest.mark.parametrize("objective", ["nll", "kl", "metric"])
+def test_in_prefill_they_are_those_of_the_bank(objective: str, protocol: Protocol) -> None:
+    """Where both can say it, they say the same."""
+    loaded = model_of()
+    base, samples = Base.of(loaded, SNAPKV), samples_of(loaded, protocol)
+    candidates = candidates_of(loaded, base, 3)
+    with CandidateBank(loaded, SNAPKV, samples, cap=40, full=True) as bank:
+        expected = bank.evaluate(Job(0, tuple(candidates), None, objective))
+    found = measured(PlanRuns(base, samples, full=True), candidates, objective)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def test_budgets_that_evict_nothing_lose_nothing() -> None:
+    loaded = model_of()
+    base, samples = Base.of(loaded, SNAPKV, PHASES["both"]), samples_of(loaded, "question-agnostic")
+    runs = PlanRuns(base, samples, full=True)
+    whole = np.full_like(base.floors, 500)
+    assert abs(measured(runs, [whole], "kl")).max() < 1e-6
+    assert measured(runs, [base.floors], "kl").max() > 1e-3
+
+
+def test_some_samples_in_any_order_and_what_it_takes() -> None:
+    loaded = model_of()
+    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic")
+    runs, candidates = PlanRuns(base, samples), candidates_of(loaded, base, 2)
+    every = measured(runs, candidates, "nll")
+    before = runs.tokens_spent
+    np.testing.assert_allclose(measured(runs, candidates, "nll", (4, 0)), every[:, [4, 0]], atol=TOLERANCE)
+    prompts = len(samples[4].prompt) + len(samples[0].prompt)  # once for both candidates
+    assert runs.tokens_spent - before == prompts + 2 * (len(samples[4].following) + len(samples[0].following))
+
+
+@pytest.mark.parametrize("policy", [create_policy("d2o"), create_policy("h2o", {"recent": 4})], ids=["d2o", "h2o"])
+def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -> None:
+    """The bank refuses those that merge."""
+    loaded = model_of()
+    base, samples = Base.of(loaded, policy, PHASES["decode"]), samples_of(loaded, "question-agnostic")
+    found = measured(PlanRuns(base, samples), [np.full_like(base.floors, int(base.floors.max()) + 4)], "nll")
+    assert np.isfinite(found).all()
+
+
+def test_what_it_cannot_measure() -> None:
+    loaded = model_of()
+    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic")
+    with pytest.raises(UsageError, match="kl compares with the full cache"):
+        measured(PlanRuns(base, samples), [base.floors], "kl")
+    with pytest.raises(UsageError, match="there are no samples to search on"):
+        PlanRuns(base, [])
