@@ -9,12 +9,15 @@ from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import check_importance
 
 
-def without_gap(importance: ArrayLike) -> Floats:
+def without_gap(importance: ArrayLike, protected: int = 0) -> Floats:
     """Sort importance in descending order along the last axis, as if the ranking were the oracle's.
 
-    Solving with it is the ablation of the optimality gap; evict with the real ranking (LU-KV, "w/o gap").
+    The first `protected` entries stay in front in their order, as no ranking decides about them. Solving with it is the
+    ablation of the optimality gap; evict with the real ranking (LU-KV, "w/o gap").
     """
-    return -np.sort(-check_importance(importance), axis=-1)
+    checked = check_importance(importance)
+    fixed, ranked = checked[..., :protected], checked[..., protected:]
+    return np.concatenate([fixed, -np.sort(-ranked, axis=-1)], axis=-1)
 
 
 def recall_curve(importance: ArrayLike) -> Floats:

@@ -122,7 +122,7 @@ class _Summary:
         oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
         self._curves.append(np.stack([recall, oracle, recall * mass]))
         if not self.options.gap:
-            values = without_gap(values)
+            values = without_gap(values, self.tables.policy.protected(length))
         table = profile_grid(MarginalSolver(values, self.tables.floor(length)))
         self.tables.add(table, length, measured.context)
         if self.options.aggregate == "importance":

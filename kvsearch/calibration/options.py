@@ -169,7 +169,7 @@ class LukvOptions(CalibrationOptions):
     protection: ClassVar[dict[str, dict[str, Any]]] = {
         "snapkv": {"sinks": 4},
         "keydiff": {"sinks": 4, "window": 1},
-        "expected_attention": {"sinks": 4, "window": 1, "epsilon": 0.02},
+        "expected_attention": {"sinks": 4, "window": 1},
     }
 
     method: Literal["lukv"] = "lukv"

@@ -21,7 +21,7 @@ from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
 from kvsearch.runs.estimates import LEAST_USEFUL
 from kvsearch.runs.identity import Job, RunConfig
-from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.compared import ReadyMethod, different_settings
 from kvsearch.strategies.methods import FULL as FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
@@ -95,6 +95,11 @@ class Comparison:
         if full >= LEAST_USEFUL:
             return None
         return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
+
+    @property
+    def different(self) -> str | None:
+        """Which settings the compared policies differ in, if they do."""
+        return different_settings(self.methods)
 
     @property
     def notes(self) -> list[str]:

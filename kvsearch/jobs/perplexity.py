@@ -58,10 +58,13 @@ def measure(options: EvaluateOptions, talk: Talk) -> MeasuredPerplexity:
     from kvsearch.evaluation.identity import environment
     from kvsearch.evaluation.perplexity import measure_perplexity
     from kvsearch.evaluation.totals import check_totals
+    from kvsearch.strategies.compared import different_settings
     from kvsearch.strategies.methods import FULL
 
     loaded = options.load(options.model, talk)
     ready = request.ready(loaded)
+    if told := different_settings(ready):
+        talk.say(told)
     check_totals(loaded, ready, [context + len(loaded.tokenizer("")["input_ids"])])
     programs = {one.label: one.program for one in ready if one.name != FULL}
     with talk.progress("batches") as progress:

@@ -90,7 +90,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
         "averages": {name: list(tasks) for name, tasks in result.averages.items()},
         "full": {"held": result.held[FULL]._asdict(), "scores": scores(result.blocks[0], FULL)},
         "blocks": [block_json(block) for block in result.blocks],
-        "notes": result.notes,
+        "notes": result.notes, "different_settings": result.different,
     }  # fmt: skip
     grids = needle_grids(result.samples)
     if grids:
@@ -156,7 +156,8 @@ def score_table(result: Comparison, columns: Columns) -> Table:
         *result.notes,
     ]
     title = f"{result.model}: score in percent ({_how(result)})"
-    return Table(title, _header(result, numbers), groups, tuple(notes))
+    above = () if result.different is None else (result.different,)
+    return Table(title, _header(result, numbers), groups, tuple(notes), above)
 
 
 def difference_table(result: Comparison, columns: Columns) -> Table:

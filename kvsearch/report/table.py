@@ -36,12 +36,16 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Table:
-    """A table before it is written; the first column is of names, the others are of numbers."""
+    """A table before it is written; the first column is of names, the others are of numbers.
+
+    `notes` stand below it; what must be known to read it stands `above`.
+    """
 
     title: str
     header: list[str]
     groups: list[RowGroup]
     notes: tuple[str, ...] = ()
+    above: tuple[str, ...] = ()
 
     @classmethod
     def plain(cls, title: str, header: list[str], rows: Iterable[Sequence[str]], notes: tuple[str, ...] = ()) -> Table:
@@ -78,7 +82,8 @@ def on_screen(table: Table) -> Screen:
         for row in group.rows:
             made.add_row(*(Text(text, style="bold" if best else "") for text, best in row))
         made.add_section()
-    return Screen(Text(table.title, style="italic"), made, *(Text(note) for note in table.notes))
+    above = (Text(note) for note in table.above)
+    return Screen(Text(table.title, style="italic"), *above, made, *(Text(note) for note in table.notes))
 
 
 def markdown(table: Table) -> str:
@@ -90,13 +95,14 @@ def markdown(table: Table) -> str:
         rows += [[f"**{cell.text}**" if cell.best else cell.text for cell in row] for row in group.rows]
     lines = ["| " + " | ".join(text.replace("|", r"\|") for text in row) + " |" for row in rows]
     notes = [f"- {note}" for note in table.notes]
-    return "\n".join([f"**{table.title}**", "", *lines, *([""] if notes else []), *notes, ""])
+    above = [line for note in table.above for line in (note, "")]
+    return "\n".join([f"**{table.title}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
 
 
 def latex(table: Table) -> str:
     """Return a LaTeX table; it needs the package booktabs."""
     width = len(table.header)
-    sentences = [f"{note[0].upper()}{note[1:]}." for note in table.notes]
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in (*table.above, *table.notes)]
     lines = [
         r"\begin{table}",
         r"\centering",

@@ -21,11 +21,12 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache
-from kvsearch.strategies.methods import FULL, Method
+from kvsearch.strategies.methods import FULL, RANDOM, Method
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
 BASELINES = ("uniform", "snapkv", "streaming", "random")
 SNAPKV_SINKS = 4
+ALIKE = ("sinks", "window", "protect", "kernel", "pooling", "group")  # parameters that mean the same in every policy
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,31 @@ def with_baselines(
         kept = {"name": policy.name, "params": policy.parameters()}
         found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
     return [full_method(loaded), *found]
+
+
+def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
+    """Return in words which settings of their policies compared methods differ in, and who has which; None if in none.
+
+    Parameters of `ALIKE` are compared between all policies, others between methods of one policy; controls have none.
+    """
+    found: dict[str, dict[object, list[str]]] = {}
+    protects = any("protect" in policy.parameters() for method in methods for policy in method.program.policies)
+    for method in methods:
+        for policy in () if method.name in (FULL, RANDOM) else method.program.policies:
+            stated = policy.parameters()
+            if protects and hasattr(policy, "protect"):
+                stated["protect"] = policy.protect
+            for name, value in stated.items():
+                setting = name if name in ALIKE else f"{policy.name}.{name}"
+                having = found.setdefault(setting, {}).setdefault(value, [])
+                if method.name not in having:
+                    having.append(method.name)
+    told = [
+        f"{setting} " + ", ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+        for setting, by_value in sorted(found.items(), key=lambda item: (item[0] not in ALIKE, item[0]))
+        if len(by_value) > 1
+    ]
+    return f"settings differ: {'; '.join(told)}" if told else None
 
 
 def full_method(loaded: LoadedModel) -> ReadyMethod:

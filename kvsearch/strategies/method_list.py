@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
 
     METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
     options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). NAME=DIR looks budgets up in a
-    calibrated profile, whose policy keeps its own settings. `settings` are KEY=VALUE for all methods that have such a
-    parameter or option, or METHOD.KEY=VALUE for one.
+    calibrated profile, whose policy keeps its own settings; methods of the same policy take these where all profiles
+    agree. `settings` are KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
 
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
@@ -49,7 +49,16 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     labels = [_label(name) for name in names]
     common, own = _split(settings, labels)
     used: set[str] = set()
-    methods = [_method(name, common, own.get(label, {}), used) for name, label in zip(names, labels, strict=True)]
+    profiles = {
+        label: _calibrated(label, name, common, own.get(label, {}))
+        for name, label in zip(names, labels, strict=True)
+        if _is_profile(name)
+    }
+    alike = _settings_of(profiles.values())
+    methods = [
+        profiles.get(label) or _method(name, alike, common, own.get(label, {}), used)
+        for name, label in zip(names, labels, strict=True)
+    ]
     for key in common:
         if key not in used:
             raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
@@ -100,11 +109,24 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
     return common, own
 
 
-def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Method:
-    """Return the method of one item of the list; notes in `used` which of the common settings it takes."""
-    name, found, source = item.partition("=")
-    if found and ":" not in name:
-        return _calibrated(name.strip(), Path(source.strip()), common, own)
+def _is_profile(item: str) -> bool:
+    name, found, _ = item.partition("=")
+    return bool(found) and ":" not in name
+
+
+def _settings_of(profiles: Iterable[Method]) -> dict[str, Settings]:
+    """Return the parameters of the profiles' policies by their names, of those of which all profiles agree."""
+    found: dict[str, list[Settings]] = {}
+    for method in profiles:
+        found.setdefault(method.policy.name, []).append(method.policy.parameters())
+    return {name: stated[0] for name, stated in found.items() if all(one == stated[0] for one in stated)}
+
+
+def _method(item: str, alike: Mapping[str, Settings], common: Settings, own: Settings, used: set[str]) -> Method:
+    """Return the method of one item of the list; notes in `used` which of the common settings it takes.
+
+    `alike` are settings by policy, which others win over.
+    """
     name, own = item, {**own, **_inline(item)}
     recipe = _recipe(":".join(piece for piece in item.split(":") if "=" not in piece))
     policy_keys, option_keys = _keys(recipe)
@@ -112,9 +134,9 @@ def _method(item: str, common: Settings, own: Settings, used: set[str]) -> Metho
     for key in own:
         if key not in known:
             raise UsageError(f"method {name} has no setting {key!r}{suggest(key, known) if known else ''}")
-    settings = {key: value for key, value in common.items() if key in known}
-    used.update(settings)
-    settings.update(own)
+    shared = {key: value for key, value in common.items() if key in known}
+    used.update(shared)
+    settings = {**alike.get(recipe.policy, {}), **shared, **own}
     options = {key: settings[key] for key in option_keys if key in settings and key not in policy_keys}
     return _built(name, recipe, {key: settings[key] for key in policy_keys if key in settings}, options)
 
@@ -178,7 +200,8 @@ def _built(name: str, recipe: Recipe, params: Settings, options: Settings) -> Me
     return Method(name, policy, Formula(allocator, policy.floor), allocation)
 
 
-def _calibrated(name: str, source: Path, common: Settings, own: Settings) -> Method:
+def _calibrated(name: str, item: str, common: Settings, own: Settings) -> Method:
+    source = Path(item.partition("=")[2].strip())
     if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
     if own:

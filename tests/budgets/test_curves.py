@@ -18,6 +18,12 @@ def test_worked_example() -> None:
     assert without_gap(A).tolist() == [5, 3, 1, 1]
 
 
+def test_protected_entries_stay_in_front() -> None:
+    """No ranking decides about them: with two of them an important third entry must not take their place."""
+    assert without_gap([1.0, 0, 3, 5, 2], 2).tolist() == [1, 0, 5, 3, 2]
+    assert without_gap([[1.0, 0, 3], [0, 0, 9]], 9).tolist() == [[1, 0, 3], [0, 0, 9]]
+
+
 def test_loss_is_the_mass_beyond_the_budget() -> None:
     assert eviction_loss([A, A, A], [0, 2, 4]).tolist() == [10, 4, 0]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
@@ -142,6 +143,18 @@ def test_every_choice_makes_a_valid_profile(
     assert (settings["normalization"], settings["aggregate"]) == (normalization, aggregate)
     assert (settings["group"], settings["gap"]) == (group, gap)
     assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
+    options = LukvOptions(normalization="none", gap=False, minimum=0.0)
+    one = data.limited(1)
+    (item,) = measured(model, one, options)
+    fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
+    assumed = np.concatenate([fixed, -np.sort(-ranked, axis=-1)], -1)
+    expected = profile_grid(MarginalSolver(assumed, PROTECTED))
+    assert np.array_equal(calibrate_lukv(model, one, POLICY, options).arrays["evicted_ratio"], expected)
+    everything = profile_grid(MarginalSolver(-np.sort(-item.importance, axis=-1), PROTECTED))
+    assert not np.array_equal(everything, expected)
 
 
 def test_choices_matter(model: LoadedModel, data: CalibrationData) -> None:

@@ -104,7 +104,7 @@ def test_defaults() -> None:
     [
         ("snapkv", {"sinks": 4, "window": 32, "kernel": 7}),
         ("keydiff", {"sinks": 4, "window": 1}),
-        ("expected_attention", {"sinks": 4, "window": 1, "epsilon": 0.02}),
+        ("expected_attention", {"sinks": 4, "window": 1, "epsilon": 0.0}),
         ("streaming", {"sinks": 4}),
     ],
 )
@@ -132,9 +132,13 @@ def test_the_shipped_recipes(path: Path) -> None:
     made = recipe.make_policy()
     if isinstance(recipe, CalibrateLukv):
         assert made.sink_count == 4
-        assert made.recent_count == (32 if recipe.policy == "snapkv" else 1)
+        snapkv = 32 if path.stem == "lukv-paper" else 16
+        assert made.recent_count == (snapkv if recipe.policy == "snapkv" else 1)
+        if recipe.policy == "snapkv":
+            stated = made.parameters()
+            assert (stated["window"], stated["kernel"], stated["pooling"]) == (32, 7, "avg")
     elif isinstance(recipe, DynamicOptions):
-        assert made.recent_count == 32
+        assert (made.observed, made.recent_count) == (32, 8)
         assert recipe.make_allocation().name == recipe.method
 
 

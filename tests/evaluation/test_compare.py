@@ -242,6 +242,16 @@ def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
     assert "held after the prompt" in shown[-1].title
 
 
+def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None:
+    plan = tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])
+    told = studied(model, {"mine": plan}, ("snapkv", "streaming"), TASKS[:1])
+    assert told.different is not None
+    assert told.different.startswith("settings differ: sinks ")
+    assert tables(told)[0].above == (told.different,)
+    assert as_json(told)["different_settings"] == told.different
+    assert studied(model, {"mine": plan}, ("uniform",), TASKS[:1]).different is None
+
+
 def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     queries = (Query("? vote", ("",), 5), Query("? vote", ("anchor",), 5))
     rows = (*TASKS[0].rows, Example("one", "3", TASKS[0].rows[1].context, queries))

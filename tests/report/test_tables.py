@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,10 @@ def test_files(tmp_path: Path, name: str, start: str) -> None:
 def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"name a \.md, \.csv or \.tex file|its folder does not exist"):
         check_table_file(tmp_path / name)
+
+
+def test_what_must_be_known_to_read_a_table_stands_above_it() -> None:
+    made = replace(Table.plain("scores", ["method", "score"], [["uniform", "1"]], ("below",)), above=("sinks differ",))
+    for text in (markdown(made), rendered([on_screen(made)])):
+        assert text.index("scores") < text.index("sinks differ") < text.index("uniform") < text.index("below")
+    assert "scores. Sinks differ. Below." in latex(made)

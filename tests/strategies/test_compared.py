@@ -26,7 +26,7 @@ from kvsearch.plan.profile import save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.strategies.compared import ReadyMethod, sweep
+from kvsearch.strategies.compared import ReadyMethod, different_settings, sweep
 from kvsearch.strategies.direct import direct_plan
 from kvsearch.strategies.from_profile import plan_from_profile
 from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
@@ -310,6 +310,39 @@ def test_a_profile_is_looked_up(model: LoadedModel, tmp_path: Path) -> None:
     ):
         (_, same) = find_methods(f"uniform,lukv={tmp_path / 'run'}", ["window=3"])
     assert same.policy == method.policy
+
+
+def test_methods_take_the_settings_of_a_profile_with_their_policy(model: LoadedModel, tmp_path: Path) -> None:
+    """So that budgets are compared, not sinks; what is typed wins, and two profiles must agree."""
+    stated = {"sinks": 4, "window": 6, "protect": 3, "kernel": 5}
+    save_profile(profile(model, policy={"name": "snapkv", "params": stated}), tmp_path / "one.safetensors")
+    save_profile(profile(model, policy={"name": "snapkv", "params": {"window": 6}}), tmp_path / "two.safetensors")
+    one_, two = (f"{name}={tmp_path / name}.safetensors" for name in ("one", "two"))
+    found = {m.name: m.policy for m in find_methods(f"uniform,adakv,pyramid,{one_}")}
+    assert found["uniform"] == found["adakv"] == found["one"] == create_policy("snapkv", stated)
+    assert found["pyramid"] == create_policy("pyramidkv")
+    typed = find_methods(f"uniform,adakv:kernel=9,{one_}", ["uniform.sinks=0"])
+    assert [method.policy for method in typed[:2]] == [
+        create_policy("snapkv", {**stated, "sinks": 0}), create_policy("snapkv", {**stated, "kernel": 9}),
+    ]  # fmt: skip
+    assert find_methods(f"uniform,{one_},{two}")[0].policy == create_policy("snapkv")
+
+
+def test_settings_that_differ_are_named(model: LoadedModel) -> None:
+    def told(names: str, *settings: str) -> str | None:
+        return different_settings(sweep(model, find_methods(names, settings), [Size(12), Size(20)]))
+
+    assert told("uniform,adakv", "window=4") is None
+    assert told("uniform,streaming,random", "window=4") == "settings differ: sinks 0 (uniform), 4 (streaming)"
+    assert told("uniform,pyramid,adakv", "pyramid.window=6", "uniform.window=4", "adakv.window=4") == (
+        "settings differ: window 4 (uniform, adakv), 6 (pyramid)"
+    )
+    assert told("uniform,cake", "window=4", "uniform.protect=2", "pooling=avg", "kernel=5") == (
+        "settings differ: protect 2 (uniform), 4 (cake)"
+    )
+    assert told("scissorhands:history=8,scissorhands:history=9", "window=2") == (
+        "settings differ: scissorhands.history 8 (scissorhands:history=8), 9 (scissorhands:history=9)"
+    )
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
