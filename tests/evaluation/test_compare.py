@@ -246,7 +246,8 @@ def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None
     plan = tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])
     told = studied(model, {"mine": plan}, ("snapkv", "streaming"), TASKS[:1])
     assert told.different == (
-        "settings differ: kernel 3 (mine), 7 (snapkv); sinks 2 (mine), 4 (snapkv, streaming); window 4 (mine), 32 (snapkv)"
+        "settings differ: kernel 3 (mine), 7 (snapkv); sinks 2 (mine), 4 (snapkv, streaming); "
+        "window 4 (mine), 32 (snapkv)"
     )
     assert tables(told)[0].above == (told.different,)
     assert as_json(told)["different_settings"] == told.different
