@@ -7,7 +7,7 @@ more so the more candidates there are. So there are three sets of questions, whi
 2. Second stage, the rest of that split. Nothing was chosen by what is scored there, so leads there are unbiased, which
    those of the first stage are not: the second alone decides whether a candidate is better. The best baseline is the
    one with the highest score in both stages together: more questions choose it, and a maximum of several favours it.
-3. Report split: asked once, of what was chosen. Nothing depends on it.
+3. Report split: asked once, of what was chosen and of what explains it. Nothing depends on it.
 
 A candidate is accepted if, in the second stage,
 

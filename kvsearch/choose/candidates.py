@@ -95,6 +95,10 @@ class CandidateSet:
     origins: Mapping[str, Mapping[str, str]]
     notes: tuple[str, ...] = ()
 
+    def has_equal_budgets(self, name: str) -> bool:
+        """Return whether a candidate or a pattern is one with equal budgets; methods bring budgets of their own."""
+        return self.origins[name].get("budget_signal") == UNIFORM
+
     @property
     def plans(self) -> dict[str, Plan]:
         """Candidates, then baselines."""

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
 from kvsearch.choose.candidates import CandidateSet, Explored, find_candidates
-from kvsearch.choose.selection import Kind, MethodResult, PhaseResult, QuestionCount, Reported, Selection
+from kvsearch.choose.decomposition import Decomposition, between
+from kvsearch.choose.selection import ByBudgets, Kind, MethodResult, PhaseResult, QuestionCount, Reported, Selection
 from kvsearch.choose.splits import Questions, halves, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
@@ -103,7 +104,8 @@ class PreparedSelection:
             counts["first"] += first.evaluation.replies
             asked = sum(task.coverage.questions for task in second.evaluation.encoded)
             counts["second"] += min(finalists, len(one.prepared.evaluation.methods)) * asked
-        return counts | {"report": 4 * sum(task.coverage.questions for task in self._report_prompts)}
+        reported = self.rule.top + 7  # full, even, best baseline, single, the other kind of budgets, two parts
+        return counts | {"report": reported * sum(task.coverage.questions for task in self._report_prompts)}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage; with profile and size, a name says what it stands for.
@@ -160,18 +162,39 @@ class PreparedSelection:
         )  # fmt: skip
 
     def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep | None) -> Reported:
-        """Ask the report split, once."""
-        names = list(dict.fromkeys([found.even, chosen.best, *([chosen.winner] if chosen.winner else [])]))
-        report = self._prepared(found, names, self.questions.report)
+        """Ask the report split, once: what was chosen, the finalists, and what takes the leader apart."""
+        leader, plans, parts, notes = chosen.leader, found.plans, dict[str, Plan](), list[str]()
+        best: dict[bool, str | None] = {True: None, False: None}  # candidate, with equal budgets and with its own
+        for one in reversed(chosen.methods):
+            if one.kind == "candidate":
+                best[found.has_equal_budgets(one.name)] = one.name
+        equal, own = best[True], best[False]
+        single = max(filter(found.has_equal_budgets, found.baselines), key=lambda name: chosen.method(name).first.mean)
+        if leader is not None:
+            parts, lifted = between(self.profile, self.size, plans[leader.name], plans[single])
+            if lifted:
+                notes.append(
+                    f"{single} always keeps more than {leader.name} gives some layers: its parts differ by that"
+                )
+        candidates = [*(one.name for one in chosen.finalists), *filter(None, (equal, own))]
+        names = list(dict.fromkeys([found.even, chosen.best, *([single, *candidates] if leader else [])]))
+        report = prepare_plans(
+            self.loaded, {name: plans[name] for name in names} | parts, self.questions.report, self.settings
+        )
         result = report.run_stage(f"{chosen.phases}/report", keep)
-        gain = share = None
+        gain = share = lead = by_budgets = decomposition = None
         if chosen.winner:
             gain = result.gain(chosen.winner, [chosen.best])
             scores = Scores.of(result.comparison.samples, result.comparison.contexts)
             share = recovered(scores, chosen.winner, chosen.best, seed=self.settings.seed)
+        if leader is not None:
+            lead = result.gain(leader.name, [chosen.best])
+            by_budgets = ByBudgets(equal, own, result.gain(own, [equal]) if equal and own else None)
+            decomposition = Decomposition.of(result, leader.name, single)
         return Reported(
-            QuestionCount.of(result.comparison), {name: result.score(name) for name in (FULL, *names)},
-            dict(result.comparison.held), gain, share, tuple(result.comparison.notes),
+            QuestionCount.of(result.comparison), {name: result.score(name) for name in (FULL, *names, *parts)},
+            {name: result.comparison.held[label] for name, label in result.labels.items()}, gain, share, lead,
+            by_budgets, decomposition, (*notes, *result.comparison.notes),
         )  # fmt: skip
 
     def _plan(self, found: CandidateSet, chosen: PhaseResult, results: Sequence[PhaseResult]) -> Plan:

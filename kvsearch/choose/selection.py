@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsearch.choose.acceptance import Rule, Share
+from kvsearch.choose.decomposition import Decomposition
 from kvsearch.evaluation.compare import Comparison, Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.protocol import Protocol
@@ -84,8 +85,25 @@ class PhaseResult:
 
     @property
     def finalists(self) -> list[MethodResult]:
-        """The candidates of the second stage."""
+        """The candidates of the second stage, the highest score first."""
         return [one for one in self.methods if one.lead is not None]
+
+    @property
+    def leader(self) -> MethodResult | None:
+        """The winner, or else the candidate that scores highest in the second stage; None without candidates."""
+        return self.method(self.winner) if self.winner else next(iter(self.finalists), None)
+
+
+@dataclass(frozen=True)
+class ByBudgets:
+    """The best candidates with equal budgets and with budgets of their own, and what the latter gains on the former.
+
+    One is None if there is no such candidate.
+    """
+
+    equal: str | None
+    own: str | None
+    gain: Difference | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,9 @@ class Reported:
     """The report split, which nothing was chosen by: scores by name, the full cache among them.
 
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
-    a winner, `share` also where the full cache is not above the best baseline.
+    a winner, `share` also where the full cache is not above the best baseline. Of candidates, None where there are
+    none: `lead` is of the leader over the best baseline, `by_budgets` are the best ones with equal budgets and with
+    budgets of their own, and `parts` are what the leader's policies and budgets gain over the best single pattern.
     """
 
     asked: QuestionCount
@@ -101,6 +121,9 @@ class Reported:
     held: dict[str, Footprint]
     gain: Difference | None
     share: Share | None
+    lead: Difference | None = None
+    by_budgets: ByBudgets | None = None
+    parts: Decomposition | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option
+from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import OnSignals, load_signals
-from kvsearch.jobs.groups import ASKED, BUDGET, Names
+from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
+from kvsearch.plan.fields import Entries, refuse
 
 if TYPE_CHECKING:
     from kvsearch.choose.select import PreparedSelection
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import KeptStage
     from kvsearch.plan import Profile, Size
+    from kvsearch.report.table import Table
 
 ALL = "all"
 CHOICE = "What is chosen from, and how"
@@ -34,6 +37,15 @@ class SelectOptions(OnSignals):
 
     output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="the one that was measured")] = None
+    budgets: Annotated[
+        tuple[Entries, ...] | None,
+        Numbers,
+        Option(
+            "Several budgets, each chosen at by itself, all reported on the same questions: writes PLAN-N.json for "
+            "each.",
+            metavar="N,N...",
+        ),
+    ] = None
     phases: Annotated[
         str,
         Option(
@@ -91,20 +103,36 @@ class SelectOptions(OnSignals):
         bool, Option("Replace the plan file, and replies to other questions in the run's directory.", recorded=False)
     ] = False
 
-    def size(self, profile: Profile) -> Size:
-        """Return the size that was given, or the one that was measured; UsageError if there are several of these."""
+    @model_validator(mode="after")
+    def _one_size_or_several(self) -> SelectOptions:
+        if self.budgets is not None and (self.budget is not None or self.ratio is not None):
+            refuse([(("budgets",), "is in place of budget and ratio: give one of them")])
+        if self.budgets is not None and len(set(self.budgets)) < len(self.budgets):
+            refuse([(("budgets",), "has a budget twice: give each once")])
+        return self
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `JobOptions.merged`; one size takes the place of others."""
+        return {**one_of(stated, given, ("budget", "budgets", "ratio")), **given}
+
+    def sizes(self, profile: Profile) -> list[Size]:
+        """Return the sizes that were given, or the one that was measured; UsageError if there are several of these."""
         from kvsearch.plan import Size
         from kvsearch.signals.table import SignalTable
 
         measured = SignalTable(profile).axes.budgets
+        if self.budgets is not None:
+            return [Size(budget) for budget in self.budgets]
         if self.budget is not None or self.ratio is not None:
-            return Size(self.budget, self.ratio)
+            return [Size(self.budget, self.ratio)]
         if len(measured) > 1:
             known = ", ".join(map(str, measured))
             raise UsageError(
-                f"signals were measured at {known} entries per kv head: say how many to keep with --budget"
+                f"signals were measured at {known} entries per kv head: say how many to keep with --budget, or several "
+                "with --budgets"
             )
-        return Size(budget=measured[0])
+        return [Size(budget=measured[0])]
 
     def phase_settings(self) -> tuple[str, ...]:
         """Return the phase settings to try; UsageError if there is none of that name."""
@@ -117,8 +145,8 @@ class SelectOptions(OnSignals):
 
 
 @dataclass(frozen=True)
-class Selected:
-    """A finished selection, the file of its plan, and the file of everything that was found."""
+class AtSize:
+    """A finished selection at one size, the file of its plan, and the file of everything that was found."""
 
     selection: Selection
     plan: Path
@@ -131,17 +159,41 @@ class Selected:
         return {**as_json(self.selection), "plan": str(self.plan)}
 
 
+@dataclass(frozen=True)
+class Selected:
+    """Finished selections, one for each size; `several` if budgets were asked for by that option."""
+
+    found: tuple[AtSize, ...]
+    several: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found, of several budgets by budget."""
+        from kvsearch.report.selection import SEVERAL
+
+        if not self.several:
+            return self.found[0].as_json()
+        return {"schema": SEVERAL, "budgets": {str(one.selection.size): one.as_json() for one in self.found}}
+
+    def tables(self) -> list[Table]:
+        """Return what was found as tables."""
+        from kvsearch.report.selection import tables
+
+        return tables(*(one.selection for one in self.found))
+
+
 @job(SelectOptions)
 def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
-    prepared, place = _prepared(options, talk)
-    counted = {
-        found.phases: {
-            "candidates": len(found.candidates), "baselines": list(found.baselines), "notes": list(found.notes),
-        }
-        for found, _ in prepared.evaluations
-    }  # fmt: skip
-    return {"phases": counted, "most_replies": prepared.replies, "run": str(place)}
+    found = {}
+    for prepared, place, _ in _prepared(options, talk):
+        counted = {
+            found.phases: {
+                "candidates": len(found.candidates), "baselines": list(found.baselines), "notes": list(found.notes),
+            }
+            for found, _ in prepared.evaluations
+        }  # fmt: skip
+        found[str(prepared.size)] = {"phases": counted, "most_replies": prepared.replies, "run": str(place)}
+    return {"budgets": found} if options.budgets is not None else next(iter(found.values()))
 
 
 @job(SelectOptions)
@@ -149,35 +201,41 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
-    kept, too: the same call goes on where it stopped.
+    kept, too: the same call goes on where it stopped. With `budgets` there is a plan and a directory for each.
 
     Raises:
         UsageError: no calibration, options that do not go together, or too few questions.
         IncompatibleError: model, profile and questions do not fit together.
     """
+    selections = _prepared(options, talk)
+    return Selected(tuple(_select_at(options, talk, *one) for one in selections), options.budgets is not None)
+
+
+def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
+    """Choose at one size, and write what was found."""
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
     from kvsearch.report.selection import FILE, as_json
     from kvsearch.runs.lock import locked
     from kvsearch.runtime.plan_checks import check_plan
 
-    prepared, place = _prepared(options, talk)
-
     def keep(stage: str, evaluation: Evaluation) -> KeptStage:
         kept, config = place / stage, prepared.config(evaluation).with_options(options.recorded())
         what = f"{kept.parent.name}, {kept.name}: batches"
+        if options.budgets is not None:
+            what = f"{prepared.size} entries, {what}"
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
 
     with locked(place):
         result = prepared.run(keep)
-        check_plan(result.plan, f"the plan for {options.output}")
-        save_plan(result.plan, options.output, overwrite=options.force)
+        check_plan(result.plan, f"the plan for {output}")
+        save_plan(result.plan, output, overwrite=options.force)
         atomic_write(place / FILE, canonical_json(as_json(result)))
-    return Selected(result, options.output, place / FILE)
+    return AtSize(result, output, place / FILE)
 
 
-def _prepared(options: SelectOptions, talk: Talk) -> tuple[PreparedSelection, Path]:
-    """Check everything and load the model; return the selection, and the directory that it is kept in."""
+def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelection, Path, Path]]:
+    """Check everything and load the model; return the selections, the directories they are kept in, and their plans."""
     from kvsearch.choose.acceptance import Rule
     from kvsearch.choose.candidates import explore
     from kvsearch.choose.select import prepare_selection
@@ -187,14 +245,25 @@ def _prepared(options: SelectOptions, talk: Talk) -> tuple[PreparedSelection, Pa
     from kvsearch.runs.lock import refuse_locked
 
     profile = load_signals(options.directory)
-    rule, size, phases = Rule(options.top, margin=options.margin), options.size(profile), options.phase_settings()
-    explored = explore(profile, size, options.explore, options.routes, options.allocators)
+    rule, sizes, phases = Rule(options.top, margin=options.margin), options.sizes(profile), options.phase_settings()
+    explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
     questions = Questions(options.find_tasks("select"), options.find_tasks("report"))
     settings = options.settings(profile)
-    check_output(options.output, options.force)
-    name = f"{size.budget or size.ratio}-{settings.protocol}-{options.phases}"
-    place = options.run or options.directory / "selection" / name
-    check_place(place)
-    refuse_locked(place)
+    outputs, places = [options.output], list[Path]()
+    if options.budgets is not None:
+        outputs = [options.output.with_stem(f"{options.output.stem}-{size}") for size in sizes]
+    for size, output in zip(sizes, outputs, strict=True):
+        check_output(output, options.force)
+        name = f"{size}-{settings.protocol}-{options.phases}"
+        place = options.directory / "selection" / name
+        if options.run is not None:
+            place = options.run if options.budgets is None else options.run / name
+        check_place(place)
+        refuse_locked(place)
+        places.append(place)
     loaded = options.load_calibrated(profile, talk)
-    return prepare_selection(loaded, profile, size, questions, settings, phases, explored, rule), place
+    selections = [
+        prepare_selection(loaded, profile, size, questions, settings, phases, candidates, rule)
+        for size, candidates in zip(sizes, explored, strict=True)
+    ]
+    return list(zip(selections, places, outputs, strict=True))

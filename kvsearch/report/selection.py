@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Selection
+from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
+from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection
 from kvsearch.report.numbers import counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.strategies.methods import FULL
 
-SCHEMA, FILE = "kvsearch.selection/1", "selection.json"
+SCHEMA, SEVERAL, FILE = "kvsearch.selection/1", "kvsearch.selections/1", "selection.json"
 SHOWN = 10  # rows of the table of a first stage
 DECODE_ONLY = (
     "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
@@ -43,14 +45,12 @@ def as_json(selection: Selection) -> dict[str, Any]:
 
 def decision(result: PhaseResult) -> str:
     """Say what was decided for one phase setting and why, in one sentence."""
-    baselines, finalists = counted(result.count("baseline"), "baseline"), result.finalists
-    if not finalists:
+    baselines, finalists, leader = counted(result.count("baseline"), "baseline"), result.finalists, result.leader
+    if leader is None:
         return (
             f"fallback to {result.best}, the best of {baselines} on all questions: there is no candidate, every "
             "strategy is a baseline, too"
         )
-    leads = {one.name: -1.0 if one.lead is None else one.lead.mean for one in finalists}
-    leader = result.method(result.winner or max(leads, key=lambda name: leads[name]))
     found = "nothing"
     if leader.lead is not None and leader.chance is not None:
         found = f"{_points(leader)}, chance {leader.chance:.3f} over {counted(len(finalists), 'finalist')}"
@@ -91,10 +91,74 @@ def notes(selection: Selection) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def tables(selection: Selection) -> list[Table]:
-    """Return both stages of every phase setting, then the report."""
-    found = [table for result in selection.results for table in _stages(selection, result)]
-    return [*found, _report_table(selection)]
+def tables(*selections: Selection) -> list[Table]:
+    """Return both stages and the report of every selection, then what all report on the candidates, by size.
+
+    The selections are of one profile at several sizes, whose reports ask the same questions.
+    """
+    found = []
+    for one in selections:
+        found += [table for result in one.results for table in _stages(one, result)]
+        found.append(_report_table(one))
+    leading = [one for one in selections if one.chosen.leader is not None]
+    return [*found, *([_top_table(leading), _budget_table(leading), _part_table(leading)] if leading else [])]
+
+
+def _top_table(selections: Sequence[Selection]) -> Table:
+    """Return the leader against the best baseline at every size (PolyKV, Table 1)."""
+    rows = []
+    for one in selections:
+        report, chosen, leader = one.report, one.chosen, one.chosen.leader
+        scores = [report.scores[found.name].mean for found in chosen.finalists]
+        if leader is not None and report.lead is not None:
+            rows.append([
+                one.size.words, percent(report.scores[FULL].mean), _named(report, chosen.best),
+                _named(report, leader.name), f"{percent(min(scores))} to {percent(max(scores))}",
+                interval(report.lead, "+.2f"),
+            ])  # fmt: skip
+    header = ["", "full", "best baseline", "top 1", "finalists", "top 1 minus the best baseline"]
+    note = "top 1: the accepted candidate, or else the finalist with the highest score in the second stage"
+    return Table.plain(f"report split: the best candidates ({_where(selections[0])})", header, rows, (note,))
+
+
+def _budget_table(selections: Sequence[Selection]) -> Table:
+    """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
+    rows = []
+    for one in selections:
+        report, found = one.report, one.report.by_budgets
+        if found is not None:
+            rows.append([
+                one.size.words, _named(report, one.chosen.best), _named(report, found.equal), _named(report, found.own),
+                "" if found.gain is None else interval(found.gain, "+.2f"),
+            ])  # fmt: skip
+    header = ["", "best baseline", "equal budgets", "own budgets", "own minus equal"]
+    note = "the best candidate of either kind: by the second stage if one of the kind is a finalist, else by the first"
+    return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, (note,))
+
+
+def _part_table(selections: Sequence[Selection]) -> Table:
+    """Return what the leader gains by its policies and what by its budgets at every size."""
+    groups = []
+    for one in selections:
+        if (parts := one.report.parts) is not None:
+            rows = [
+                ["policies", interval(parts.policies.alone, "+.2f"), interval(parts.policies.beside, "+.2f")],
+                ["budgets", interval(parts.budgets.alone, "+.2f"), interval(parts.budgets.beside, "+.2f")],
+                ["both", interval(parts.both, "+.2f"), ""],
+            ]
+            heading = f"{one.size.words}: {parts.strategy} minus {parts.control}"
+            groups.append(RowGroup(heading, [[Cell(text) for text in row] for row in rows]))
+    title = f"report split: gains in points over the best single pattern with equal budgets ({_where(selections[0])})"
+    return Table(title, ["by its", "alone", "beside the other"], groups)
+
+
+def _named(report: Reported, name: str | None) -> str:
+    """Return a score with the name of what scored it; a dash for None."""
+    return "-" if name is None else f"{percent(report.scores[name].mean)} ({name})"
+
+
+def _where(selection: Selection) -> str:
+    return f"{selection.protocol}, {_asked(selection.report.asked)}"
 
 
 def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
@@ -121,9 +185,12 @@ def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
 
 def _report_table(selection: Selection) -> Table:
     report, chosen = selection.report, selection.chosen
-    best = "best baseline, uniform" if chosen.best == selection.even else "best baseline"
-    roles = {FULL: "no eviction", selection.even: "uniform", chosen.best: best}
-    roles |= {chosen.winner: "winner"} if chosen.winner else {}
+    told = [
+        (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
+        (None if report.parts is None else report.parts.control, "best pattern"), (selection.even, "uniform"),
+        (POLICIES_ALONE, "part of top 1"), (BUDGETS_ALONE, "part of top 1"),
+    ]  # fmt: skip
+    roles = {name: ", ".join(role for whose, role in told if whose == name) or "candidate" for name in report.scores}
     rows = [
         [
             Cell(name, name == chosen.written), Cell(roles[name]), Cell(interval(score)),

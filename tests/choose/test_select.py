@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvsearch.choose.acceptance import Rule, Scores, accepted, chances, recovered
 from kvsearch.choose.candidates import Explored, explore, find_candidates
+from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
 from kvsearch.choose.select import PreparedSelection, prepare_selection
 from kvsearch.choose.selection import Selection
 from kvsearch.choose.splits import Questions, halves
@@ -390,13 +391,61 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
 
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
-    assert set(won.report.scores) == {"full", "snapkv", "error + entropy", won.chosen.best}
+    finalists = {one.name for one in won.chosen.finalists}
+    by_budgets, parts = won.report.by_budgets, won.report.parts
+    assert by_budgets is not None
+    assert parts is not None
+    assert "error + entropy" in finalists
+    assert set(won.report.scores) == {
+        "full", "snapkv", won.chosen.best, *finalists, parts.control, by_budgets.equal, by_budgets.own, POLICIES_ALONE,
+        BUDGETS_ALONE,
+    }  # fmt: skip
+    assert set(won.report.held) == set(won.report.scores)
     assert (won.report.asked.contexts, won.report.asked.questions) == (10, 20)
     assert won.report.scores["error + entropy"].mean == 1.0
     assert won.report.gain is not None
     lead = won.report.scores["error + entropy"].mean - won.report.scores[won.chosen.best].mean
     assert won.report.gain.mean == pytest.approx(lead)
     assert "of the gap to the full cache" in gap(won) or "no gap" in gap(won)
+
+
+def test_the_winner_is_taken_apart_on_the_report_split(won: Selection) -> None:
+    """Its policies alone and its budgets alone, over the best single pattern; both ways add up to the same."""
+    parts, scores = won.report.parts, {name: one.mean for name, one in won.report.scores.items()}
+    assert parts is not None
+    singles = {name: won.chosen.method(name).first.mean for name in PATTERNS}
+    assert (parts.strategy, singles[parts.control]) == ("error + entropy", max(singles.values()))
+    assert parts.both.mean == pytest.approx(scores["error + entropy"] - scores[parts.control])
+    for part, alone in ((parts.policies, POLICIES_ALONE), (parts.budgets, BUDGETS_ALONE)):
+        other = BUDGETS_ALONE if alone == POLICIES_ALONE else POLICIES_ALONE
+        assert part.alone.mean == pytest.approx(scores[alone] - scores[parts.control])
+        assert part.beside.mean == pytest.approx(scores["error + entropy"] - scores[other])
+    assert parts.policies.alone.mean + parts.budgets.beside.mean == pytest.approx(parts.both.mean)
+    assert parts.policies.alone.low <= parts.policies.alone.mean <= parts.policies.alone.high
+
+
+def test_the_best_candidates_of_either_kind_of_budgets(won: Selection) -> None:
+    found, scores = won.report.by_budgets, won.report.scores
+    assert found is not None
+    assert (found.equal in ("cosine", "error"), found.own) == (True, "error + entropy")
+    assert found.gain is not None
+    assert found.equal is not None
+    assert found.gain.mean == pytest.approx(scores["error + entropy"].mean - scores[found.equal].mean)
+
+
+def test_tables_of_several_sizes(won: Selection, lost: Selection) -> None:
+    *_, top, budgets, parts = tables(won, lost)
+    for table in (top, budgets):
+        assert len(table.groups[0].rows) == 2
+    (first, second) = (" ".join(cell.text for cell in row) for row in top.groups[0].rows)
+    assert "100.00 (error + entropy)" in first
+    low, high = re.search(r"(\S+) to (\S+)", first).groups()  # type: ignore[union-attr]
+    assert float(low) <= 100.0 == float(high)
+    assert "100.00 (tova)" in second
+    assert [group.heading.split(": ")[1].split(" minus ")[0] for group in parts.groups] == [
+        "error + entropy", lost.chosen.finalists[0].name,
+    ]  # fmt: skip
+    assert len(tables(won)) == len(tables(lost)) == 6
 
 
 def test_the_second_stage_has_those_that_the_first_let_through(won: Selection) -> None:
@@ -419,7 +468,9 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
     assert "fallback to tova, the best of 11 baselines: none of 5 finalists out of 6 candidates" in decision(
         lost.chosen
     )
-    assert set(lost.report.scores) == {"full", "snapkv", "tova"}
+    assert lost.report.lead is not None
+    assert lost.report.lead.mean < 0
+    assert lost.chosen.leader == lost.chosen.finalists[0]
     assert gap(lost) == "on 20 questions about 10 contexts of the report split tova scores 100.00"
 
 
@@ -487,7 +538,7 @@ def test_replies_are_as_many_as_foretold(model: LoadedModel, profile: Profile) -
     foretold = prepared.replies
     assert seen["prefill/first"] == foretold["first"] == (6 + 11 + 1) * 16
     assert seen["prefill/second"] == foretold["second"] == (2 + 3 + 1) * 16
-    assert seen["prefill/report"] <= foretold["report"] == 4 * 20
+    assert seen["prefill/report"] <= foretold["report"] == (2 + 7) * 20
 
 
 def test_a_margin_takes_the_place_of_doubt(model: LoadedModel, profile: Profile) -> None:

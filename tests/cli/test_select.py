@@ -120,7 +120,11 @@ def test_the_report_beside_it(chosen: tuple[Path, str, str]) -> None:
     assert winner["lead"]["low"] > 0
     report = told["report"]
     assert report["asked"]["contexts"] == SAMPLES
-    assert set(report["scores"]) == {"full", "snapkv", report["baseline"], "nll + nll-chosen"}
+    parts = {"its policies, equal budgets", "its budgets, one policy"}
+    assert {"full", "snapkv", report["baseline"], "nll + nll-chosen", *parts} <= set(report["scores"])
+    assert report["by_budgets"] == {"equal": None, "own": "nll + nll-chosen", "gain": None}
+    assert report["parts"]["strategy"] == "nll + nll-chosen"
+    assert set(report["parts"]["budgets"]) == {"alone", "beside"}
     assert report["scores"]["nll + nll-chosen"]["mean"] > report["scores"][report["baseline"]]["mean"]
     entries = {name: held["entries"] for name, held in report["held"].items()}
     assert {entries[name] for name in entries if name != "full"} == {576}
@@ -185,13 +189,37 @@ def test_all_phases(directory: Path, questions: Path) -> None:
     assert out.count("first stage: ") == 3
 
 
+def test_several_budgets_are_reported_on_the_same_questions(directory: Path, questions: Path) -> None:
+    asked = [one for one in command(directory, questions, "--samples", 2) if one not in ("--budget", 24)]
+    code, out, talk = choose(*asked, "--budgets", "24,32")
+    assert code == 0, talk
+    shown = " ".join(out.split())
+    for words in ("report split: the best candidates", "report split: what budgets bring", "gains in points over the"):
+        assert shown.count(words) == 1
+    assert shown.count("first stage: ") == 2
+    found = {size: json.loads((run_of(directory, size) / "selection.json").read_text()) for size in ("24", "32")}
+    for size, told in found.items():
+        plan = load_plan(directory.parent / f"plan-{size}.json")
+        assert plan.total == told["written"]["total"] == 24 * int(size)
+    assert len({json.dumps(told["report"]["scores"]["full"]) for told in found.values()}) == 1
+    assert not (directory.parent / "plan.json").exists()
+    code, again, talk = choose(*asked, "--budgets", "24,32", "--force", "--json")
+    assert code == 0, talk
+    told = json.loads(again)
+    assert (told["schema"], list(told["budgets"])) == ("kvsearch.selections/1", ["24", "32"])
+    assert talk.count("going on with") == 6
+    code, out, talk = choose(*asked, "--budgets", "48", "--dry-run", "--run", directory.parent / "runs")
+    assert code == 0, talk
+    assert json.loads(out)["budgets"]["48"]["run"].endswith("runs/48-question-agnostic-prefill")
+
+
 def test_what_would_be_done(directory: Path, questions: Path) -> None:
     code, out, talk = choose(*command(directory, questions, "--dry-run", "--top", 1))
     assert code == 0, talk
     told = json.loads(out)
     assert told["phases"]["prefill"]["candidates"] == 1
     entrants = 1 + len(told["phases"]["prefill"]["baselines"])
-    assert told["most_replies"] == {"first": (entrants + 1) * 32, "second": 5 * 32, "report": 4 * 64}
+    assert told["most_replies"] == {"first": (entrants + 1) * 32, "second": 5 * 32, "report": 8 * 64}
     assert told["run"] == str(run_of(directory))
     assert not (directory.parent / "plan.json").exists()
     assert not (directory / "selection").exists()
@@ -212,6 +240,7 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
         (("--top", "0"), "--top 0 lets no candidate through"),
         (("--protocol", "aware"), "unknown protocol 'aware'; did you mean 'question-aware'"),
         (("--ratio", "0.5"), "give either a ratio"),
+        (("--budgets", "16,24"), "--budgets: is in place of budget and ratio: give one of them"),
         (("--tasks", "gsm"), "unknown task 'gsm'"),
         (("--max-memory", "0"), "--max-memory: must be above 0 GB"),
         (("-o", "/no/such/plan.json"), "its folder does not exist"),
