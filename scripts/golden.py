@@ -59,7 +59,7 @@ calibrate-polykv
     -o runs/polykv
 calibrate-polykv-aware
     calibrate bundled --recipe polykv-bundled --patterns h2o,cake --policy h2o --budgets 64 --phases prefill
-    --protocol question-aware --signals cosine,entropy --option literal_entropy=true --data inputs/calibration.json
+    --protocol question-aware --signals cosine,entropy --data inputs/calibration.json
     --route cosine --budget-signal entropy -o runs/polykv-aware
 calibrate-polykv-dry
     calibrate bundled --method polykv --budgets 64 --dry-run --json -o runs/polykv-dry

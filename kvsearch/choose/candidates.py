@@ -69,8 +69,8 @@ class Explored(NamedTuple):
 
 _PAPER: Final = (UNIFORM, "entropy", "ppl")
 _STANDARD: Final = (
-    *_PAPER, PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", "nll-chosen^0.5", "nll-chosen^2",
-    *ALONE, *TOGETHER,
+    UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", "nll-chosen^0.5",
+    "nll-chosen^2", *ALONE, *TOGETHER,
 )  # fmt: skip
 LEVELS: Final = {
     "paper": Explored((NONE, "cosine", "ppl"), _PAPER),

@@ -47,14 +47,16 @@ from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
 
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
-DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
+PAPER: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
+# the paper's budgets by ppl take the worst of all patterns, which may be one that explodes
+DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {**PAPER, "budgets": ("entropy", "ppl-chosen")}
 PERMUTATIONS = 5  # the fewest random controls that say something
 
 
 def find_uses(
     table: SignalTable, signals: Sequence[str] | None = None, phases: Sequence[str] | None = None
 ) -> list[SignalUse]:
-    """List every signal in every phase setting; by default the paper's signals and all settings that were measured.
+    """List every signal in every phase setting; by default `DEFAULTS` and all settings that were measured.
 
     A signal is named as `cosine`, `route:cosine` or `budgets:cosine`. Without its kind it is what the paper uses it
     for; one that the paper does not use is all that it can be.
@@ -106,7 +108,7 @@ def prepare_validation(
     check_permutations(permutations)
     refuse_reported(tasks)
     if uses is not None and not uses:
-        raise UsageError("no signals to judge: name at least one, or give None for those of the paper")
+        raise UsageError("no signals to judge: name at least one, or give None for the usual ones")
     table = SignalTable(profile)
     plans, compared = dict[str, Plan](), dict[SignalUse, Compared]()
     for use in find_uses(table) if uses is None else uses:
@@ -117,7 +119,9 @@ def prepare_validation(
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
     note = check_eviction(prepared.evaluation, size)
-    return PreparedValidation(prepared, profile, size, compared, () if note is None else (note,))
+    mean = size.pool(profile.metadata).mean
+    exploding = [one.words for phase in table.axes.phases for one in table.explosions(phase, mean)]
+    return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +206,7 @@ def _named(typed: str) -> list[tuple[Kind, str]]:
     if not known:
         names = SIGNALS["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
         raise UsageError(f"unknown signal {name!r}{suggest(name, names)}")
-    usual = [one for one in known if name in DEFAULTS[one]]
+    usual = [one for one in known if name in PAPER[one]]
     return [(one, name) for one in usual or known] if not kind else [(one, name) for one in known]
 
 

@@ -26,7 +26,8 @@ from kvsearch.runs.identity import difference
 if TYPE_CHECKING:
     from kvsearch.strategies.from_signals import Strategy
 
-SCHEMA, FILE = "kvsearch.validation/2", "validation.json"
+SCHEMA, FILE = "kvsearch.validation/3", "validation.json"
+BEFORE = "kvsearch.validation/2"  # its "entropy" for budgets was that of rows
 Kind = Literal["route", "budgets"]
 Phases = Literal["prefill", "decode", "both"]
 Verdict = Literal["useful", "unproven", "useless", "harmful"]
@@ -186,12 +187,25 @@ def load_validation(path: Path) -> Validation | None:
         content = parse_json(read_bytes(path), str(path))
     except UsageError as error:
         raise UsageError(f"{error}: {remedy}") from error
-    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
+    schema = content.pop("schema", None) if isinstance(content, dict) else None
+    if schema not in (SCHEMA, BEFORE):
         raise UsageError(f"{path} is no {SCHEMA} file: {remedy}")
     try:
-        return Validation.model_validate(content)
+        found = Validation.model_validate(content)
     except ValidationError as error:
         raise UsageError(f"{path} is damaged ({problems_of(error)[0]}): {remedy}") from error
+    return found if schema == SCHEMA else _renamed(found)
+
+
+def _renamed(found: Validation) -> Validation:
+    """Return a validation of `BEFORE` with the names that signals have today."""
+
+    def renamed(at: AtBudget) -> AtBudget:
+        rows = {"signal": "entropy-rows"}
+        signals = (one.model_copy(update=rows) if one.signal == "entropy" else one for one in at.signals)
+        return at.model_copy(update={"signals": tuple(signals)})
+
+    return found.model_copy(update={"budgets": tuple(renamed(at) for at in found.budgets)})
 
 
 def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:

@@ -130,9 +130,10 @@ class ExportOptions(PlanOptions, Sized):
         from kvsearch.signals.table import SignalTable
         from kvsearch.strategies.from_signals import UNIFORM, Strategy
 
-        route = next(iter(SignalTable(profile).routes), "none")  # cosine, the paper's, where it was measured
+        table = SignalTable(profile)
+        route = next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
         asked: dict[str, Any] = {"route": route, "budget_signal": UNIFORM, "phases": "prefill"}
-        for source in (profile.metadata.provenance.settings, dict(self)):
+        for source in (table.recorded, dict(self)):
             asked |= {name: value for name in asked if isinstance(value := source.get(name), str)}
         if self.least is not None and asked["budget_signal"] == UNIFORM:
             raise UsageError("--least is for budgets by a signal: name a --budget-signal")

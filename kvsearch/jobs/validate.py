@@ -45,7 +45,7 @@ class ValidateOptions(OnSignals):
             "route:NAME and budgets:NAME say which of the two.",
             metavar="NAME,...",
             panel=JUDGED,
-            shown="cosine,ppl,entropy, as far as they were measured",
+            shown="routes cosine,ppl and budgets entropy,ppl-chosen, as far as they were measured",
         ),
     ] = None
     permutations: Annotated[

@@ -15,8 +15,9 @@ from kvsearch.plan.schema import Phase, PolicySpec
 # [M, N, P, L, R]: samples, budgets, phases, layers, patterns
 BY_PATTERN = ("cosine", "relative_error", "nll")
 FULL_NLL = "full_nll"  # [M] mean nats per token under the full cache
-ENTROPY = "entropy"  # [M, P, L]
-LITERAL_ENTROPY = "literal_entropy"  # [P, L]
+MEAN_ENTROPY = "mean_entropy"  # [P, L] nats, of the mean attention row over all samples (PolyKV, Eq. 4)
+ROWS_ENTROPY = "entropy"  # [M, P, L] mean over rows, as a share of the largest possible; the name is of old files
+LITERAL_ENTROPY = "literal_entropy"  # [P, L] of old files: nats, of the mean of the last rows of a prompt
 TOKENS = "sample_tokens"  # [M] tokens whose loss counts
 LENGTH, CONTEXT = "sample_length", "sample_context"  # [M] tokens of the prompt, number of the context
 ALWAYS = (TOKENS, LENGTH, CONTEXT)
@@ -72,6 +73,6 @@ def _shapes(arrays: Mapping[str, NDArray[Any]], axes: SignalAxes, layers: int) -
     return {
         **dict.fromkeys(BY_PATTERN, whole),
         **dict.fromkeys((FULL_NLL, *ALWAYS), (samples,)),
-        ENTROPY: (samples, phases, layers),
-        LITERAL_ENTROPY: (phases, layers),
+        ROWS_ENTROPY: (samples, phases, layers),
+        **dict.fromkeys((MEAN_ENTROPY, LITERAL_ENTROPY), (phases, layers)),
     }

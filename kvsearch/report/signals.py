@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsearch.plan import Phase
 from kvsearch.report.screen import facts, screen_table
-from kvsearch.signals.table import ENTROPIES, SignalTable, is_constant
+from kvsearch.signals.table import ENTROPIES, Explosion, SignalTable, is_constant
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -55,6 +55,7 @@ class SignalsView:
         return {
             "metadata": table.profile.metadata.model_dump(mode="json"), "perplexity": self._perplexity,
             "patterns": names, "means": means,
+            "explosions": [one._asdict() for one in self._explosions()],
             "entropies": {phase: {name: at.tolist() for name, at in one.items()} for phase, one in entropies.items()},
         }  # fmt: skip
 
@@ -77,9 +78,8 @@ class SignalsView:
             for budget in axes.budgets if measures else ():
                 for measure in measures:
                     yield f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
-                    columns = self._by_pattern(measure, phase, budget)
-                    yield FittingColumns({**columns, **(entropies if measure == measures[0] else {})}, layers)
-            if not measures:
+                    yield FittingColumns(self._by_pattern(measure, phase, budget), layers)
+            if entropies:
                 yield f"{phase}: entropy of attention"
                 by_layer = screen_table("", ["layer", *entropies])
                 for cells in zip(layers, *entropies.values(), strict=True):
@@ -87,6 +87,11 @@ class SignalsView:
                 yield by_layer
         if measures:
             yield f"{BEST} the best pattern of a layer"
+        worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
+        for one in self._explosions():
+            place = one.pattern, one.phase
+            worst[place] = max(worst.get(place, one), one, key=lambda found: found.gain)
+        yield from (one.words for one in worst.values())
 
     @property
     def _perplexity(self) -> float | None:
@@ -97,6 +102,11 @@ class SignalsView:
         """Return every reading of attention entropy that was measured, [L]; it does not depend on the budget."""
         names = [name for name in self.table.sensitivities if name in ENTROPIES]
         return {name: self.table.sensitivity(name, phase, self.table.axes.budgets[0], ()) for name in names}
+
+    def _explosions(self) -> list[Explosion]:
+        """Return the patterns that explode, in every phase and at every budget."""
+        axes = self.table.axes
+        return [one for phase in axes.phases for at in axes.budgets for one in self.table.explosions(phase, at)]
 
     def _best(self, measure: str, phase: Phase, budget: int) -> list[int | None]:
         """Return the pattern that each layer prefers, the full cache aside; None where it does not matter."""

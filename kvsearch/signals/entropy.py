@@ -1,16 +1,15 @@
-"""How scattered the attention of a layer is: PolyKV's budget signal, arXiv 2606.15157, Eq. 4, in two readings.
+"""How scattered the attention of a layer is: PolyKV's budget signal, arXiv 2606.15157, Eq. 4, and another reading.
 
-Read literally, Eq. 4 is the entropy of the mean row, which is high for two heads that look at one place each. The mean
-of the rows' entropies is low for them, and rows of any length can be compared.
+Eq. 4 is the entropy of the mean row, which is high for two heads that look at one place each. The mean of the rows'
+entropies is low for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from kvsearch.policies.scoring import column_sums
 from kvsearch.signals.rows import score_rows
 
 
@@ -26,7 +25,8 @@ def row_entropy(
     seen = _visible(query, keys, valid)
     counted = seen > 1
     total = query.new_zeros(len(query), dtype=torch.float32)
-    for attention in _attention(query, keys, scaling, softcap, valid):
+    for _, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
+        attention = scores.softmax(-1)
         entropy = torch.special.entr(attention).sum(-1)  # 0 log 0 is 0
         share = entropy / seen.clamp(min=2).log()[:, None, None]
         total += share.masked_fill(~counted[:, None, None], 0).sum((1, 2, 3))
@@ -41,25 +41,15 @@ def mean_row(
 
     It adds up to 1. Rows of padding are left out; 0 everywhere if no row is left.
     """
-    counted = _visible(query, keys, valid) > 0
-    total = keys.new_zeros((len(keys), keys.shape[2]), dtype=torch.float32)
-    for attention in _attention(query, keys, scaling, softcap, valid):
-        total += attention.masked_fill_(~counted[:, None, None, :, None], 0).sum((1, 2, 3))
-    rows = counted.sum(-1, keepdim=True) * query.shape[1]
-    return total / rows.clamp(min=1)
+    if valid is None:
+        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+    rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
+    return column_sums(query, keys, valid, scaling, softcap).mean(1) / rows.clamp(min=1)
 
 
-def literal_entropy(mean: Tensor) -> float:
+def mean_entropy(mean: Tensor) -> float:
     """Return the entropy in nats of the attention to each key position `mean` [N], which adds up to 1 (Eq. 4)."""
     return float(torch.special.entr(mean.double()).sum())
-
-
-def _attention(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, valid: Tensor | None
-) -> Iterator[Tensor]:
-    """Yield attention of the rows, a few kv heads at a time, [B, heads, G, K, N] fp32; NaN where a row sees nothing."""
-    for _, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
-        yield scores.softmax(-1)
 
 
 def _visible(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:

@@ -7,10 +7,10 @@ measured budget that is nearest to the one asked for, as ratios go.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,39 @@ from kvsearch.arrays import Floats
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Phase, Profile
-from kvsearch.plan.signals import ENTROPY, FULL_NLL, LITERAL_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.signals import FULL_NLL, LITERAL_ENTROPY, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 
 # the array that each measure is computed from
 MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}
 ROUTES = tuple(MEASURES)
-ENTROPIES = {"entropy": ENTROPY, "entropy-literal": LITERAL_ENTROPY}
+ENTROPIES = {"entropy": MEAN_ENTROPY, "entropy-rows": ROWS_ENTROPY, "entropy-literal": LITERAL_ENTROPY}
+UNMEASURED = "entropy-literal"  # in older profiles only
 OVER = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
 SENSITIVITIES = (*ENTROPIES, *(measure + over for measure in MEASURES for over in OVER))
 CONSTANT = 1e-9  # relative spread below which a signal says nothing
+TIMES, LEAST_SHARE = 10, 0.05  # a pattern explodes that is so often as bad, and moves so much of the budget
+
+
+class Explosion(NamedTuple):
+    """A pattern that alone decides what a layer gets by the worst pattern of each layer (PolyKV, Eq. 5)."""
+
+    pattern: str
+    phase: Phase
+    budget: int
+    layer: int  # of the model, the worst one
+    gain: float  # of perplexity under the pattern
+    others: float  # the median of that under the others
+    share: float  # of what is shared out, that Eq. 5 gives the layer
+    without: float  # the same without the pattern
+
+    @property
+    def words(self) -> str:
+        """What happened, for people."""
+        return (
+            f"{self.pattern} explodes in {self.phase} layer {self.layer} at {self.budget} entries per kv head: "
+            f"perplexity gains {self.gain:.3g}, under the other patterns {self.others:.3g} (median), so that by ppl "
+            f"the layer gets {self.share:.0%} of the budget, {self.without:.0%} without it: share out by ppl-chosen"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +129,10 @@ class SignalTable:
     def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
         """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
 
-        "entropy": the mean entropy of attention rows, as a share of the largest possible; "entropy-literal": entropy
-        of the mean row (Eq. 4). Others are a measure (1 - cosine for "cosine") of the worst pattern ("ppl" is Eq. 5),
-        with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all patterns.
+        "entropy": entropy of the mean attention row in nats (Eq. 4); "entropy-rows": mean entropy of the last rows, as
+        a share of the largest possible; "entropy-literal": entropy of the mean of the last rows. Others are a measure
+        (1 - cosine for "cosine") of the worst pattern ("ppl" is Eq. 5), with "-chosen" of the patterns `chosen` [L]
+        (indices), with "-mean" of all patterns.
 
         Raises:
             UsageError: there is no such signal, or it or the phase was not measured.
@@ -124,6 +149,37 @@ class SignalTable:
         if over == "chosen":
             return _floats(harm[np.arange(len(harm)), np.asarray(chosen, dtype=int)])
         return _floats(harm.mean(axis=1) if over == "mean" else harm.max(axis=1))
+
+    def explosions(self, phase: Phase, budget: float) -> list[Explosion]:
+        """Find patterns that Eq. 5 must not be read with, each in its worst layer; none where losses were not measured.
+
+        A pattern explodes in a layer if perplexity gains more than `TIMES` as much as under the median of the others,
+        and what the layer gets by the worst pattern falls by `LEAST_SHARE` of the budget or more without it.
+        """
+        if "ppl" not in self.routes or len(self.patterns) < 2:
+            return []
+        harm, found = np.maximum(self.measured("ppl", phase, budget), 0.0), list[Explosion]()
+        total = float(harm.max(1).sum())
+        for at, name in enumerate(self.patterns):
+            rest = np.delete(harm, at, axis=1)
+            usual, largest = np.median(rest, axis=1), rest.max(1)
+            shares = harm.max(1) / (total or 1.0)
+            without = largest / np.maximum(total - harm.max(1) + largest, np.finfo(np.float64).tiny)
+            moved = np.where(harm[:, at] > TIMES * usual, shares - without, 0.0)
+            row = int(moved.argmax())
+            if moved[row] >= LEAST_SHARE:
+                layer, seen = self.profile.metadata.layers[row], self.nearest(budget)
+                numbers = float(harm[row, at]), float(usual[row]), float(shares[row]), float(without[row])
+                found.append(Explosion(name, phase, seen, layer, *numbers))
+        return found
+
+    @property
+    def recorded(self) -> Mapping[str, Any]:
+        """What the calibration was told; `entropy` of a profile from before it was that of the mean row is its own."""
+        settings = self.profile.metadata.provenance.settings
+        if settings.get("budget_signal") == "entropy" and MEAN_ENTROPY not in self.profile.arrays:
+            return {**settings, "budget_signal": "entropy-rows"}
+        return settings
 
     def _array(self, name: str, signal: str) -> Floats:
         found = self.profile.arrays.get(name)

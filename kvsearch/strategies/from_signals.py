@@ -25,7 +25,7 @@ from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
-from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import Chosen, build_plan
 
 UNIFORM = "uniform"
@@ -106,11 +106,16 @@ class Strategy:
 def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     """Return the plan of a strategy at `size`; its provenance says what was chosen and from which signals.
 
+    Budgets by the worst pattern of every layer come with a KvsearchWarning of patterns that explode.
+
     Raises:
         UsageError: see `choose`.
     """
     table = SignalTable(profile)
     chosen = choose(table, strategy, size)
+    if strategy.budgets in MEASURES:
+        for one in table.explosions(PHASES[strategy.phases][0], _pool(profile, size).mean):
+            _warn(one.words)
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name

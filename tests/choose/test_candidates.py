@@ -82,7 +82,9 @@ def test_everything_that_was_measured(model: LoadedModel) -> None:
     assert explore(profile, SIZE, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
     standard = explore(profile, SIZE)
     assert set(CURVES) < set(standard.allocators) < set(full.allocators)
-    bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None})
+    assert "ppl-chosen" in standard.allocators
+    assert "ppl" not in standard.allocators  # the worst of all patterns, whatever is used
+    bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
     assert explore(bare, SIZE).routes == ("none", "cosine", "error")
     assert explore(bare, SIZE).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
 
@@ -380,8 +382,8 @@ def test_there_may_be_no_candidates(model: LoadedModel) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
-    cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((3, 2, LAYERS), 0.5, np.float32)
-    profile = profile_of(model, arrays={"cosine": cosine, "entropy": entropy})
+    cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((2, LAYERS), 0.5, np.float32)
+    profile = profile_of(model, arrays={"cosine": cosine, "mean_entropy": entropy})
     found = found_in(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen", "entropy^2"])
     assert not found.candidates
     assert found.notes == (

@@ -307,8 +307,9 @@ def test_verdicts_exclude_each_other(
 
 
 def test_the_signals_of_the_paper_in_all_phases() -> None:
+    """Budgets by the loss under the pattern that is used; by the worst one, as the paper has it, where asked for."""
     found = find_uses(SignalTable(make_signals()))
-    kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl", "budgets")]
+    kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl-chosen", "budgets")]
     assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
 
 
@@ -338,7 +339,11 @@ def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None
         (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
         (["route:entropy"], None, "unknown signal 'entropy'"),
         (["rout:cosine"], None, "unknown kind of signal 'rout' in 'rout:cosine'; did you mean 'route'"),
-        (["entropy-literal"], None, "no 'entropy-literal' signal for budgets .it has entropy, cosine.*calibrate with"),
+        (
+            ["entropy-literal"],
+            None,
+            "no 'entropy-literal' signal for budgets .it has entropy, entropy-rows, cosine.*calibrate with",
+        ),
         (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
         (None, ["prefil"], "unknown phases 'prefil'; did you mean 'prefill'"),
         (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
@@ -351,7 +356,7 @@ def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | No
 
 
 def test_a_profile_without_the_papers_signals() -> None:
-    table = SignalTable(make_signals(cosine=None, nll=None, full_nll=None, entropy=None))
+    table = SignalTable(make_signals(cosine=None, nll=None, full_nll=None, mean_entropy=None))
     with pytest.raises(UsageError, match="none of cosine, ppl and entropy: name the signals"):
         find_uses(table)
     assert find_uses(table, ["route:error"], ["both"]) == [("error", "route", "both")]
@@ -396,8 +401,8 @@ def test_controls_of_a_route(model: LoadedModel) -> None:
 
 
 def test_controls_of_budgets(model: LoadedModel) -> None:
-    entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (3, 2, 4))
-    made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, entropy=entropy))
+    entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (2, 4))
+    made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, mean_entropy=entropy))
     (names,) = made.compared.values()
     for name in names.random:
         assert budgets(made, name, "prefill") == budgets(made, name, "decode")  # or they would hold more than forward
@@ -419,10 +424,19 @@ def test_distinct_orders(items: list[int]) -> None:
     assert list(distinct_orders(items)) == sorted(set(permutations(items)))
 
 
+def test_patterns_that_explode_are_noted(model: LoadedModel) -> None:
+    full = np.ones(3)
+    losses = np.full((3, 2, 2, 4, 3), 1.01)
+    losses[:, :, 1, 2, 1] = 3.0
+    made = prepared(model, ["cosine"], profile=profile_of(model, nll=losses, full_nll=full))
+    (note,) = (note for note in made.notes if "explodes" in note)
+    assert note.startswith("streaming explodes in decode layer 2 at 16 entries per kv head: ")
+
+
 def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     """One layer gets more than the three others, so there are three other orders, and not five."""
-    entropy = np.broadcast_to(np.array([0.0, 0.0, 1.0, 0.0], np.float32), (3, 2, 4))
-    profile = profile_of(model, entropy=entropy)
+    entropy = np.broadcast_to(np.array([0.0, 0.0, 1.0, 0.0], np.float32), (2, 4))
+    profile = profile_of(model, mean_entropy=entropy)
     made = prepared(model, ["entropy"], profile=profile)
     (names,) = made.compared.values()
     assert names.exact
@@ -436,7 +450,7 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
 
 
 def test_equal_budgets_have_no_other_order(model: LoadedModel) -> None:
-    made = prepared(model, ["entropy"], profile=profile_of(model, entropy=np.full((3, 2, 4), 0.5, np.float32)))
+    made = prepared(model, ["entropy"], profile=profile_of(model, mean_entropy=np.full((2, 4), 0.5, np.float32)))
     (names,) = made.compared.values()
     assert (names.exact, len(names.random)) == (False, 5)
     assert {made.prepared.labels[name] for name in names.random} == {made.prepared.labels[names.uniform]}
@@ -567,8 +581,8 @@ def test_validate_is_all_of_it_at_once(found: Validation, model: LoadedModel) ->
 
 @pytest.mark.parametrize("name", ["cosine", "entropy"])
 def test_a_constant_signal(model: LoadedModel, name: str) -> None:
-    shape = (3, 2, 2, 4, 3) if name == "cosine" else (3, 2, 4)
-    profile = profile_of(model, **{name: np.full(shape, 0.5, np.float32)})
+    array, shape = ("cosine", (3, 2, 2, 4, 3)) if name == "cosine" else ("mean_entropy", (2, 4))
+    profile = profile_of(model, **{array: np.full(shape, 0.5, np.float32)})
     (one,) = prepared(model, [name], profile=profile).run().budgets[0].signals
     assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
     assert one.forward == one.inverse == one.uniform
@@ -617,7 +631,7 @@ def test_files_say_what_was_found(found: Validation, tmp_path: Path) -> None:
     assert load_validation(tmp_path / FILE) is None
     save_validation(found, tmp_path / FILE)
     content = (tmp_path / FILE).read_bytes()
-    assert json.loads(content)["schema"] == "kvsearch.validation/2"
+    assert json.loads(content)["schema"] == "kvsearch.validation/3"
     there = load_validation(tmp_path / FILE)
     assert there == found
     save_validation(found, tmp_path / FILE)
@@ -633,10 +647,19 @@ def test_files_from_before_orders_were_counted_are_read(tmp_path: Path) -> None:
     assert load_validation(tmp_path / FILE) == before
 
 
+def test_entropy_of_files_from_before_it_was_of_the_mean_row_is_that_of_rows(tmp_path: Path) -> None:
+    content = as_json(made_up((64, [judged(), judged("harmful", "entropy", "budgets")])))
+    (tmp_path / FILE).write_text(json.dumps({**content, "schema": "kvsearch.validation/2"}))
+    found = load_validation(tmp_path / FILE)
+    assert found == made_up((64, [judged(), judged("harmful", "entropy-rows", "budgets")]))
+    assert harmful(tmp_path, Strategy(None, "entropy"), 64) is None
+    assert "entropy-rows for budgets" in str(harmful(tmp_path, Strategy(None, "entropy-rows"), 64))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema": "kvsearch.validation/1"}, "is no kvsearch.validation/2 file: delete it"),
+        ({"schema": "kvsearch.validation/1"}, "is no kvsearch.validation/3 file: delete it"),
         ({"budgets": []}, "is damaged .budgets: .*: delete it and validate again"),
         ({"seed": "x"}, "is damaged .seed: "),
         ({"more": 1}, "is damaged .more: unknown key"),

@@ -74,8 +74,8 @@ def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -
 def test_layers_are_told_as_ranges(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
     best = np.array([0, 0, 0, 2, 2, 0])
     cosine = np.broadcast_to((np.arange(4) == best[:, None]).astype(np.float32), (3, 1, 2, 6, 4))
-    entropy = np.broadcast_to(np.arange(1, 7, dtype=np.float32), (3, 2, 6))
-    profile = make_signals(signal_metadata(bundled, PATTERNS), cosine=cosine, entropy=entropy)
+    entropy = np.broadcast_to(np.arange(1, 7, dtype=np.float32), (2, 6))
+    profile = make_signals(signal_metadata(bundled, PATTERNS), cosine=cosine, mean_entropy=entropy)
     save_profile(profile, tmp_path / "profile.safetensors")
     path = tmp_path / "plan.json"
     code, _, talk = run("export", tmp_path, "-o", path, "--budget-signal", "entropy", "--least", 8)

@@ -46,7 +46,7 @@ def small(tmp_path: Path) -> Path:
     losses = by_layer([1.5, 1.25, 1.0], [1.0, 1.0, 1.0]).astype(np.float64)
     profile = make_signals(
         metadata, cosine=by_layer([0.5, 0.875, 0.75], [0.25, 0.5, 1.0]), nll=losses, full_nll=np.ones(3),
-        entropy=np.broadcast_to(np.array([0.25, 0.75], dtype=np.float32), (3, 1, 2)),
+        mean_entropy=np.array([[0.25, 0.75]], dtype=np.float32), entropy=None,
     )  # fmt: skip
     return saved(tmp_path, profile)
 
@@ -62,10 +62,11 @@ def test_the_tables(run: Run, small: Path) -> None:
     code, out, talk = run("show", small)
     assert (code, talk) == (0, "")
     assert rows(out, "prefill at 16 entries per kv head: cosine of attention outputs") == [
-        ["layer", "snapkv", "streaming", "tova", "entropy"],
-        ["0", "0.5000", "*0.8750", "0.7500", "0.2500"],
-        ["1", "0.2500", "0.5000", "*1.0000", "0.7500"],
+        ["layer", "snapkv", "streaming", "tova"],
+        ["0", "0.5000", "*0.8750", "0.7500"],
+        ["1", "0.2500", "0.5000", "*1.0000"],
     ]
+    assert rows(out, "prefill: entropy of attention") == [["layer", "entropy"], ["0", "0.2500"], ["1", "0.7500"]]
     assert rows(out, "prefill at 16 entries per kv head: what perplexity gains") == [
         ["layer", "snapkv", "streaming", "tova"],
         ["0", "+1.76", "+0.772", "*+0"],
@@ -90,6 +91,21 @@ def test_nine_patterns_fit_on_a_page(run: Run, tmp_path: Path, patterns: dict[st
     assert tables.count("*") == 2 * 2 * 2 * 32 + 1  # one best pattern in every row, and what the star means
 
 
+def test_a_pattern_that_explodes_is_named_where_it_is_worst(run: Run, tmp_path: Path) -> None:
+    """Of two budgets; all are in the JSON."""
+    metadata = signal_metadata(model(layers=2), phases=("prefill",), budgets=(16, 64))
+    gains = np.array([[[0.01, 0.01, 9.0], [4.0, 6.0, 8.0]], [[0.01, 0.01, 7.0], [4.0, 6.0, 8.0]]])  # [N, L, R]
+    losses = np.broadcast_to(np.log1p(gains)[None, :, None], (3, 2, 1, 2, 3))
+    saved(tmp_path, make_signals(metadata, nll=losses, full_nll=np.zeros(3)))
+    code, out, _ = run("show", tmp_path)
+    assert code == 0
+    assert out.count("tova explodes in prefill layer 0") == out.count("explodes") == 1
+    assert "at 16 entries per kv head: perplexity gains 9," in out
+    code, out, _ = run("show", tmp_path, "--json")
+    found = json.loads(out)["explosions"]
+    assert [(one["pattern"], one["budget"], one["layer"]) for one in found] == [("tova", 16, 0), ("tova", 64, 0)]
+
+
 @pytest.mark.parametrize("width", [40, 80, 100])
 def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
     """Long names and small differences: more tables instead, each cell of a wide page in one of them."""
@@ -109,8 +125,8 @@ def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
     tables = out[out.index("prefill at") :].splitlines()
     assert max(len(line) for line in tables if "entries per kv head" not in line) <= width
     assert sorted(cell for cell in out.split() if "." in cell) == sorted(cell for cell in wide.split() if "." in cell)
-    assert out.count(" layer ") == {40: 10, 80: 4, 100: 4}[width]
-    assert wide.count(" layer ") == 2
+    assert out.count(" layer ") == {40: 10, 80: 5, 100: 5}[width]
+    assert wide.count(" layer ") == 3
 
 
 def test_the_full_cache_is_never_the_best(run: Run, tmp_path: Path) -> None:
@@ -150,16 +166,16 @@ def test_layers_that_no_pattern_harms_have_no_best(run: Run, small: Path) -> Non
 def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "entropies").mkdir()
-    errors = make_signals(cosine=None, nll=None, full_nll=None, entropy=None)
+    errors = make_signals(cosine=None, nll=None, full_nll=None, entropy=None, mean_entropy=None)
     code, out, _ = run("show", saved(tmp_path / "errors", errors))
     assert code == 0
     assert "relative distance of attention outputs" in out
     assert "perplexity" not in out
     assert "entropy" not in out
-    entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, literal_entropy=np.ones((2, 4)))
+    entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None)
     code, out, _ = run("show", saved(tmp_path / "entropies", entropies))
     assert code == 0
-    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy", "entropy-literal"]
+    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy", "entropy-rows"]
     assert "*" not in out
 
 

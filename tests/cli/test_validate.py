@@ -51,7 +51,7 @@ def test_all_measured_budgets(run: Run, directory: Path) -> None:
     found = json.loads(out)
     assert found == json.loads((directory / "validation.json").read_text())
     assert (found["schema"], found["split"], found["protocol"]) == (
-        "kvsearch.validation/2", "select", "question-agnostic",
+        "kvsearch.validation/3", "select", "question-agnostic",
     )  # fmt: skip
     assert (found["model"]["name"], found["seed"], found["tasks"]["single"]["contexts"]) == ("bundled", 0, 2)
     assert [at["budget"] for at in found["budgets"]] == [32, 64]
@@ -166,7 +166,7 @@ def test_other_conditions_are_not_mixed(run: Run, directory: Path) -> None:
 def test_a_damaged_file_is_replaced_only_by_force(run: Run, directory: Path) -> None:
     command = ("validate", directory, *ASKED, *ROUTE, "--budget", 32)
     (directory / "validation.json").write_text("{}")
-    refused(run, USAGE, "is no kvsearch.validation/2 file: delete it and validate again", *command)
+    refused(run, USAGE, "is no kvsearch.validation/3 file: delete it and validate again", *command)
     code, _, talk = run(*command, "--force", "--quiet")
     assert (code, talk) == (0, "")
     assert json.loads((directory / "validation.json").read_text())["budgets"]

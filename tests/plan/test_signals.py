@@ -71,7 +71,7 @@ def test_axes_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
 
 
 def test_signals_are_optional_but_their_facts_are_not() -> None:
-    profile = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, entropy=None)
+    profile = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, entropy=None, mean_entropy=None)
     assert set(profile.arrays) == {"sample_tokens", "sample_length", "sample_context"}
     assert problems_of(sample_length=None, sample_context=None) == [
         "arrays.sample_length: is missing, a polykv profile needs it",
@@ -92,6 +92,7 @@ def test_losses_need_those_of_the_full_cache(missing: str) -> None:
         ("nll", (2, 1, 2, 4, 3), [3, 1, 2, 4, 3]),
         ("full_nll", (3, 1), [3]),
         ("entropy", (3, 4, 2), [3, 2, 4]),
+        ("mean_entropy", (3, 2, 4), [2, 4]),
         ("literal_entropy", (3, 2, 4), [2, 4]),
         ("sample_context", (2,), [3]),
     ],

@@ -73,8 +73,11 @@ def test_sensitivity_of_the_worst_the_chosen_and_the_mean_pattern() -> None:
 
 
 def test_entropy_is_read_in_two_ways() -> None:
-    found = table(entropy=np.array([[[0.2, 0.4]], [[0.4, 0.8]]]), literal_entropy=np.array([[1.5, 2.5]]))
-    assert found.sensitivity("entropy", "prefill", 32, [0, 0]) == pytest.approx([0.3, 0.6])
+    """And in a third one, of older profiles."""
+    of_rows, of_the_mean = np.array([[[0.2, 0.4]], [[0.4, 0.8]]]), np.array([[5.0, 4.0]])
+    found = table(entropy=of_rows, mean_entropy=of_the_mean, literal_entropy=np.array([[1.5, 2.5]]))
+    assert found.sensitivity("entropy", "prefill", 32, [0, 0]).tolist() == [5.0, 4.0]
+    assert found.sensitivity("entropy-rows", "prefill", 32, [0, 0]) == pytest.approx([0.3, 0.6])
     assert found.sensitivity("entropy-literal", "prefill", 32, [0, 0]).tolist() == [1.5, 2.5]
 
 
@@ -87,7 +90,7 @@ def test_phases_and_budgets_do_not_mix() -> None:
     for at, phase in enumerate(("prefill", "decode")):
         for number, budget in enumerate((16, 64)):
             assert np.array_equal(found.measured("cosine", phase, budget), values[:, number, at].mean(0))
-        assert np.array_equal(found.sensitivity("entropy", phase, 16, [0] * 4), entropy[:, at].mean(0))
+        assert np.array_equal(found.sensitivity("entropy-rows", phase, 16, [0] * 4), entropy[:, at].mean(0))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_what_was_measured() -> None:
     assert found.patterns == ("snapkv", "streaming", "tova")
     assert found.routes == ROUTES
     assert set(found.sensitivities) == set(SENSITIVITIES) - {"entropy-literal"}
-    less = SignalTable(make_signals(cosine=None, entropy=None))
+    less = SignalTable(make_signals(cosine=None, entropy=None, mean_entropy=None))
     assert less.routes == ("error", "ppl", "nll")
     assert less.sensitivities == tuple(
         f"{measure}{over}" for measure in ("error", "ppl", "nll") for over in ("", "-chosen", "-mean")
@@ -112,7 +115,63 @@ def test_what_was_measured() -> None:
     literal = SignalTable(make_signals(literal_entropy=np.zeros((2, 4))))
     assert set(literal.sensitivities) == set(SENSITIVITIES)
     none = SignalTable(make_signals(cosine=None, relative_error=None, nll=None, full_nll=None))
-    assert (none.routes, none.sensitivities) == ((), ("entropy",))
+    assert (none.routes, none.sensitivities) == ((), ("entropy", "entropy-rows"))
+
+
+def test_the_entropy_of_older_profiles_is_that_of_rows() -> None:
+    """A profile without the mean row: its signal has another name, and what it recorded means what it meant."""
+    recorded = {"budget_signal": "entropy", "route": "ppl"}
+    metadata = signal_metadata()
+    origin = metadata.provenance.model_copy(update={"settings": recorded})
+    metadata = metadata.model_copy(update={"provenance": origin})
+    old, new = SignalTable(make_signals(metadata, mean_entropy=None)), SignalTable(make_signals(metadata))
+    assert "entropy" not in old.sensitivities
+    assert (old.recorded, new.recorded) == ({**recorded, "budget_signal": "entropy-rows"}, recorded)
+    with pytest.raises(UsageError, match=r"this profile has no 'entropy' signal \(it has entropy-rows, "):
+        old.sensitivity("entropy", "prefill", 32, [0] * 4)
+
+
+def losing(*gains: list[float]) -> SignalTable:
+    """One sample of one token: what perplexity, 1 under the full cache, gains in each layer under each pattern."""
+    patterns = {"snapkv": {"window": 4}, "streaming": {}, "tova": {}, "h2o": {}}
+    described = signal_metadata(phases=("prefill",), patterns=patterns, budgets=(32,))
+    model = described.model.model_copy(update={"layers": len(gains)})
+    metadata = described.model_copy(update={"model": model, "layers": tuple(range(len(gains)))})
+    losses = np.log1p(np.array(gains))[None, None, None]
+    one = np.ones(1, dtype=np.int32)
+    return SignalTable(make_signals(metadata, samples=1, nll=losses, full_nll=np.zeros(1), sample_tokens=one))
+
+
+def test_a_pattern_that_explodes_is_named() -> None:
+    """15 of the 50 that layers lose by the worst pattern are by one that is a thousand times as bad as the others."""
+    (found,) = losing([0.015, 15, 0.01, 0.015], [8, 27, 30, 35.0], [0.0, 0.0, 0.0, 0.0]).explosions("prefill", 40)
+    assert (found.pattern, found.phase, found.budget, found.layer) == ("streaming", "prefill", 32, 0)
+    assert (found.gain, found.others) == pytest.approx((15, 0.015))
+    assert (found.share, found.without) == pytest.approx((0.3, 0.015 / 35.015))
+    assert found.words.startswith(
+        "streaming explodes in prefill layer 0 at 32 entries per kv head: perplexity gains 15"
+    )
+    assert "30% of the budget, 0% without it" in found.words
+
+
+@pytest.mark.parametrize(
+    "gains",
+    [
+        [[0.1, 0.9, 0.1, 0.2], [8, 27, 30, 35.0]],  # nine times as bad
+        [[0.001, 1.0, 0.001, 0.001], [8, 27, 30, 35.0]],  # a thousand times as bad, and 3% of the budget
+        [[0.1, 15.0, 15.0, 15.0], [8, 27, 30, 35.0]],  # most are as bad
+        [[0.0] * 4, [0.0] * 4],
+        [[-1e-3, -1e-3, -1e-3, 0.0], [0.0] * 4],
+    ],
+)
+def test_patterns_that_are_not_far_from_the_others_are_not_named(gains: list[list[float]]) -> None:
+    assert losing(*gains).explosions("prefill", 32) == []
+
+
+def test_without_losses_or_other_patterns_nothing_explodes() -> None:
+    assert SignalTable(make_signals(nll=None, full_nll=None)).explosions("prefill", 32) == []
+    alone = signal_metadata(patterns={"tova": {}})
+    assert SignalTable(make_signals(alone)).explosions("prefill", 32) == []
 
 
 @pytest.mark.parametrize("name", SENSITIVITIES)
@@ -152,7 +211,10 @@ def test_profiles_of_other_methods_have_no_signals() -> None:
         (lambda t: t.sensitivity("uniform", "prefill", 32, []), "unknown budget signal 'uniform'"),
         (lambda t: t.measured("cosine", "decode", 32), r"the decode phase were not measured \(only prefill\)"),
         (lambda t: t.sensitivity("entropy", "decode", 32, []), r"the decode phase were not measured \(only prefill\)"),
-        (lambda t: t.measured("ppl", "prefill", 32), r"no 'ppl' signal \(it has entropy, cosine, .*: calibrate with"),
+        (
+            lambda t: t.measured("ppl", "prefill", 32),
+            r"no 'ppl' signal \(it has entropy, entropy-rows, cosine, .*: calibrate with",
+        ),
         (lambda t: t.sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
         (lambda t: t.sensitivity("entropy-literal", "prefill", 32, []), "this profile has no 'entropy-literal' signal"),
         (lambda t: t.perplexity, "this profile has no 'ppl' signal"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ def by_layer(*layers: list[float], phases: int = 2, budgets: int = 1, samples: i
 
 
 def entropies(*values: float) -> np.ndarray:
-    return np.broadcast_to(np.array(values, dtype=np.float32), (3, 2, len(values)))
+    return np.broadcast_to(np.array(values, dtype=np.float32), (2, len(values)))
 
 
 def prefill(profile: Profile, strategy: Strategy, size: Size) -> Chosen:
@@ -69,9 +70,9 @@ def test_every_layer_takes_its_best_pattern_and_of_equal_ones_the_first(
 def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -> None:
     cosine = COSINES.copy()
     cosine[:, :, 1] = cosine[:, :, 1, ::-1]
-    entropy = np.stack([entropies(1, 2, 3, 4)[:, 0], entropies(4, 3, 2, 1)[:, 1]], axis=1)
+    entropy = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=np.float32)
     strategy = Strategy(budgets="entropy", phases="both", least=4)
-    table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, entropy=entropy))
+    table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropy))
     chosen = choose(table, strategy, Size(budget=10))
     assert names(chosen["decode"]) == names(chosen["prefill"])[::-1]
     assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14]] * 2
@@ -94,7 +95,7 @@ def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
 def test_the_larger_floor_of_both_phases_holds() -> None:
     cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
     cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
-    profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
+    profile = make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropies(0, 0, 0, 1))
     chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Size(budget=10))
     assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
     assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]
@@ -125,18 +126,18 @@ def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself
 
 @pytest.mark.parametrize(("inverse", "expected"), [(False, [6, 9, 11, 14]), (True, [14, 11, 9, 6])])
 def test_the_papers_budgets(inverse: bool, expected: list[int]) -> None:
-    profile = make_signals(ONE_HEAD, entropy=entropies(1, 2, 3, 4))
+    profile = make_signals(ONE_HEAD, mean_entropy=entropies(1, 2, 3, 4))
     strategy = Strategy(budgets="entropy", inverse_budgets=inverse, least=4)
     assert prefill(profile, strategy, Size(budget=10)).budgets.tolist() == [[entries] for entries in expected]
     # as a share of prompts of 100 tokens, and the heads of a layer alike
-    two = make_signals(entropy=entropies(1, 2, 3, 4))
+    two = make_signals(mean_entropy=entropies(1, 2, 3, 4))
     budgets = prefill(two, strategy, Size(ratio=0.9, length=100)).budgets
     assert budgets.tolist() == [[entries] * 2 for entries in expected]
 
 
 def test_what_a_pattern_always_keeps_is_the_floor_of_its_layers() -> None:
     cosine = by_layer([0.9, 0, 0], [0, 0.9, 0], [0, 0, 0.9], [0, 0, 0.9])
-    profile = make_signals(ONE_HEAD, cosine=cosine, entropy=entropies(0, 0, 0, 1))
+    profile = make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropies(0, 0, 0, 1))
     chosen = prefill(profile, Strategy(budgets="entropy", least=0), Size(budget=10))
     assert names(chosen) == ["snapkv", "streaming", "tova", "tova"]
     assert chosen.budgets.ravel().tolist() == [4, 3, 1, 32]  # streaming keeps its sinks and the newest
@@ -145,7 +146,7 @@ def test_what_a_pattern_always_keeps_is_the_floor_of_its_layers() -> None:
 
 def test_no_layer_gets_more_than_the_length_that_the_plan_states() -> None:
     """That of the calibration's prompts, 200, unless another one is given."""
-    profile = make_signals(ONE_HEAD, entropy=entropies(0, 0, 0, 1))
+    profile = make_signals(ONE_HEAD, mean_entropy=entropies(0, 0, 0, 1))
     strategy = Strategy(None, budgets="entropy", policy="tova")
     assert prefill(profile, strategy, Size(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
     assert strategy_plan(profile, strategy, Size(budget=100)).length == 200
@@ -200,7 +201,7 @@ def test_totals_are_exact_and_bounds_and_candidates_are_respected(
 @given(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4, unique=True), st.integers(20, 150))
 def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(values: list[float], budget: int) -> None:
     assume(max(values) - min(values) > 1e-3)
-    profile = make_signals(ONE_HEAD, entropy=entropies(*values))
+    profile = make_signals(ONE_HEAD, mean_entropy=entropies(*values))
     forward = Strategy(None, budgets="entropy", policy="tova")
     chosen = [prefill(profile, way, Size(budget=budget)) for way in (forward, replace(forward, inverse_budgets=True))]
     ordered = np.argsort(values)
@@ -213,7 +214,7 @@ def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(va
 
 
 def test_full_layers_are_those_whose_best_pattern_is_the_worst() -> None:
-    profile = make_signals(ONE_HEAD, cosine=COSINES, entropy=entropies(1, 9, 3, 4))
+    profile = make_signals(ONE_HEAD, cosine=COSINES, mean_entropy=entropies(1, 9, 3, 4))
     strategy = Strategy(full_layers=1)
     chosen = prefill(profile, strategy, Size(budget=60, length=200))
     assert names(chosen) == ["snapkv", "full", "snapkv", "streaming"]
@@ -230,7 +231,7 @@ def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
     cosine = COSINES.copy()
     cosine[:, :, 1] = np.array([0.9, 0.9, 0.1, 0.9])[:, None] * [1, 0.5, 0.5]
     profile = make_signals(
-        ONE_HEAD, cosine=cosine, entropy=np.stack([entropies(1, 9, 3, 8)[:, 0], entropies(9, 1, 3, 8)[:, 1]], 1)
+        ONE_HEAD, cosine=cosine, mean_entropy=np.array([[1, 9, 3, 8], [9, 1, 3, 8]], dtype=np.float32)
     )
     table, size = SignalTable(profile), Size(budget=60, length=200)
     chosen = choose(table, Strategy(full_layers=1, phases="both"), size)
@@ -269,11 +270,11 @@ def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
 
 
 def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pytest.WarningsRecorder) -> None:
-    profile = make_signals(entropy=entropies(1, 1, 1, 1))
+    profile = make_signals(mean_entropy=entropies(1, 1, 1, 1))
     with pytest.warns(KvsearchWarning, match="entropy is the same in every prefill layer"):
         chosen = prefill(profile, Strategy(budgets="entropy"), Size(budget=20))
     assert (chosen.budgets == 20).all()
-    one = make_signals(signal_metadata(model(layers=1)), entropy=entropies(1))
+    one = make_signals(signal_metadata(model(layers=1)), mean_entropy=entropies(1))
     assert prefill(one, Strategy(budgets="entropy"), Size(budget=20)).budgets.tolist() == [[20, 20]]
     assert not recwarn.list  # one layer has nobody to be told apart from
 
@@ -463,3 +464,14 @@ def test_a_policy_that_is_none_of_the_patterns() -> None:
     profile = make_signals(signal_metadata(policy={"name": "h2o", "params": {}}))
     with pytest.raises(UsageError, match="cannot use policy 'h2o': the profile has no such pattern"):
         strategy_plan(profile, Strategy(None), LONG)
+
+
+def test_budgets_by_the_worst_pattern_warn_of_one_that_explodes() -> None:
+    losses = np.full((3, 1, 2, 4, 3), 0.01)
+    losses[:, :, 0, 1, 2] = 3.0  # tova, in prefill layer 1
+    profile = make_signals(ONE_HEAD, nll=losses, full_nll=np.zeros(3))
+    with pytest.warns(KvsearchWarning, match="tova explodes in prefill layer 1 at 32 entries per kv head"):
+        strategy_plan(profile, Strategy(None, "ppl", least=4), Size(budget=32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy_plan(profile, Strategy("ppl", "nll-mean", least=4), Size(budget=32))

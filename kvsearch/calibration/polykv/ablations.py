@@ -24,6 +24,11 @@ def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]
     return found + [decode_needs(policy) for policy in policies if "decode" in phases]
 
 
+def entropy_needs(rows: int, phases: Sequence[str]) -> Needs:
+    """Return what entropy needs of a prompt: its last `rows`, and for the mean row what every key received of all."""
+    return Needs(query_rows=rows, column_sums="prefill" in phases)
+
+
 class Ablation(NamedTuple):
     """One budget, phase and pattern, by their place in `Ablations`."""
 
@@ -71,8 +76,8 @@ class Ablations:
 class AblationResults:
     """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN.
 
-    `entropy` [B, P, L] is that of attention rows, of the prompt and of what follows it, `attention` [B, P, L, T + K]
-    their mean; None where it is not measured.
+    `entropy` [B, P, L] is that of the last attention rows of the prompt and of those of what follows it, `attention`
+    [B, P, L, N] fp32 the mean of all rows of either by position, zeros behind the last; None where it is not measured.
     """
 
     def __init__(self, tried: Ablations, batch: int) -> None:
@@ -80,7 +85,7 @@ class AblationResults:
         self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
         self.full_loss = np.zeros(batch)
         self.entropy: NDArray[np.float64] | None = None
-        self.attention: NDArray[np.float64] | None = None
+        self.attention: NDArray[np.float32] | None = None
 
     def note_outputs(self, row: int, item: Ablation, agreement: tuple[Tensor, Tensor]) -> None:
         """Note cosine and relative error [B] of what layer `row` puts out."""

@@ -22,8 +22,8 @@ def checked_prompts(
     """Return the prompts that can be run; a `KvsearchWarning` if a budget evicts nothing from some of them.
 
     Raises:
-        UsageError: policies that cannot be tried, or without `options.policy`; no prompt is longer than a budget;
-            prompts of different lengths, for the literal entropy; no token whose loss counts.
+        UsageError: policies that cannot be tried, or without `options.policy`; no prompt is longer than a budget; no
+            token whose loss counts.
         IncompatibleError: a prompt and what follows do not fit the positions of the model.
     """
     check_policies(policies, options)
@@ -39,11 +39,6 @@ def checked_prompts(
     lengths = [prompt.length for prompt in prompts]
     for budget in options.budgets:
         _check_evicts(lengths, budget)
-    if options.literal_entropy and len(set(lengths)) > 1:
-        raise UsageError(
-            f"the literal entropy averages attention by position, and prompts have {min(lengths)} to {max(lengths)} "
-            "tokens: give texts of one length, or leave literal_entropy out"
-        )
     if "ppl" in options.signals and not any(after.predicted for prompt in prompts for after in prompt.continuations):
         raise UsageError(
             "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: give "

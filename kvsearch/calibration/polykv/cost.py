@@ -87,18 +87,19 @@ class SweepWork:
     @classmethod
     def of(cls, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions) -> SweepWork:
         """Describe the work of a calibration; UsageError if a policy has no decode rule."""
-        from kvsearch.calibration.polykv.ablations import needs_of
+        from kvsearch.calibration.polykv.ablations import entropy_needs, needs_of
 
         ablated = "cosine" in options.signals or "ppl" in options.signals
         used = policies if ablated else ()
         needs = needs_of(used, options.measured_phases)
-        rows = [need.query_rows for need in needs] + [options.entropy_rows] * ("entropy" in options.signals)
+        if "entropy" in options.signals:
+            needs.append(entropy_needs(options.entropy_rows, options.measured_phases))
         return cls(
             tuple((one.length, tuple(after.tokens.shape[1] for after in one.continuations)) for one in prompts),
             tried=len(used) * len(options.measured_phases) * len(options.budgets),
             losses="ppl" in options.signals,
             batch=options.batch,
-            query_rows=max(rows, default=0),
+            query_rows=max((need.query_rows for need in needs), default=0),
             column_sums=any(need.column_sums for need in needs),
             patterns=len(used),
         )

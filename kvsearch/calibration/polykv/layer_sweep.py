@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, needs_of
+from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, entropy_needs, needs_of
 from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch
 from kvsearch.calibration.polykv.tree import BaselinePass, Tree
 from kvsearch.policies import Observation
-from kvsearch.policies.base import Needs
 from kvsearch.runtime.observe import LayerContinuation
 from kvsearch.signals.cosine import Agreement, output_agreement
 from kvsearch.signals.entropy import mean_row, row_entropy
@@ -34,7 +33,6 @@ class LayerSweep:
         signals: which of cosine, ppl and entropy are wanted.
         entropy_rows: query rows of the prompt whose entropy is taken.
         groups: the most ablations that are in the sweep at a time.
-        literal: whether mean attention rows are wanted beside the entropy.
     """
 
     def __init__(
@@ -45,13 +43,11 @@ class LayerSweep:
         signals: Sequence[str],
         entropy_rows: int,
         groups: int,
-        *,
-        literal: bool = False,
     ) -> None:
-        self.model, self.tried, self.signals, self.literal = model, tried, signals, literal
+        self.model, self.tried, self.signals = model, tried, signals
         self.entropy_rows, self.groups = entropy_rows, groups
         wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
-        wanted += [Needs(query_rows=entropy_rows)] if "entropy" in signals else []
+        wanted += [entropy_needs(entropy_rows, tried.phases)] if "entropy" in signals else []
         ids, mask = batch.padded(model.device)
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 
@@ -71,9 +67,10 @@ class LayerSweep:
                 # copies: what one computes and keeps is gone with it
                 entropy = [_entropy(replace(baseline.layers[index]), *given) for index in self.tried.layers]
                 results.entropy = torch.stack(entropy, -1).double().numpy()
-                if self.literal:
-                    rows = [_mean_rows(replace(baseline.layers[index]), *given) for index in self.tried.layers]
-                    results.attention = torch.stack(rows, 2).double().numpy()
+                rows = [
+                    _mean_rows(replace(baseline.layers[index]), self.tried.phases, after) for index in self.tried.layers
+                ]
+                results.attention = torch.stack(rows, 2).numpy()
         return results
 
     def _sweep(
@@ -130,11 +127,24 @@ def _entropy(layer: Layer, phases: Sequence[str], rows: int, after: Continuation
     return torch.stack([row_entropy(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases], 1)
 
 
-def _mean_rows(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
-    """Return the mean attention row of every phase, [B, P, T + K], on the CPU."""
-    means = [mean_row(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases]
-    width = layer.keys.shape[2]
-    return torch.stack([torch.nn.functional.pad(mean, (0, width - mean.shape[1])) for mean in means], 1)
+def _mean_rows(layer: Layer, phases: Sequence[str], after: ContinuationBatch) -> Tensor:
+    """Return the mean attention row of every phase by position, [B, P, T + K] fp32, on the CPU.
+
+    It is the mean over all query heads and all rows: those of the prompt ("prefill"), or of the tokens that follow.
+    """
+    prompt, width = layer.noted, layer.keys.shape[2]
+    means = []
+    for phase in phases:
+        if phase == "prefill":
+            mean = prompt.received().mean(1) / prompt.lengths[:, None]
+        else:
+            mean = mean_row(*_rows_of(layer, phase, 0, after))
+        means.append(torch.nn.functional.pad(mean, (0, width - mean.shape[1])))
+    pads = (prompt.valid.shape[1] - prompt.lengths)[:, None]
+    position = torch.arange(width, device=pads.device) + pads
+    rows = torch.stack(means, 1)
+    moved = rows.gather(2, (position % width)[:, None].expand_as(rows))  # padding in front goes behind, where it is 0
+    return moved.cpu()
 
 
 def _rows_of(layer: Layer, phase: str, rows: int, after: ContinuationBatch) -> Rows:

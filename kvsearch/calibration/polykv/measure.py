@@ -25,7 +25,7 @@ from kvsearch.calibration.polykv.layer_sweep import LayerSweep
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, SampleFiles, places, unfinished
+from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, ROWS, SampleFiles, places, unfinished
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError
@@ -33,11 +33,11 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.plan import Profile
-from kvsearch.plan.signals import CONTEXT, ENTROPY, LENGTH, LITERAL_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.signals import CONTEXT, LENGTH, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
-from kvsearch.signals.entropy import literal_entropy
+from kvsearch.signals.entropy import mean_entropy
 
 CPU_BYTES, GPU_SHARE = 4 * 2**30, 0.8  # of memory besides the weights
 
@@ -93,8 +93,7 @@ class _Measure:
         swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
         self.sweep = None
         if swept:
-            rows, literal = options.entropy_rows, options.literal_entropy
-            self.sweep = LayerSweep(loaded.model, tried, batch, swept, rows, groups, literal=literal)
+            self.sweep = LayerSweep(loaded.model, tried, batch, swept, options.entropy_rows, groups)
 
     def __call__(self, number: int) -> Arrays:
         """Measure the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
@@ -111,14 +110,12 @@ class _Measure:
             found |= Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone).arrays(**wanted)
         elif measured is not None:
             found |= {name: array[rows] for name, array in measured.arrays(**wanted).items()}
-        if measured is not None and measured.entropy is not None:
-            found[ENTROPY] = measured.entropy[rows].astype(np.float32)
-        if measured is not None and measured.attention is not None:
-            found[ROW_SUM] = measured.attention[rows].sum(0)
+        if measured is not None and measured.entropy is not None and measured.attention is not None:
+            found |= {ROWS_ENTROPY: measured.entropy[rows].astype(np.float32), ROWS: measured.attention[rows]}
         for array in found.values():
             bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
             if bad.size:
-                context = int(found[CONTEXT][bad[0]]) if len(array) == len(found[CONTEXT]) else "?"
+                context = int(found[CONTEXT][bad[0]])
                 raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
         return found
 
@@ -144,8 +141,8 @@ def _profile(
     arrays = done.gathered()
     if ROW_SUM in arrays:
         rows = arrays.pop(ROW_SUM) / len(arrays[PROMPT])
-        arrays[LITERAL_ENTROPY] = np.array(
-            [[literal_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
+        arrays[MEAN_ENTROPY] = np.array(
+            [[mean_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
         )
     base = next(policy for policy in policies if policy.name == options.policy)
     settings: dict[str, Any] = {

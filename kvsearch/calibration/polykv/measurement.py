@@ -13,12 +13,12 @@ from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.signals import ENTROPY, FULL_NLL
+from kvsearch.plan.signals import FULL_NLL, ROWS_ENTROPY
 from kvsearch.policies import Policy
 
 # options that decide what is measured; batches and memory change rounding only, and the rest is only recorded
 DECISIVE = (
-    "budgets", "phases", "signals", "literal_entropy", "entropy_rows", "answer_tokens", "protocol", "naive",
+    "budgets", "phases", "signals", "entropy_rows", "answer_tokens", "protocol", "naive",
 )  # fmt: skip
 
 
@@ -66,8 +66,8 @@ class Measurement:
         if "ppl" in options.signals:
             shapes |= {"nll": whole, FULL_NLL: ()}
         if "entropy" in options.signals:
-            shapes[ENTROPY] = by_layer
-        return cls(identity, shapes, by_layer if options.literal_entropy else None)
+            shapes[ROWS_ENTROPY] = by_layer
+        return cls(identity, shapes, by_layer if "entropy" in options.signals else None)
 
     def other(self, identity: Mapping[str, str]) -> str | None:
         """Name the first part in which another measurement differs; None if it is the same."""

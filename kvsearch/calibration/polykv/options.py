@@ -39,9 +39,9 @@ class PolykvOptions(CalibrationOptions):
     `policy` is the pattern that strategies without a route use in all layers. `params` are settings as in
     `candidates`: window of all patterns that have one, or snapkv.window. Every pattern is tried at `budgets` entries
     per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
-    "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the last
-    `entropy_rows` query rows of the prompt (phase "prefill") and of the rows of the continuation (phase "decode");
-    `literal_entropy` takes that of the mean row as well, as Eq. 4 reads, which needs prompts of one length.
+    "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the mean
+    attention row of the prompt (phase "prefill") and of the continuation (phase "decode"), and brings the mean entropy
+    of the rows with it, of the last `entropy_rows` of the prompt and of all of the continuation.
 
     `naive` runs the model once for everything that is tried. `route`, `budget_signal` and `strategy_phases` only go
     into the profile, for those who make strategies of it. `max_memory` is in GB, besides the weights.
@@ -75,17 +75,14 @@ class PolykvOptions(CalibrationOptions):
         Listed,
         AfterValidator(lambda signals: tuple(sorted(signals, key=SIGNALS.index))),
         Option(
-            "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
+            "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy (both).",
             metavar="NAME,...",
             panel=PANEL,
             shown="cosine,ppl,entropy",
         ),
     ] = SIGNALS
-    literal_entropy: Annotated[
-        Flag, Option("Measure the entropy of the mean attention row as well, as Eq. 4 reads.", panel=PANEL)
-    ] = False
     entropy_rows: Annotated[
-        Whole, Field(ge=1), Option("Last query rows of the prompt that entropy is the mean over.", panel=PANEL)
+        Whole, Field(ge=1), Option("Last query rows of the prompt that entropy-rows is the mean over.", panel=PANEL)
     ] = 32
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     protocol: ProtocolChoice = QUESTION_AGNOSTIC
@@ -128,8 +125,6 @@ class PolykvOptions(CalibrationOptions):
             values = getattr(self, name)
             if not values or any(value in values[:index] for index, value in enumerate(values)):
                 problems.append(((name,), "must have at least one item, and each once"))
-        if self.literal_entropy and "entropy" not in self.signals:
-            problems.append((("literal_entropy",), "is another reading of the signal entropy, which is not measured"))
         for name, known in (("route", (*ROUTES, "none")), ("budget_signal", ("uniform", *SENSITIVITIES))):
             value = getattr(self, name)
             if value is not None and (what := self._not_measured(value, known)):
@@ -141,8 +136,10 @@ class PolykvOptions(CalibrationOptions):
 
     def _not_measured(self, value: str, known: tuple[str, ...]) -> str | None:
         """Return what is wrong with a route or a budget signal, if anything."""
-        from kvsearch.signals.table import ENTROPIES, MEASURES
+        from kvsearch.signals.table import ENTROPIES, MEASURES, UNMEASURED
 
+        if value == UNMEASURED:
+            return f"is {value}, which only older profiles have: entropy is that of the mean row of the whole prompt"
         if value not in known:
             return f"{value!r} is unknown{suggest(value, known)}"
         measure = value.partition("-")[0]
@@ -151,10 +148,9 @@ class PolykvOptions(CalibrationOptions):
             needed = "entropy"
         elif measure in MEASURES:
             needed = "ppl" if MEASURES[measure] == "nll" else "cosine"
-        if needed is None or (needed in self.signals and (value != "entropy-literal" or self.literal_entropy)):
+        if needed is None or needed in self.signals:
             return None
-        advice = "literal_entropy" if value == "entropy-literal" else f"signals with {needed}"
-        return f"is {value}, which is not measured: ask for {advice}"
+        return f"is {value}, which is not measured: ask for signals with {needed}"
 
     def _tried(self) -> tuple[list[Policy], list[str]]:
         from kvsearch.calibration.polykv.patterns import candidates

@@ -20,7 +20,8 @@ from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS
 
 PROMPT, QUESTION = "prompt", "question"  # the place of a sample: number of the prompt and of its continuation
-ROW_SUM = "attention_sum"  # [P, L, N] over the samples of the batch, not an array by sample
+ROWS = "attention"  # [M, P, L, N] mean attention rows of samples, which a file holds summed:
+ROW_SUM = "attention_sum"  # [P, L, N]
 PLACES = (PROMPT, QUESTION, CONTEXT, LENGTH, TOKENS)  # [M] whole numbers
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -49,6 +50,9 @@ class SampleFiles:
 
     def add(self, part: Arrays) -> None:
         """Take in a continuation of some prompts, none of them finished; it is on the disk when this returns."""
+        part = {name: array for name, array in part.items() if name != ROWS} | (
+            {ROW_SUM: part[ROWS].sum(0, dtype=np.float64)} if ROWS in part else {}
+        )
         self.parts.append(part)
         if self.folder is not None:
             name = f"{int(part[PROMPT].min()):06d}-{int(part[QUESTION][0]):04d}.safetensors"
@@ -78,16 +82,9 @@ def forget_samples(directory: Path) -> None:
 
 
 def unfinished(part: Arrays, finished: Collection[tuple[int, int]]) -> dict[str, NDArray[Any]]:
-    """The samples of a part that are not `finished`; with literal entropy a part is finished as a whole or not at all.
-
-    Only a calibration that goes on with other batches has both kinds in one part.
-    """
+    """The samples of a part that are not `finished`: one that goes on with other batches has both kinds in a part."""
     pairs = zip(part[PROMPT].tolist(), part[QUESTION].tolist(), strict=True)
     rows = np.array([pair not in finished for pair in pairs])
-    if rows.all():
-        return dict(part)
-    if ROW_SUM in part:
-        raise UsageError("attention was added up over other batches: go on with the --batch that it began with")
     return {name: array[rows] for name, array in part.items()}
 
 

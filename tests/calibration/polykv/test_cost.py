@@ -159,7 +159,7 @@ def test_the_work_of_a_calibration() -> None:
     one = SweepWork.of(prompts, policies[1:], PolykvOptions(phases="decode", signals=("cosine",)))
     assert (one.tried, one.losses, one.query_rows, one.column_sums) == (1, False, 8, False)
     none = SweepWork.of(prompts, policies, PolykvOptions(signals=("entropy",), entropy_rows=5))
-    assert (none.tried, none.losses, none.query_rows, none.column_sums) == (0, False, 5, False)
+    assert (none.tried, none.losses, none.query_rows, none.column_sums) == (0, False, 5, True)
     assert found.longest == (prompts[1].length, max(found.prompts[0][1] + found.prompts[1][1]))
 
 

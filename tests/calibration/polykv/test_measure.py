@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
@@ -55,6 +57,7 @@ def test_a_profile_has_every_signal_of_every_sample(made: Profile) -> None:
         **dict.fromkeys(("cosine", "relative_error", "nll"), whole),
         **dict.fromkeys(("full_nll", "sample_tokens", "sample_length", "sample_context"), (6,)),
         "entropy": (6, 2, 4),
+        "mean_entropy": (2, 4),
     }
     assert made.arrays["sample_context"].tolist() == [0, 0, 1, 1, 2, 2]
     assert made.metadata.questions == 6
@@ -169,25 +172,45 @@ def test_signals_that_were_not_asked_for_are_not_there() -> None:
     assert set(found.arrays) == {"cosine", "relative_error", "sample_tokens", "sample_length", "sample_context"}
     assert SignalTable(found).routes == ("cosine", "error")
     only = profile(signals=("entropy",))
-    assert SignalTable(only).sensitivities == ("entropy",)
+    assert SignalTable(only).sensitivities == ("entropy", "entropy-rows")
 
 
-def test_literal_entropy_is_that_of_the_mean_row() -> None:
-    """Prompts of one length; in nats, so above the mean share of rows and at most the logarithm of the length."""
-    data = calibration_data(40, 40)
-    found = profile(data, literal_entropy=True)
-    literal = found.arrays["literal_entropy"]
-    assert literal.shape == (2, 4)
-    length = int(found.arrays["sample_length"][0])
-    assert (literal > 0.5).all()
-    assert (literal < np.log(length + 20)).all()
+def test_entropy_is_that_of_the_mean_attention_of_all_texts_heads_and_tokens() -> None:
+    """Eq. 4 from whole attention matrices, texts of different lengths: position i of a text that is shorter has 0."""
+    model, data = loaded(), calibration_data(40, 60, 70, questions=2)
+    prompts = prompts_of(model, data)
+    assert len({prompt.length for prompt in prompts}) > 1
+    longest = max(prompt.length + after.tokens.shape[1] for prompt in prompts for after in prompt.continuations)
+    mean, samples = np.zeros((2, 4, longest)), 0
+    model.model.set_attn_implementation("eager")
+    for prompt in prompts:
+        for after in prompt.continuations:
+            samples += 1
+            with torch.no_grad():
+                maps = model.model(torch.cat([prompt.ids, after.tokens], 1), output_attentions=True).attentions
+            for layer, attention in enumerate(maps):
+                tokens = attention[0].double().numpy()  # [Hq, T + K, T + K]
+                for phase, rows in enumerate((slice(0, prompt.length), slice(prompt.length, None))):
+                    mean[phase, layer, : tokens.shape[2]] += tokens[:, rows].mean((0, 1))
+    p = mean / samples
+    expected = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+    for batch in (1, 2, 9):
+        found = profile(data, batch=batch)
+        assert found.arrays["mean_entropy"] == pytest.approx(expected, abs=1e-5)
     table = SignalTable(found)
-    assert table.sensitivity("entropy-literal", "prefill", 8, [0] * 4) == pytest.approx(literal[0])
+    assert table.sensitivity("entropy", "decode", 8, [0] * 4) == pytest.approx(expected[1], abs=1e-5)
+    assert table.sensitivity("entropy-rows", "decode", 8, [0] * 4).max() <= 1.0
 
 
-def test_literal_entropy_needs_one_length() -> None:
-    with pytest.raises(UsageError, match="literal entropy averages attention by position, and prompts have"):
-        profile(literal_entropy=True)
+def test_attention_is_added_up_of_samples_that_were_not_finished(tmp_path: Path) -> None:
+    """Parts of an interrupted run and of other batches: no sample is counted twice."""
+    data = calibration_data(40, 60, 70, questions=2)
+    whole = profile(data, directory=tmp_path)
+    first, *_, last = sorted((tmp_path / SAMPLES).iterdir())
+    first.unlink()
+    last.unlink()
+    again = profile(data, directory=tmp_path, batch=9)
+    assert again.arrays["mean_entropy"] == pytest.approx(whole.arrays["mean_entropy"], abs=1e-5)
 
 
 def test_question_aware_prompts_hold_their_question() -> None:

@@ -63,22 +63,21 @@ def test_defaults_are_the_papers() -> None:
     )  # fmt: skip
     assert (recipe.entropy_rows, recipe.answer_tokens, recipe.protocol) == (32, 128, "question-agnostic")
     assert (recipe.batch, recipe.memory_bytes, recipe.for_strategies) == (8, None, {})
-    assert not recipe.literal_entropy
     assert not recipe.naive
 
 
 def test_everything_typed() -> None:
-    options = ("literal_entropy=true", "entropy_rows=4", "answer_tokens=5", "strategy_phases=decode")
+    options = ("entropy_rows=4", "answer_tokens=5", "strategy_phases=decode")
     recipe = typed(
         "window=4", "snapkv.window=6", options=options, patterns="tova, snapkv,pyramidkv", policy="tova",
-        budgets="128, 64", phases="decode", signals="entropy,ppl", route="nll", budget_signal="entropy-literal",
+        budgets="128, 64", phases="decode", signals="entropy,ppl", route="nll", budget_signal="entropy-rows",
         protocol="question-aware", naive=True, batch=3, max_memory=1.5,
     )  # fmt: skip
     assert (recipe.policy, recipe.budgets, recipe.measured_phases) == ("tova", (64, 128), ("decode",))
-    assert (recipe.signals, recipe.literal_entropy, recipe.entropy_rows) == (("ppl", "entropy"), True, 4)
+    assert (recipe.signals, recipe.entropy_rows) == (("ppl", "entropy"), 4)
     assert (recipe.answer_tokens, recipe.protocol, recipe.naive) == (5, "question-aware", True)
     assert (recipe.batch, recipe.memory_bytes) == (3, 1_500_000_000)
-    assert recipe.for_strategies == {"route": "nll", "budget_signal": "entropy-literal", "phases": "decode"}
+    assert recipe.for_strategies == {"route": "nll", "budget_signal": "entropy-rows", "phases": "decode"}
     windows = [(policy.name, policy.recent_count) for policy in recipe.policies()]
     assert windows == [("tova", 0), ("snapkv", 6), ("pyramidkv", 4)]
     assert recipe.make_policy() == create_policy("tova")
@@ -149,7 +148,7 @@ def test_phases(phases: str, measured: tuple[str, ...]) -> None:
             "--budget-signal: is nll-mean, .* signals with ppl",
         ),
         ({"budget_signal": "entropy", "signals": "ppl"}, "which is not measured: ask for signals with entropy"),
-        ({"budget_signal": "entropy-literal"}, "is entropy-literal, .* not measured: ask for literal_entropy"),
+        ({"budget_signal": "entropy-literal"}, "is entropy-literal, which only older profiles have: entropy is"),
         ({"protocol": "aware"}, r"unknown protocol 'aware'; did you mean 'question-aware'\?"),
         ({"batch": 0}, "batch: "),
         ({"max_memory": 0.0}, "--max-memory: "),
@@ -165,10 +164,6 @@ def test_what_cannot_be_typed(values: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (
-            ("literal_entropy=true", "signals=ppl"),
-            "--literal-entropy: is another reading of the signal entropy, which is",
-        ),
         (("strategy_phases=both", "phases=decode"), "--strategy-phases: is both, but only decode is measured"),
         (("entropy_rows=0",), "--entropy-rows: "),
         (("answer_tokens=x",), "--answer-tokens: "),
@@ -453,7 +448,6 @@ def test_an_unfinished_calibration_is_no_profile(
     "arguments",
     [
         ("--budgets", "64,95"),
-        ("--budgets", 64, "--option", "literal_entropy=true"),
         ("--budgets", 64, "--option", "answer_tokens=1", "--protocol", "question-aware"),
     ],
 )
