@@ -193,7 +193,9 @@ def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
     encoded = searches[0].encoded
     questions = {name: sum(task.coverage.questions for task in split) for name, split in encoded.items()}
     how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
-    return {**_content(searches), "questions": questions, "measured_by": how}
+    filtered = searches[0].settings.hard_below is not None
+    hard = {"replies_before_the_search": 2 * len(searches[0].samples)} if filtered else {}
+    return {**_content(searches), "questions": questions, "measured_by": how, **hard}
 
 
 @job(EvolveOptions)
@@ -216,6 +218,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     from kvsearch.search.ledger import FRONT, PLAN, REPORT, open_search, require_same
 
     searches, workers, limits = _prepared(options, talk), options.ray_workers(), options.limits
+    searches = _on_hard_questions(searches, talk)
     execution = {"limits": asdict(limits), "workers": None if workers is None else asdict(workers)}
     config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
     if options.resume:
@@ -272,6 +275,24 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     return prepare_front(base, options.budgets or (), options, splits, asked, plans)
 
 
+def _on_hard_questions(searches: tuple[PreparedSearch, ...], talk: Talk) -> tuple[PreparedSearch, ...]:
+    """Leave the questions that are hard, if these alone are to be searched on."""
+    from kvsearch.search.difficulty import with_hard_questions
+
+    settings = searches[0].settings
+    if settings.hard_below is None:
+        return searches
+    with talk.progress("how hard questions are") as progress:
+        searches, found = with_hard_questions(searches, progress)
+    if found is not None:
+        talk.say(
+            f"searching on {len(found.kept)} of {found.asked} questions: the full cache answers {found.right} right, "
+            f"{found.hard} of these score below {settings.hard_below:g} under even budgets of "
+            f"{searches[0].budget} entries"
+        )
+    return searches
+
+
 def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     """Read start plans, by the names of their files."""
     from kvsearch.jobs.plan_files import checked_plan
@@ -300,6 +321,7 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
         "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
+        **({} if first.kept is None else {"searched_sha256": first.data_sha256}),
     }
 
 

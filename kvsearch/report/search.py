@@ -34,6 +34,7 @@ def front_as_json(found: Sequence[Evolved], spent: Spent) -> dict[str, Any]:
 
 def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
     questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in search.encoded.items()}
+    questions["search"] = len(search.samples)
     return {
         "model": search.base.loaded.name,
         "questions": questions,

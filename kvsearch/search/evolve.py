@@ -25,7 +25,7 @@ from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_pl
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
-from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
@@ -77,6 +77,7 @@ class PreparedSearch:
     starts: Mapping[str, Ints]
     splits: Splits
     encoded: Mapping[str, list[TaskPrompts]]
+    kept: frozenset[str] | None = None  # SHA-256 of the questions that are searched on; None: all of the split
 
     def as_json(self) -> dict[str, Any]:
         """Return the size and the settings, for the configuration of the run and the provenance of its plans."""
@@ -85,7 +86,7 @@ class PreparedSearch:
     @cached_property
     def samples(self) -> list[BankSample]:
         """What is searched on."""
-        return bank_samples(self.encoded["search"], self.settings.protocol)
+        return kept_of(bank_samples(self.encoded["search"], self.settings.protocol), self.kept)
 
     @cached_property
     def data_sha256(self) -> str:

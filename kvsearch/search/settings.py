@@ -84,6 +84,22 @@ class EvolveSettings(Record):
         Option("With --parity: what a budget that is left unused costs of the cache term (Eq. 2).", panel=WHAT),
     ] = 0.2
     protocol: Protocol = QUESTION_AGNOSTIC
+    hard_below: Annotated[
+        float | None,
+        Field(gt=0, le=100),
+        Option(
+            "Search only on questions that the full cache answers right and that score below so many percent under "
+            "even budgets (the paper's needles: 60).",
+            metavar="PERCENT",
+            panel=WHAT,
+            shown="all questions",
+        ),
+    ] = None
+    hard_most: Annotated[
+        int | None,
+        Field(ge=2),
+        Option("With --hard-below: at most so many of them (the paper's needles: 35).", panel=WHAT, shown="all"),
+    ] = None
     minibatch: Annotated[
         Entries | None,
         Option("Questions that a generation sees; its best is measured on all.", panel=WHAT, shown="all"),
@@ -109,6 +125,8 @@ class EvolveSettings(Record):
         defaults = {name: EvolveSettings.model_fields[name].default for name in ("lam", "gamma")}
         stated = [name for name, value in defaults.items() if not self.parity and getattr(self, name) != value]
         problems += [((name,), "is of the paper's cache term: give --parity, too") for name in stated]
+        if self.hard_most is not None and self.hard_below is None:
+            problems.append((("hard_most",), "is how many of the hard questions: say which are with --hard-below"))
         if self.optimiser not in optimiser_names():
             problems.append(
                 (("optimiser",), f"{self.optimiser!r} is unknown{suggest(self.optimiser, optimiser_names())}")

@@ -15,7 +15,7 @@ from kvsearch.plan import ModelFingerprint, Phase
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.evolve import PreparedSearch, questions_hash
 from kvsearch.search.executors import Executor, SerialExecutor
 from kvsearch.search.executors.base import Evaluator
@@ -43,6 +43,7 @@ class WorkerBank:
     tasks: tuple[Task, ...]
     asked: Settings
     drawn: str
+    kept: frozenset[str] | None
     cap: int
     full: bool
     max_memory: int | None
@@ -61,6 +62,7 @@ class WorkerBank:
             tasks=tuple(prepared.splits.search),
             asked=prepared.asked,
             drawn=prepared.data_sha256,
+            kept=prepared.kept,
             cap=cap,
             full=prepared.settings.objective == "kl",
             max_memory=max_memory,
@@ -81,6 +83,7 @@ class WorkerBank:
         samples = bank_samples(
             encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length), asked.protocol
         )
+        samples = kept_of(samples, self.kept)
         if questions_hash(samples) != self.drawn:
             raise IncompatibleError(
                 "a worker draws other questions than the search: give all machines the same data and kvsearch"

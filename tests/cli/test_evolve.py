@@ -203,6 +203,28 @@ def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) 
     assert "report split, 12 entries per kv head, question-agnostic, decode" in out
 
 
+def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
+    hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
+    code, _, talk = run(*command(questions, tmp_path / "run", small=hard))
+    assert code == 0, talk
+    said = re.search(
+        rf"searching on 2 of {2 * SAMPLES} questions: the full cache answers (\d) right, (\d) of these score below 100 "
+        "under even budgets of 12 entries",
+        talk,
+    )
+    assert said
+    assert "reading 2 questions once for all candidates" in talk
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["questions"]["search"] == 2
+    content = json.loads((tmp_path / "run" / "config.json").read_text())["content"]
+    assert content["settings"]["hard_below"] == 100
+    assert len(content["searched_sha256"]) == 64
+    before = results(tmp_path / "run")
+    code, _, _ = run(*command(questions, tmp_path / "run", "--resume", small=hard))
+    assert (code, results(tmp_path / "run")) == (0, before)
+    code, out, _ = run(*command(questions, tmp_path / "other", "--dry-run", small=hard))
+    assert json.loads(out)["replies_before_the_search"] == 4 * SAMPLES
+
+
 def test_a_dry_run_writes_nothing(questions: Path, run: Run, tmp_path: Path) -> None:
     code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run"))
     assert code == 0
@@ -259,6 +281,8 @@ def test_another_configuration_is_refused(
         (("--protocol", "agnostic"), "question-agnostic"),
         (("--parity", "--space", "layers"), "which searches groups, not layers"),
         (("--lambda", 0.5), "--lambda: is of the paper's cache term: give --parity, too"),
+        (("--hard-most", 5), "--hard-most: is how many of the hard questions: say which are with --hard-below"),
+        (("--hard-below", 101), "--hard-below: Input should be less than or equal to 100"),
         (("--max-time", 0), "--max-time: Input should be greater than 0"),
         (("--max-memory", 0), "--max-memory: must be above 0 GB"),
         (("--job-timeout", 5), "--job-timeout is for Ray workers: say how many with --workers"),

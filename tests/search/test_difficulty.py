@@ -1,0 +1,89 @@
+"""Searching on hard questions alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.search.difficulty import Difficulty, hard_questions, measure_difficulty, with_hard_questions
+from kvsearch.search.evolve import PreparedSearch, prepare_search
+from kvsearch.search.start_plans import Base
+from kvsearch.search.workers import WorkerBank
+from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, prepare, settings_of, splits
+
+SCORES = {
+    "wrong anyway": Difficulty(0.99, 0.0),
+    "no longer hard": Difficulty(1.0, 0.6),
+    "hard": Difficulty(1.0, 0.59),
+    "lost": Difficulty(1.0, 0.0),
+    "better without": Difficulty(0.5, 1.0),
+    "half": Difficulty(1.0, 0.5),
+}
+
+
+def test_what_the_full_cache_gets_right_and_eviction_below_the_bound() -> None:
+    found = hard_questions(SCORES, 60, None, 0)
+    assert found.kept == {"hard", "lost", "half"}
+    assert (found.asked, found.right, found.hard) == (6, 4, 3)
+    assert hard_questions(SCORES, 100, None, 0).kept == found.kept | {"no longer hard"}
+
+
+def test_at_most_so_many_by_seed() -> None:
+    drawn = [hard_questions(SCORES, 60, 2, seed) for seed in range(8)]
+    assert all(len(one.kept) == 2 and one.hard == 3 for one in drawn)
+    assert len({one.kept for one in drawn}) > 1
+    assert hard_questions(SCORES, 60, 2, 5) == drawn[5]
+    assert hard_questions(SCORES, 60, 9, 0).kept == {"hard", "lost", "half"}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("bundled")
+
+
+@pytest.fixture(scope="module")
+def hard(loaded: LoadedModel) -> PreparedSearch:
+    """With a bound of 100: whatever even budgets get wrong."""
+    prepared = prepare(loaded, contexts=8, hard_below=100)
+    (found,), counts = with_hard_questions([prepared])
+    assert counts is not None
+    assert found.kept == counts.kept
+    assert 2 <= len(found.kept) == counts.hard < counts.right <= counts.asked == 8 * QUESTIONS
+    return found
+
+
+def test_only_hard_questions_are_searched_on(hard: PreparedSearch) -> None:
+    scores = measure_difficulty(hard)
+    assert {sample.sha256 for sample in hard.samples} == hard.kept
+    assert hard.kept == {name for name, one in scores.items() if one.full == 1 and one.even < 1}
+    assert len(scores) == 8 * QUESTIONS
+
+
+def test_a_worker_searches_on_the_same(hard: PreparedSearch) -> None:
+    made = WorkerBank.of(hard, LoadOptions(), BUDGET)
+    with made() as bank:
+        assert [one.sha256 for one in bank.samples] == [one.sha256 for one in hard.samples]
+    with pytest.raises(IncompatibleError, match="a worker draws other questions than the search"):
+        replace(made, kept=None)()
+
+
+def test_without_a_bound_all_are_searched_on(loaded: LoadedModel) -> None:
+    prepared = prepare(loaded)
+    assert with_hard_questions([prepared]) == ((prepared,), None)
+    assert len(prepared.samples) == CONTEXTS * QUESTIONS
+
+
+def test_too_few_hard_questions(loaded: LoadedModel) -> None:
+    how = settings_of(hard_below=60)
+    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), Settings(CONTEXTS), {})
+    message = (
+        "of 8 questions the full cache answers 0 right, and 0 of these score below 60 under even budgets of 12 "
+        "entries: too few to search on, raise --samples or --hard-below, or lower the budget"
+    )
+    with pytest.raises(UsageError) as error:
+        with_hard_questions([prepared])
+    assert str(error.value) == message
