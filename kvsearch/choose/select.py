@@ -115,13 +115,15 @@ class PreparedSelection:
         digest = sha256(self.profile.to_bytes()).hexdigest()
         return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
 
-    def run(self, keep: Keep | None = None) -> Selection:
+    def run(self, keep: Keep | None = None, *, answered: bool = False) -> Selection:
         """Run both stages of every phase setting, decide, and report; `keep` is asked for a ledger before each stage.
+
+        `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        results = [self._decided(one, keep) for one in self.evaluations]
+        results = [self._decided(one, keep, answered) for one in self.evaluations]
         best = max(range(len(results)), key=lambda n: results[n].score)
         chosen, found = results[best], self.evaluations[best].found
         return Selection(
@@ -129,11 +131,11 @@ class PreparedSelection:
             found.even, self._plan(found, chosen, results), self._reported(chosen, found, keep),
         )  # fmt: skip
 
-    def _decided(self, one: _PhaseEvaluation, keep: Keep | None) -> PhaseResult:
+    def _decided(self, one: _PhaseEvaluation, keep: Keep | None, answered: bool) -> PhaseResult:
         """Run both stages of a phase setting, and apply the rule."""
         plans, seed = one.found, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / len(self.evaluations))
-        first = self._stages(one.prepared)[0].run_stage(f"{plans.phases}/first", keep)
+        first = self._stages(one.prepared)[0].run_stage(f"{plans.phases}/first", keep, answered=answered)
         before = Scores.of(first.comparison.samples, first.comparison.contexts)
         finalists = before.ranked(list(plans.candidates))[: rule.top]
         baselines = before.ranked(list(plans.baselines))[: rule.kept]

@@ -20,7 +20,7 @@ from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.plan.protocol import Protocol
-from kvsearch.runs.estimates import LEAST_USEFUL, Difference, Estimate
+from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.identity import difference
 
 if TYPE_CHECKING:
@@ -107,13 +107,6 @@ class AtBudget(Record):
     def size(self) -> str:
         """The size as it was asked for, for people."""
         return f"{self.budget:g} entries per kv head" if self.ratio is None else f"{100 * self.ratio:g}% evicted"
-
-    @property
-    def doubt(self) -> str | None:
-        """Why the verdicts may say little, if they do."""
-        if self.full.mean >= LEAST_USEFUL:
-            return None
-        return f"the full cache itself scores {self.full.mean:.2f}: these questions cannot tell signals apart"
 
 
 class TaskContent(Record):

@@ -27,8 +27,6 @@ def validate(options: ValidateOptions, console: Console) -> None:
     from kvsearch.report.validation import parts
 
     done = jobs.validate(options, talk=console)
-    for doubt in (at.doubt for at in done.now if at.doubt is not None):
-        console.warn(doubt)
     if console.as_json:
         console.print_json(done.as_json())
     else:

@@ -9,17 +9,19 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
 from kvsearch.evaluation.identity import METRICS, ReplyKeys, content_of, environment, metric_of
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.evaluation.statistics import summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
-from kvsearch.runs.estimates import LEAST_USEFUL
+from kvsearch.runs.estimates import doubt_of
 from kvsearch.runs.identity import Job, RunConfig
 from kvsearch.strategies.compared import ReadyMethod, different_settings
 from kvsearch.strategies.methods import FULL as FULL
@@ -91,10 +93,7 @@ class Comparison:
     @property
     def doubt(self) -> str | None:
         """Why the comparison may say little, if it does."""
-        full = self.blocks[0].overall.scores[FULL].mean
-        if full >= LEAST_USEFUL:
-            return None
-        return f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model"
+        return doubt_of(self.blocks[0].overall.scores[FULL].mean)
 
     @property
     def different(self) -> str | None:
@@ -212,13 +211,7 @@ class Evaluation:
 
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Comparison:
         """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
-        asked, kept = self.settings, None
-        if store is not None:
-            kept = KeptReplies(store, ReplyKeys(self.loaded, self.methods, asked.protocol))
-        programs = {method.label: method.program for method in self.methods}
-        results = run_encoded(
-            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
-        )
+        asked, results = self.settings, self._replies(self.methods, progress, store)
         averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
         blocks = blocks_of(results, self.methods, self.subject, averages, asked.seed, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
@@ -226,6 +219,28 @@ class Evaluation:
             self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,
             environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts,
         )  # fmt: skip
+
+    def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
+        """Ask the full cache alone, before what takes long; see `run`.
+
+        Raises:
+            IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
+        """
+        samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
+        doubt = doubt_of(summarize(samples, FULL)[-1].scores[FULL].mean)
+        if doubt is not None:
+            raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
+
+    def _replies(
+        self, methods: Sequence[ReadyMethod], progress: Progress | None, store: ReplyStore | None
+    ) -> list[Sample]:
+        """Ask everything of some methods that is not in the store."""
+        asked = self.settings
+        kept = None if store is None else KeptReplies(store, ReplyKeys(self.loaded, methods, asked.protocol))
+        programs = {method.label: method.program for method in methods}
+        return run_encoded(
+            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
+        )
 
     def _decode_entries(self) -> dict[str, float]:
         """See `Comparison`; layers that a plan leaves alone hold the prompt."""

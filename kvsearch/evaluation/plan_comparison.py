@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from kvsearch.errors import UsageError
@@ -73,11 +73,14 @@ class PlanEvaluation:
         """Ask everything that is not in the store; see `Evaluation.run` for the errors."""
         return PlanComparison(self.evaluation.run(progress, store), self.labels)
 
-    def run_stage(self, name: str, keep: Keep | None) -> PlanComparison:
-        """Run as the stage `name`, whose replies are kept where `keep` says (None: nowhere); see `run`."""
-        if keep is None:
-            return self.run()
-        with keep(name, self.evaluation) as (store, progress):
+    def run_stage(self, name: str, keep: Keep | None, *, answered: bool = False) -> PlanComparison:
+        """Run as the stage `name`, whose replies are kept where `keep` says (None: nowhere); see `run`.
+
+        `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
+        """
+        with nullcontext((None, None)) if keep is None else keep(name, self.evaluation) as (store, progress):
+            if answered:
+                self.evaluation.require_answers(progress, store)
             return self.run(progress, store)
 
 

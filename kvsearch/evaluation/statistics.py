@@ -86,7 +86,7 @@ def interval_of(resampled: Floats) -> tuple[float, float]:
 
 
 def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: Contexts | None = None) -> list[Row]:
-    """Return rows of all tasks, then of their categories and of all together, where there are several.
+    """Return rows of all tasks, then of their categories where there are several; the last row is of all together.
 
     `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
     are resampled, within their task. `contexts` say which they are, by task and key (None: every key is one).
@@ -104,7 +104,7 @@ def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: 
         some = {name: scores.of(category) for name, scores in tasks.items() if category in scores.categories}
         drawn = [resampled[name] if part is tasks[name] else part.resampled(rng) for name, part in some.items()]
         rows.append(_row(category, "category", list(some.values()), drawn, subject))
-    if len(tasks) > 1:
+    if len(rows) > 1:
         rows.append(_row(AVERAGE, "average", list(tasks.values()), list(resampled.values()), subject))
     return rows
 

@@ -45,6 +45,11 @@ class OnSignals(WithTasks, Batching, Loading):
         """See `JobOptions.merged`; one size takes the place of another."""
         return {**one_of(stated, given, ("budget", "ratio")), **given}
 
+    @property
+    def measured(self) -> str | None:
+        """The name of the model; None where it cannot be told."""
+        return calibrated_model(self.directory).name if self.model is None else self.model
+
     def settings(self, profile: Profile) -> Settings:
         """Return how questions are asked, by default under the protocol of the calibration."""
         from kvsearch.signals.table import SignalTable

@@ -151,7 +151,7 @@ class EvaluateOptions(WithModel, WithTasks, Asking):
     @property
     def asks_perplexity(self) -> bool:
         """Whether the perplexity of a text is asked for, and no replies."""
-        return self.tasks.startswith(PERPLEXITY)
+        return self.tasks is not None and self.tasks.startswith(PERPLEXITY)
 
     def request(self) -> Request:
         """Return what is compared, checked; see `read_request` for the errors."""
@@ -199,7 +199,8 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. Tasks "ppl:FILE"
-    measure perplexity: contexts are compressed, what follows them is predicted.
+    measure perplexity: contexts are compressed, what follows them is predicted. The first of `comparison.notes` says so
+    where the full cache itself scores next to nothing.
 
     Raises:
         UsageError: options that do not go together, or files that cannot be read or written.
@@ -240,7 +241,7 @@ def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
     if options.table is not None:
         check_table_file(options.table)
     options.columns_of_tables()
-    return request, options.find_tasks(options.split)
+    return request, options.find_tasks(options.model, options.split)
 
 
 @contextmanager

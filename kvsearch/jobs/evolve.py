@@ -12,7 +12,17 @@ from pydantic import Field, model_validator
 from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
-from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Asking, Numbers, TaskDetails, WithModel
+from kvsearch.jobs.groups import (
+    ASKED,
+    BUDGET,
+    DEFAULT_TASKS,
+    TASKS,
+    Asking,
+    Numbers,
+    TaskDetails,
+    WithModel,
+    default_tasks,
+)
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
 from kvsearch.jobs.talk import Talk
@@ -71,14 +81,15 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
         Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", panel=WHAT, repeated=True),
     ] = Field(default_factory=dict)
     tasks: Annotated[
-        str,
+        str | None,
         Option(
             "KIND or KIND:NAME,NAME, several joined by +: synthetic, ruler, longbench, infinitebench, gsm8k, niah, "
             "jsonl:FILE; see `kvsearch tasks`.",
             metavar="SPEC",
             panel=TASKS,
+            shown=DEFAULT_TASKS,
         ),
-    ] = "synthetic"
+    ] = None
     samples: Annotated[int, Field(ge=1), Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
     max_time: Annotated[
@@ -207,7 +218,8 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
 
     Raises:
         UsageError: options, tasks and start plans that do not go together, or a directory that is in use.
-        IncompatibleError: start plans of another model, or a model that gives no finite values.
+        IncompatibleError: start plans of another model, a model that gives no finite values, or one whose full cache
+            scores next to nothing.
         EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
     """
     from kvsearch.plan import save_plan
@@ -223,6 +235,9 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
     if options.resume:
         require_same(options.output, config)
+    else:
+        with talk.progress("batches of the full cache") as progress:
+            searches[0].require_answers(progress)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
         _executor(searches, workers, options, talk) as executor,
@@ -259,7 +274,8 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     if options.budget is None and not options.budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
     options.ray_workers()
-    splits = Splits(*(find_tasks(options.tasks, options.task_options(split)) for split in SPLITS))
+    spec = options.tasks or default_tasks(options.model)
+    splits = Splits(*(find_tasks(spec, options.task_options(split)) for split in SPLITS))
     asked = options.asking(options.protocol)
     check_search(options.output, options.resume, options.force)
     plans = _start_plans(options.start)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
+DEFAULT_TASKS = "synthetic for the bundled model, ruler:no-qa for others"
 PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
 
 
@@ -82,6 +83,17 @@ class WithModel(Loading):
     """A model, by name, and how it is loaded."""
 
     model: Annotated[str, Option("A hub id, a local directory, or `bundled`.", argument=True)]
+
+
+def default_tasks(model: str | None) -> str:
+    """Return the spec of what a model is asked by default: the bundled one in its own language, others in English.
+
+    Both are generated, so nothing is downloaded, and the latter is as long in the tokens of any model.
+    """
+    from kvsearch.models.loading import BUNDLED
+    from kvsearch.tasks.entries import NO_QA, SYNTHETIC
+
+    return SYNTHETIC if model == BUNDLED else NO_QA
 
 
 class TaskDetails(JobOptions):
@@ -155,20 +167,21 @@ class WithTasks(TaskDetails):
     """Which tasks are asked."""
 
     tasks: Annotated[
-        str,
+        str | None,
         Option(
             "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, ruler, ruler:no-qa, longbench, "
             "longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see `kvsearch tasks`.",
             metavar="SPEC",
             panel=TASKS,
+            shown=DEFAULT_TASKS,
         ),
-    ] = "synthetic"
+    ] = None
 
-    def find_tasks(self, split: str | None = None) -> list[Task]:
-        """Return the tasks, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
+    def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
+        """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
         from kvsearch.tasks.catalog import find_tasks
 
-        return find_tasks(self.tasks, self.task_options(split))
+        return find_tasks(self.tasks or default_tasks(model), self.task_options(split))
 
 
 class Batching(Seeded):

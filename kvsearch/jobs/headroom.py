@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option, Seeded
-from kvsearch.jobs.groups import ASKED, WithModel
+from kvsearch.jobs.groups import ASKED, DEFAULT_TASKS, WithModel, default_tasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.statistics import Row
+    from kvsearch.tasks.base import Task
 
 FULL = "full"
 
@@ -24,9 +25,20 @@ class HeadroomOptions(WithModel, Seeded):
     job: ClassVar[str] = "headroom"
 
     ratio: Annotated[float, Field(gt=0, lt=1), Option("Share of the cache to evict, above 0 and below 1.")] = 0.8
-    tasks: Annotated[str, Option("As for evaluate.", panel=ASKED)] = "synthetic"
+    tasks: Annotated[str | None, Option("As for evaluate.", panel=ASKED, shown=DEFAULT_TASKS)] = None
     samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
-    length: Annotated[int, Field(ge=1), Option("Tokens of a synthetic context.", panel=ASKED)] = 1024
+    length: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("As for evaluate.", panel=ASKED, shown="synthetic 1024, ruler 4096"),
+    ] = None
+
+    def find_tasks(self) -> list[Task]:
+        """Return what is asked; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
+        from kvsearch.tasks.catalog import TaskOptions, find_tasks
+
+        lengths = None if self.length is None else (self.length,)
+        return find_tasks(self.tasks or default_tasks(self.model), TaskOptions(lengths=lengths))
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,7 @@ class Headroom:
 @job(HeadroomOptions)
 def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be asked, as JSON; UsageError if there are no such tasks."""
-    from kvsearch.tasks.catalog import find_tasks
-
-    names = [task.name for task in find_tasks(options.tasks, options.length)]
+    names = [task.name for task in options.find_tasks()]
     return {"tasks": names, "ratio": options.ratio, "samples": options.samples}
 
 
@@ -69,17 +79,20 @@ def headroom(options: HeadroomOptions, talk: Talk) -> Headroom:
 
     Raises:
         UsageError: there are no such tasks.
-        IncompatibleError: the model cannot be loaded, or a context does not fit it.
+        IncompatibleError: the model cannot be loaded, a context does not fit it, or the full cache itself scores next
+            to nothing.
     """
+    from kvsearch.evaluation.compare import Settings, prepare
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.evaluation.statistics import summarize
-    from kvsearch.tasks.catalog import find_tasks
-    from kvsearch.tasks.encode import contexts_of, counter, encode
+    from kvsearch.strategies.compared import full_method
+    from kvsearch.tasks.encode import contexts_of
 
-    tasks, samples, seed = find_tasks(options.tasks, options.length), options.samples, options.seed
+    tasks, samples, seed = options.find_tasks(), options.samples, options.seed
     loaded = options.load(options.model, talk)
-    count = counter(loaded.tokenizer)
-    encoded = [encode(loaded.tokenizer, task, task.examples(samples, seed, count)) for task in tasks]
+    full = prepare(loaded, [full_method(loaded)], FULL, tasks, Settings(samples, seed=seed))
+    with talk.progress("batches of the full cache") as progress:
+        full.require_answers(progress)
     with talk.progress("contexts") as progress:
         results = measure(loaded, tasks, options.ratio, samples, seed, progress)
-    return Headroom(options, summarize(results, FULL, seed, contexts_of(encoded)))
+    return Headroom(options, summarize(results, FULL, seed, contexts_of(full.encoded)))

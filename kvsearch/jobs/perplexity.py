@@ -90,5 +90,5 @@ def _checked(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, in
     lengths = options.length or (CONTEXT,)
     if len(lengths) > 1:
         raise UsageError("ppl:FILE takes one --length, the tokens of a context: measure one after the other")
-    text = PerplexityText.load(Path(options.tasks.removeprefix(PERPLEXITY)))
+    text = PerplexityText.load(Path(str(options.tasks).removeprefix(PERPLEXITY)))
     return request, text, lengths[0], CONTINUATION if options.continuation is None else options.continuation

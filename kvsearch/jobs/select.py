@@ -192,7 +192,9 @@ def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
             }
             for found, _ in prepared.evaluations
         }  # fmt: skip
-        found[str(prepared.size)] = {"phases": counted, "most_replies": prepared.replies, "run": str(place)}
+        tasks = [task.name for task in prepared.questions.selection]
+        asked = {"tasks": tasks, "most_replies": prepared.replies}
+        found[str(prepared.size)] = {"phases": counted, **asked, "run": str(place)}
     return {"budgets": found} if options.budgets is not None else next(iter(found.values()))
 
 
@@ -205,7 +207,8 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
 
     Raises:
         UsageError: no calibration, options that do not go together, or too few questions.
-        IncompatibleError: model, profile and questions do not fit together.
+        IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
+            nothing.
     """
     selections = _prepared(options, talk)
     return Selected(tuple(_select_at(options, talk, *one) for one in selections), options.budgets is not None)
@@ -227,7 +230,7 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
 
     with locked(place):
-        result = prepared.run(keep)
+        result = prepared.run(keep, answered=True)
         check_plan(result.plan, f"the plan for {output}")
         save_plan(result.plan, output, overwrite=options.force)
         atomic_write(place / FILE, canonical_json(as_json(result)))
@@ -247,7 +250,7 @@ def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelectio
     profile = load_signals(options.directory)
     rule, sizes, phases = Rule(options.top, margin=options.margin), options.sizes(profile), options.phase_settings()
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
-    questions = Questions(options.find_tasks("select"), options.find_tasks("report"))
+    questions = Questions(*(options.find_tasks(options.measured, split) for split in ("select", "report")))
     settings = options.settings(profile)
     outputs, places = [options.output], list[Path]()
     if options.budgets is not None:

@@ -111,7 +111,8 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
     Raises:
         UsageError: no calibration, signals that were not measured, too few questions or controls, or another validation
             that is kept there.
-        IncompatibleError: model, profile and questions do not fit together.
+        IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
+            nothing.
     """
     from kvsearch.choose.verdicts import FILE, save_validation
     from kvsearch.runs.lock import locked
@@ -130,6 +131,7 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
                 store,
                 progress,
             ):
+                one.evaluation.require_answers(progress, store)
                 result = one.run(progress, store)
             found = so_far = result if found is None else result.merged(found)
             save_validation(so_far, path)
@@ -146,7 +148,7 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
     from kvsearch.signals.table import SignalTable
 
     check_permutations(options.permutations)
-    tasks = options.find_tasks(options.split)
+    tasks = options.find_tasks(options.measured, options.split)
     refuse_reported(tasks)
     profile = load_signals(options.directory)
     table = SignalTable(profile)

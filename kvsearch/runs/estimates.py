@@ -7,6 +7,16 @@ from dataclasses import dataclass
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
 
 
+def doubt_of(full: float) -> str | None:
+    """Return why scores beside those of a full cache with the mean `full` say next to nothing; None if they may."""
+    if full >= LEAST_USEFUL:
+        return None
+    return (
+        f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model, ask others "
+        "with --tasks"
+    )
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mean and its 95% interval."""

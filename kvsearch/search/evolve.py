@@ -25,6 +25,7 @@ from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_pl
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
+from kvsearch.progress import Progress
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor
@@ -114,6 +115,10 @@ class PreparedSearch:
             for phase, least in zip(self.base.phases, leasts, strict=True)
         ]
         return np.repeat(np.array(most), self.base.heads[0])[:, None] * np.ones_like(self.base.floors)
+
+    def require_answers(self, progress: Progress | None = None) -> None:
+        """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
+        prepare_plans(self.base.loaded, {}, self.splits.search, self.asked).evaluation.require_answers(progress)
 
     def search(
         self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""

@@ -724,13 +724,6 @@ def test_tables_are_whole_at_any_width(found: Validation, width: int) -> None:
         assert re.search(rf"{control} +\+100\.0 +\[-100\.0, \+100\.0\]", text)
 
 
-def test_scores_that_say_nothing_are_doubted(found: Validation) -> None:
-    at = found.budgets[0]
-    assert at.doubt is None
-    doubt = at.model_copy(update={"full": Estimate(0.05, 0.0, 0.1)}).doubt
-    assert doubt == "the full cache itself scores 0.05: these questions cannot tell signals apart"
-
-
 # --- warnings for others ---------------------------------------------------------------------------------------------
 
 

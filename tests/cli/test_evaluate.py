@@ -97,6 +97,7 @@ def test_tables_are_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -
 def test_a_file_of_ones_own(run: Run, calibrated: Path, tmp_path: Path) -> None:
     context = "the calm fox greets the nurse in barn . " * 20 + "code amber anchor kettle . " + "bell . " * 20
     rows = [{"context": context, "question": "? code amber", "answers": ["anchor kettle ."], "max_new_tokens": 3}]
+    rows[0]["prompt"] = " {question}"
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     code, out, talk = run(
@@ -456,6 +457,7 @@ def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:
     assert sorted(scores["categories"]) == ["even", "odd"]
     halves = [one["mean"] for one in scores["categories"].values()]
     assert scores["tasks"]["mine"]["mean"] == pytest.approx(sum(halves) / 2)
+    assert scores["averages"]["macro"] == scores["tasks"]["mine"]
     named("p")
     code, out, talk = run(*arguments)
     assert code == 0, talk

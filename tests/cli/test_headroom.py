@@ -20,7 +20,7 @@ def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pyt
         made = tiny.document(120, seed, facts=3)
         question = made.questions[number]
         row = {"context": " ".join(made.words[1:]) + " " * number, "question": " ".join(question.prompt)}
-        rows.append({**row, "answers": [" ".join(question.answer)], "metric": "exact"})
+        rows.append({**row, "answers": [" ".join(question.answer)], "metric": "exact", "prompt": " {question}"})
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = []
 
@@ -32,4 +32,4 @@ def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(statistics, "summarize", watched)
     code, _, talk = run("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
     assert code == 0, talk
-    assert given == [(3, 2)]
+    assert given[-1] == (3, 2)

@@ -11,6 +11,7 @@ import pytest
 
 from kvsearch.choose.verdicts import harmful
 from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.samples import Place
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
 from kvsearch.strategies.from_signals import Strategy
@@ -42,7 +43,8 @@ def directory(tmp_path: Path, profile: bytes) -> Path:
 
 def replies_in(directory: Path, size: str) -> int:
     lines = (directory / "validation" / f"{size}-question-agnostic" / "ledger.jsonl").read_text().splitlines()
-    return sum(len(json.loads(line)["samples"]) for line in lines)
+    samples = [sample for line in lines for sample in json.loads(line)["samples"]]
+    return len({tuple(sample[name] for name in Place._fields) for sample in samples})
 
 
 def test_all_measured_budgets(run: Run, directory: Path) -> None:

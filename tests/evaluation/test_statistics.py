@@ -248,10 +248,11 @@ def of_categories(seed: int = 0) -> list[Sample]:
 def test_categories_within_a_task() -> None:
     """Each is what a task of its questions alone would be; the task is the mean of all of its questions."""
     mixed = of_categories()
-    task, first, second = summarize(mixed, "plan")
+    task, first, second, whole = summarize(mixed, "plan")
     assert [(row.task, row.kind, row.questions) for row in (task, first, second)] == [
         ("t", "task", 24), ("a", "category", 12), ("b", "category", 12)
     ]  # fmt: skip
+    assert whole == replace(task, task=AVERAGE, kind="average")
     for row in (first, second):
         (alone,) = summarize([sample for sample in mixed if sample.category == row.task], "plan")
         assert row.scores["plan"].mean == alone.scores["plan"].mean

@@ -21,7 +21,7 @@ def words(text: str) -> int:
 
 
 @cache
-def bpe() -> TokenCount:
+def bpe_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -32,7 +32,12 @@ def bpe() -> TokenCount:
     )
     lists = [resource(f"data/ruler/{kind}.txt").read_text() for kind in ("nouns", "adjectives", "verbs")]
     tokenizer.train_from_iterator([resource(STORY).read_text(), *lists], trainer)
-    return lambda text: len(tokenizer.encode(text).ids)
+    return tokenizer
+
+
+@cache
+def bpe() -> TokenCount:
+    return lambda text: len(bpe_tokenizer().encode(text).ids)
 
 
 @cache
