@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -13,6 +14,7 @@ from kvsearch.arrays import Floats
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile
+from kvsearch.plan.signals import BY_PATTERN, CONTEXT, ROWS_ENTROPY
 
 STABLE, DOUBTFUL = 0.8, 0.5
 
@@ -22,12 +24,14 @@ class Stability:
     """Spearman rank correlation of the local ratios (Figure 2b), all heads of all layers together.
 
     `questions`: mean over pairs of questions of one context; `texts`: mean over pairs of contexts, each averaged over
-    its questions; `halves`: between the means of the odd and the even questions. NaN where there are no pairs.
+    its questions; `left_out`: mean over contexts, of each with the mean of all others; `halves`: between the means of
+    the odd and the even questions. NaN where there are no pairs.
     """
 
     ratio: float
     questions: float
     texts: float
+    left_out: float
     halves: float
 
     @property
@@ -45,14 +49,46 @@ def stability(profile: Profile, ratio: float) -> Stability:
     nearest = _nearest(ratio)
     rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
     context = _array(profile, "question_context")
-    means = [rows[context == number].mean(0) for number in np.unique(context)]
+    means = _by_text(rows, context)
     pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
     return Stability(
         STABILITY_RATIOS[nearest],
         _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
         _mean([spearman(a, b) for a, b in combinations(means, 2)]),
+        _left_out(means),
         spearman(rows[::2].mean(0), rows[1::2].mean(0)) if len(rows) > 1 else float("nan"),
     )
+
+
+def signal_stability(profile: Profile) -> dict[str, float]:
+    """Return for every signal of a PolyKV profile how far one text tells what the others do.
+
+    That is the rank correlation of all layers and patterns between a text and the mean of all others, mean over texts,
+    phases and budgets; nothing where there is one text.
+    """
+    arrays = profile.arrays
+    found: dict[str, float] = {}
+    for name in (*BY_PATTERN, ROWS_ENTROPY):
+        if name in arrays and len(np.unique(arrays[CONTEXT])) > 1:
+            values, inner = arrays[name].astype(np.float64), 1 if name == ROWS_ENTROPY else 2
+            conditions = values.reshape(len(values), -1, math.prod(values.shape[-inner:]))
+            found[name] = _mean(
+                [_left_out(_by_text(conditions[:, n], arrays[CONTEXT])) for n in range(conditions.shape[1])]
+            )
+    return found
+
+
+def _by_text(rows: Floats, context: NDArray[Any]) -> list[Floats]:
+    """Return the mean row of every text, of `rows` [M, ...] that belong to `context` [M]."""
+    return [rows[context == number].mean(0) for number in np.unique(context)]
+
+
+def _left_out(texts: list[Floats]) -> float:
+    """Return the mean rank correlation of each text with the mean of all others; NaN for one text."""
+    if len(texts) < 2:
+        return float("nan")
+    whole: Floats = np.sum(texts, axis=0)
+    return _mean([spearman(text, (whole - text) / (len(texts) - 1)) for text in texts])
 
 
 @dataclass(frozen=True)

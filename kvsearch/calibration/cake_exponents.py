@@ -118,12 +118,12 @@ def fit_exponents(
         IncompatibleError: the model computes NaN, or a prompt and its answer do not fit its positions.
     """
     options = options or CakeOptions()
-    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
+    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens, options.max_length)
 
     def floor(length: int) -> int:
         return floor_entries(length, policy, options.minimum)
 
-    check_lengths(loaded, prompts, policy, floor)
+    check_lengths(prompts, policy, floor)
     for prompt in prompts:
         least, kept = floor(prompt.length), (1 - options.fit_ratio) * prompt.length
         if kept < least - GUARD:

@@ -1,14 +1,15 @@
-"""Calibration data: texts with questions and answers, from one JSON file."""
+"""Calibration data: texts with questions and answers, from one JSON file; `task_data` has those of tasks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.contexts import ContextSet, context_hash
@@ -19,7 +20,7 @@ from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 
 DEFAULTS = {"bundled": "data/calibration/bundled.json"}
-DEFAULT = "data/calibration/novel.json"
+DEFAULT = "data/calibration/texts.json"
 
 
 class _Record(BaseModel):
@@ -27,10 +28,22 @@ class _Record(BaseModel):
 
 
 class Pair(_Record):
-    """A question and the answer that is teacher-forced while importance is measured."""
+    """A question and the answer that is teacher-forced while importance is measured.
+
+    `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is room that is left for a
+    reply, where that is more than the answer needs.
+    """
 
     question: Filled
     answer: Filled
+    prefix: str = ""
+    max_new_tokens: int = Field(default=0, ge=0)
+
+    @property
+    def content(self) -> list[str | int]:
+        """What its hash is of."""
+        more = [self.prefix, self.max_new_tokens]
+        return [self.question, self.answer, *(more if any(more) else ())]
 
 
 class Text(_Record):
@@ -74,10 +87,16 @@ class CalibrationFile(_Record):
 
 @dataclass(frozen=True)
 class Context:
-    """A context with its questions, ready to be tokenised."""
+    """A context with its questions, ready to be tokenised.
+
+    `prompt` is how a question follows it without a chat template (None: as in the whole data); `chat` says whether a
+    chat template is used where there is one.
+    """
 
     text: str
     questions: tuple[Pair, ...]
+    prompt: str | None = None
+    chat: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,13 +131,13 @@ class CalibrationData:
         kept, left = [], questions
         for context in self.contexts:
             if left > 0:
-                kept.append(Context(context.text, context.questions[:left]))
+                kept.append(replace(context, questions=context.questions[:left]))
                 left -= len(kept[-1].questions)
         return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
 
 
 def default_data(model: str) -> Path:
-    """Return the shipped calibration data for `model`: the bundled model has its own, all others get the novel."""
+    """Return the shipped calibration data for `model`: the bundled model has its own, all others get English texts."""
     return resource(DEFAULTS.get(model, DEFAULT))
 
 
@@ -138,9 +157,16 @@ def load_calibration_data(path: str | Path) -> CalibrationData:
         Context(_read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions)
         for item in parsed.contexts
     )
-    content = [[c.text, [[p.question, p.answer] for p in c.questions]] for c in contexts]
-    digest = hashlib.sha256(json.dumps([parsed.prompt, content]).encode()).hexdigest()
-    return CalibrationData(parsed.name, parsed.prompt, contexts, digest)
+    return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))
+
+
+def content_hash(prompt: str, contexts: Sequence[Context]) -> str:
+    """Return the SHA-256 of all that is asked and how."""
+    content = [
+        [one.text, [pair.content for pair in one.questions], *([] if one.prompt is None else [one.prompt, one.chat])]
+        for one in contexts
+    ]
+    return hashlib.sha256(json.dumps([prompt, content]).encode()).hexdigest()
 
 
 def _read_text(path: Path) -> str:

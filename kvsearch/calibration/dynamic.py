@@ -54,15 +54,15 @@ def calibrate_dynamic(
     options = options or DynamicOptions()
     allocation.check(policy, f"method {allocation.name}")
     tables = RatioTables(policy, options.minimum)
-    prompts = prompts_of(loaded, data, options.protocol)
-    check_lengths(loaded, prompts, policy, tables.floor, followed=False)
+    prompts = prompts_of(loaded, data, options.protocol, max_length=options.max_length)
+    check_lengths(prompts, policy, tables.floor)
     with running(loaded.model):
         for prompt in counted(prompts, len(prompts), progress):
             demands = observe_demands(loaded, prompt, policy, allocation)
             budgets = decisions(allocation, demands, prompt.length, tables.floor(prompt.length))
             tables.add((1.0 - budgets / prompt.length).astype(np.float32), prompt.length, prompt.context)
     how = {"protocol": options.protocol, "minimum": options.minimum}
-    settings = {"data": data.name, **allocation.parameters(), **how}
+    settings = {**options.texts(data), **allocation.parameters(), **how}
     seed, floor = options.seed, tables.floor(tables.length)
     origin = profile_metadata(loaded, data, policy, allocation.name, seed, settings, tables.lengths, floor)
     spread = {

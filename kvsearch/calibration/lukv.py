@@ -47,8 +47,8 @@ def measure_importance(
     loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
 ) -> Iterator[MeasuredQuestion]:
     """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
-    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
-    check_lengths(loaded, prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
+    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
+    check_lengths(prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
         raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
     for prompt in prompts:
@@ -98,7 +98,7 @@ def calibrate_lukv(
         weights = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
         for measured in kept:
             summary.add(measured, weights)
-    settings = {"data": data.name, **options.settings()}
+    settings = {**options.texts(data), **options.settings()}
     tables = summary.tables
     origin = profile_metadata(
         loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)

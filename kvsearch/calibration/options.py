@@ -94,6 +94,15 @@ class CalibrationOptions(Seeded):
         ),
     ] = Field(default_factory=dict)
 
+    max_length: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "Most tokens of a context with its question and answer; the middle of longer contexts is cut out. At most, "
+            "and by default, what the model takes."
+        ),
+    ] = None
+
     @classmethod
     def option_names(cls) -> list[str]:
         """Return the options that belong to the method alone."""
@@ -137,6 +146,10 @@ class CalibrationOptions(Seeded):
         """Return all policies that are measured, `make_policy` among them; UsageError as it raises them."""
         return [self.make_policy()]
 
+    def texts(self, data: CalibrationData) -> dict[str, Any]:
+        """Return what the provenance of a profile says of its texts."""
+        return {"data": data.name, **({} if self.max_length is None else {"max_length": self.max_length})}
+
     def settings(self) -> dict[str, Any]:
         """Return the method's own options, as they go into the provenance of a profile."""
         return self.model_dump(include=set(self.option_names()))
@@ -145,7 +158,7 @@ class CalibrationOptions(Seeded):
         """Return everything that decides what is measured of given texts; UsageError as `make_policy`."""
         return {
             "method": self.method, "policy": self.policy, "params": self.make_policy().parameters(),
-            **self.model_dump(mode="json", include=set(self.option_names())),
+            **self.model_dump(mode="json", include={"max_length", *self.option_names()}),
         }  # fmt: skip
 
     def scope(self, data: CalibrationData) -> str:

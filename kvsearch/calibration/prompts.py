@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import describe
+from kvsearch.calibration.data import CalibrationData, Context
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
+from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
 
 
@@ -53,46 +54,72 @@ class CalibrationPrompt:
 
 
 def prompts_of(
-    loaded: LoadedModel, data: CalibrationData, protocol: Protocol = QUESTION_AGNOSTIC, answer_tokens: int | None = None
+    loaded: LoadedModel,
+    data: CalibrationData,
+    protocol: Protocol = QUESTION_AGNOSTIC,
+    answer_tokens: int | None = None,
+    max_length: int | None = None,
 ) -> list[CalibrationPrompt]:
     """Encode all prompts of `data`, one for every context (question-agnostic) or every question (question-aware).
 
-    Answers are cut to `answer_tokens`.
+    Answers are cut to `answer_tokens`. The middle of a context that does not fit with the longest of its questions and
+    replies into `max_length` tokens, or into what the model takes where that is less, is cut out, as evaluations do; a
+    `KvsearchWarning` says of how many.
 
     Raises:
-        IncompatibleError: nothing is left of a context or an answer once it is tokenised.
+        IncompatibleError: nothing is left of a context or an answer once it is tokenised, or a question and its answer
+            leave no room for a context.
     """
-    form = PromptFormat(loaded.tokenizer, data.prompt)
     prompts: list[CalibrationPrompt] = []
+    limit, truncated = most_tokens(loaded.model, max_length), 0
     for number, context in enumerate(data.contexts):
-        ids = form.context(context.text)
-        questions = [form.question(pair.question) for pair in context.questions]
-        answers = [form.answer(pair.answer)[:, :answer_tokens] for pair in context.questions]
-        pairs = list(zip(questions, answers, strict=True))
+        form = PromptFormat(loaded.tokenizer, context.prompt or data.prompt, context.chat)
+        whole = form.context(context.text)
+        pairs = [
+            (form.question(pair.question, pair.prefix), form.answer(pair.answer, pair.prefix)[:, :answer_tokens])
+            for pair in context.questions
+        ]
+        ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
+        truncated += ids.shape[1] < whole.shape[1]
         if protocol == QUESTION_AGNOSTIC:
             after = [Continuation(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
             prompts.append(CalibrationPrompt(ids, number, tuple(after)))
             continue
         for question, answer in pairs:
             prompts.append(CalibrationPrompt(torch.cat([ids, question], 1), number, (Continuation(answer, 0),)))
+    if truncated:
+        warnings.warn(
+            f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "
+            f"question and answer fit {limit} tokens: what is asked about it cannot be found; shorter texts are given "
+            "with --data, or asked for with --tasks",
+            KvsearchWarning,
+            stacklevel=2,
+        )
     return prompts
 
 
-def check_lengths(
-    loaded: LoadedModel,
-    prompts: list[CalibrationPrompt],
-    policy: Policy,
-    floor: Callable[[int], int],
-    *,
-    followed: bool = True,
-) -> None:
+def _fitted(
+    form: PromptFormat, context: Context, ids: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], limit: int, where: str
+) -> Tensor:
+    """Cut token ids [1, T] of a context so that the longest of its questions and replies fits."""
+    asked = max(
+        question.shape[1] + max(answer.shape[1], pair.max_new_tokens)
+        for (question, answer), pair in zip(pairs, context.questions, strict=True)
+    )
+    if limit - asked < min(ids.shape[1], form.lead + 2):
+        raise IncompatibleError(
+            f"{where}: a question and its answer of {asked} tokens leave no room for the context within {limit} "
+            "tokens: raise --max-length, or give other texts with --data or --tasks"
+        )
+    return middle_cut(ids[0], form.lead, limit - asked)[None]
+
+
+def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:
     """Check every prompt before anything is measured; `floor` is what every head keeps of a prompt of some length.
 
     Raises:
         UsageError: a prompt is too short for the entries that are always kept.
-        IncompatibleError: a prompt, with what follows it if it is `followed`, does not fit the model.
     """
-    limit = describe(loaded.model).max_positions
     for prompt in prompts:
         # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
         least = max(floor(prompt.length), policy.floor)
@@ -100,10 +127,4 @@ def check_lengths(
             raise UsageError(
                 f"a calibration prompt of {prompt.length} tokens is too short for {policy.name}: {least} entries are "
                 f"always kept, so there is next to nothing to decide; give at least {4 * least} tokens"
-            )
-        asked = max(after.tokens.shape[1] for after in prompt.continuations) if followed else 0
-        if limit and prompt.length + asked > limit:
-            more = f" and up to {asked} of question and answer" if followed else ""
-            raise IncompatibleError(
-                f"a calibration prompt has {prompt.length} tokens{more}: {loaded.name} takes at most {limit}"
             )

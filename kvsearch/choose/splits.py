@@ -46,13 +46,13 @@ def shared_questions(splits: Mapping[str, Sequence[TaskPrompts]]) -> list[Shared
 
 
 def refuse_reported(tasks: Sequence[Task]) -> None:
-    """Raise UsageError if a task asks what results are reported on: what a validation picks would be picked by them."""
+    """Raise UsageError if a task asks what results are reported on: what is fitted or picked would be by them."""
     for task in tasks:
         split = getattr(task, "split", None)
         if split in REPORTED:
             raise UsageError(
-                f"task {task.name}: split {split!r} has the examples that results are reported on, which a validation "
-                "must not touch: choose the split select"
+                f"task {task.name}: split {split!r} has the examples that results are reported on: nothing may be "
+                "fitted to them or judged by them, choose the split train or select"
             )
 
 

@@ -21,9 +21,10 @@ from kvsearch.calibration.options import (
     LukvOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.sample_files import has_samples
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import on_interruption
 from kvsearch.jobs.talk import Talk
@@ -44,11 +45,30 @@ DEFAULT_METHOD = "lukv"
 TFLOPS = 100.0
 
 
-class CalibrateOptions(WithModel, CalibrationOptions):
+class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
     """Where a profile goes and what it is measured on; what is measured is the method's to say, see `METHODS`."""
 
     output: Annotated[Path, Option("Directory for the profile.", short="-o", recorded=False)]
-    data: Annotated[Path | None, Option("Calibration file.", shown="the shipped one for this model")] = None
+    data: Annotated[
+        str | None,
+        Option(
+            "Calibration file; with --tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
+            shown="the shipped one for this model",
+        ),
+    ] = None
+    tasks: Annotated[
+        str | None,
+        Option(
+            "Calibrate on the questions of tasks, and their right answers, in place of a file: KIND or KIND:NAME,NAME, "
+            "several joined by +, as for evaluate.",
+            metavar="SPEC",
+            panel=TASKS,
+        ),
+    ] = None
+    split: Annotated[
+        str, Option("--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS)
+    ] = "train"
+    samples: Annotated[int, Field(ge=1), Option("--tasks: contexts per task.", panel=TASKS)] = 10
     questions: Annotated[int | None, Field(ge=1), Option("Use only so many questions, and their contexts.")] = None
     force: Annotated[bool, Option("Replace results already in the directory.", recorded=False)] = False
     tflops: Annotated[
@@ -148,7 +168,7 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
-    texts, config = _checked(options, talk, tflops=True)
+    texts, config, loaded = _checked(options, talk, tflops=True)
     goes_on = _goes_on(options, config)
     if not isinstance(options, PolykvOptions):
         return config.content, None
@@ -158,7 +178,7 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     from kvsearch.calibration.polykv.samples import SampleFiles
     from kvsearch.runtime.plan_checks import warn_unfit
 
-    loaded, policies = options.load(options.model, talk), options.policies()
+    loaded, policies = loaded or options.load(options.model, talk), options.policies()
     warn_unfit(loaded.model, policies)
     prompts = checked_prompts(loaded, texts, options, policies)
     rate = TFLOPS if options.tflops is None else options.tflops
@@ -181,10 +201,10 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         IncompatibleError: the model computes NaN, or a prompt does not fit it.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    texts, config = _checked(options, talk)
+    texts, config, loaded = _checked(options, talk)
     with locked(options.output):
         goes_on = _goes_on(options, config)
-        loaded = options.load(options.model, talk)
+        loaded = loaded or options.load(options.model, talk)
 
         from kvsearch.evaluation.identity import environment
         from kvsearch.plan.profile import save_profile
@@ -208,18 +228,46 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     return profile
 
 
-def _checked(options: CalibrateOptions, talk: Talk, *, tflops: bool = False) -> tuple[CalibrationData, RunConfig]:
-    """Return the texts and the configuration, once all is checked that can be without a model."""
-    from kvsearch.calibration.data import default_data, load_calibration_data
+def _checked(
+    options: CalibrateOptions, talk: Talk, *, tflops: bool = False
+) -> tuple[CalibrationData, RunConfig, LoadedModel | None]:
+    """Return the texts and the configuration, once all is checked that can be without a model.
 
+    The questions of tasks are made for a tokenizer: with them the model, which is loaded.
+    """
     options.make_policy()
-    texts = load_calibration_data(options.data or default_data(options.model)).limited(options.questions)
     if options.tflops is not None and not (tflops and isinstance(options, PolykvOptions)):
         raise UsageError("--tflops is for what --dry-run says of method polykv: leave it out")
     if isinstance(options, PolykvOptions):
         for remark in options.remarks():
             talk.warn(remark)
-    return texts, options.configuration(texts)
+    texts, loaded = _texts(options, talk)
+    texts = texts.limited(options.questions)
+    return texts, options.configuration(texts), loaded
+
+
+def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, LoadedModel | None]:
+    """Return the texts of the file, or of the tasks with the model that they are made for."""
+    from kvsearch.calibration.data import default_data, load_calibration_data
+
+    if options.tasks is None:
+        details = {"split", "samples", *TaskDetails.model_fields} - {"data"}
+        for name in sorted(details & options.model_fields_set):
+            raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
+        return load_calibration_data(options.data or default_data(options.model)), None
+    from kvsearch.calibration.task_data import data_of_tasks
+    from kvsearch.choose.splits import refuse_reported
+    from kvsearch.tasks.catalog import find_tasks
+    from kvsearch.tasks.facts import describe_tasks
+
+    tasks = find_tasks(options.tasks, options.task_options(options.split))
+    refuse_reported(tasks)
+    if not (isinstance(options, PolykvOptions) and has_samples(options.output)):  # else it may go on
+        check_new(options.output, options.force)
+    if any(one.split == "all" for one in describe_tasks(options.tasks)):
+        talk.say(f"evaluate asks all examples of {options.tasks} by default: give it --split report for fresh ones")
+    loaded = options.load(options.model, talk)
+    return data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length), loaded
 
 
 def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:

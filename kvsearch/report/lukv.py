@@ -112,10 +112,10 @@ def stability_parts(profile: Profile, noun: str, unknown: str) -> Iterator[Rende
     `noun` says what they were measured on, `unknown` stands for what one question cannot tell.
     """
     found = [stability(profile, at) for at in STABILITY_SHOWN]
-    columns = ["ratio", f"{noun} of one text", "texts", f"odd/even {noun}"]
+    columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", f"odd/even {noun}"]
     table = screen_table("rank correlation of local ratios", columns)
     for one in found:
-        values = (one.questions, one.texts, one.halves)
+        values = (one.questions, one.texts, one.left_out, one.halves)
         table.add_row(f"{one.ratio:g}", *(unknown if value != value else f"{value:.2f}" for value in values))
     yield table
     yield f"at {found[1].ratio:g}: {found[1].verdict}"

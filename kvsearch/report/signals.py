@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvsearch.calibration.analysis import signal_stability
 from kvsearch.plan import Phase
 from kvsearch.report.screen import facts, screen_table
 from kvsearch.signals.table import ENTROPIES, Explosion, SignalTable, is_constant
@@ -54,7 +55,7 @@ class SignalsView:
         entropies = {phase: self._entropy(phase) for phase in axes.phases}
         return {
             "metadata": table.profile.metadata.model_dump(mode="json"), "perplexity": self._perplexity,
-            "patterns": names, "means": means,
+            "patterns": names, "means": means, "stability": signal_stability(table.profile),
             "explosions": [one._asdict() for one in self._explosions()],
             "entropies": {phase: {name: at.tolist() for name, at in one.items()} for phase, one in entropies.items()},
         }  # fmt: skip
@@ -70,6 +71,9 @@ class SignalsView:
         }  # fmt: skip
         if self._perplexity is not None:
             stated["perplexity"] = f"{self._perplexity:.6g} under the full cache"
+        if stability := signal_stability(table.profile):
+            told = ", ".join(f"{name} {value:.2f}" for name, value in stability.items())
+            stated["a text and the others"] = f"rank correlation {told}"
         yield from facts(stated)
         measures = [name for name in PREFERRED if name in table.routes] or list(table.routes)
         layers = [str(layer) for layer in metadata.layers]

@@ -106,7 +106,7 @@ def encode_tasks(
         raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
     count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
     for task in tasks:
-        _check_length(loaded, task, limit)
+        check_length(loaded, task, limit)
     return [encode(loaded.tokenizer, task, task.examples(samples, seed, count), samples, limit) for task in tasks]
 
 
@@ -180,7 +180,7 @@ def _check(task: Task, examples: Sequence[Example]) -> None:
         raise UsageError(f"task {task.name}: two examples have the key {doubled[0]!r}, keys must be unique")
 
 
-def _check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
+def check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
     """Refuse a length above the limit: such texts would lose what was hidden in them, whatever the method."""
     longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
     if limit is not None and longest > limit:

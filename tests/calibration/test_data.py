@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
 from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.resources import resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.__main__ import calibration_file
 from kvsearch.tasks.synthetic.vocabulary import WORDS
@@ -147,14 +149,25 @@ def test_limited_to_nothing(limit: int, tmp_path: Path) -> None:
         load(tmp_path, text()).limited(limit)
 
 
-def test_the_novel() -> None:
+def test_the_texts_of_other_models() -> None:
+    """Five kinds of text, none of which is what needles are hidden in; questions and answers are about their text."""
     assert default_data("meta-llama/Llama-3.1-8B") == default_data("./bundled")
     data = load_calibration_data(default_data("some/model"))
-    assert data.questions == 30
-    assert sum(len(context.text.split()) for context in data.contexts) >= 3900
+    assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
+    assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)
+    assert resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
     pairs = [pair for context in data.contexts for pair in context.questions]
-    assert len({pair.question for pair in pairs}) == 30
-    assert data.prompt == PLAIN_PROMPT
+    assert len({pair.question for pair in pairs}) == len({pair.answer for pair in pairs}) == 65
+    for context in data.contexts:
+        told = set(re.findall(r"[a-z]{4,}|[0-9]{2,}", context.text.lower()))
+        for pair in context.questions:
+            named = set(re.findall(r"(?<!^)(?<!\. )(?<!: )[A-Z][a-z]{3,}|[0-9]{2,}", pair.answer))
+            assert {name.lower() for name in named} <= told, pair.question
+
+
+def test_the_novel() -> None:
+    data = load_calibration_data(resource("data/calibration/novel.json"))
+    assert (len(data.contexts), data.questions) == (1, 30)
 
 
 def test_the_bundled_data_is_what_the_generator_writes() -> None:

@@ -17,7 +17,7 @@ from kvsearch.calibration.data import CalibrationData, default_data, load_calibr
 from kvsearch.calibration.dynamic import calibrate_dynamic, decisions, even_budgets, observe_demands
 from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan import Profile, Size, load_profile, save_profile
 from kvsearch.policies import Policy, create_policy
@@ -284,12 +284,6 @@ def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData)
     np.testing.assert_allclose(made.arrays["evicted_ratio"][98], made.arrays["evicted_ratio"][80], atol=1e-2)
 
 
-def test_answers_need_not_fit_where_they_are_not_read(data: CalibrationData) -> None:
-    longest = max(len(context.text.split()) + 1 for context in data.contexts)
-    made = calibrate_dynamic(uneven(max_position_embeddings=longest), data, *METHODS["adakv"])
-    assert made.metadata.length == longest
-
-
 def test_a_chat_template(model: LoadedModel, data: CalibrationData) -> None:
     chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
     plain = calibrate_dynamic(model, data, *METHODS["cake"])
@@ -327,7 +321,13 @@ def test_a_prompt_too_short_for_the_protected_entries(model: LoadedModel, data: 
 
 
 def test_a_prompt_too_long_for_the_model(data: CalibrationData) -> None:
-    assert "tiny takes at most 60" in refusal(uneven(max_position_embeddings=60), data, *METHODS["cake"])
+    with pytest.warns(KvsearchWarning, match="was cut out, .* fit 60 tokens"):
+        made = calibrate_dynamic(uneven(max_position_embeddings=60), data, *METHODS["cake"])
+    assert made.metadata.length < 60
+    with pytest.warns(KvsearchWarning, match="was cut out, .* fit 60 tokens"):
+        same = calibrate_dynamic(uneven(), data, *METHODS["cake"], DynamicOptions(max_length=60))
+    assert same.metadata.provenance.settings["max_length"] == 60
+    assert np.array_equal(same.arrays["evicted_ratio"], made.arrays["evicted_ratio"])
 
 
 def test_policies_that_merge_cannot_share_layers(model: LoadedModel, data: CalibrationData) -> None:

@@ -16,7 +16,7 @@ from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.lukv import MeasuredQuestion, calibrate_lukv, measure_importance
 from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.policies import Policy, create_policy
@@ -325,19 +325,13 @@ def test_a_context_too_short_for_the_protected_entries(model: LoadedModel) -> No
 
 
 def test_a_context_too_long_for_the_model(data: CalibrationData) -> None:
-    model = tiny.loaded(max_position_embeddings=100)
-    assert f"{length_of(data)} tokens" in refusal(model, data)
-    with pytest.raises(IncompatibleError, match="tiny takes at most 100"):
-        calibrate_lukv(model, data, POLICY)
-
-
-def test_a_question_that_does_not_fit_behind_its_context(data: CalibrationData) -> None:
+    """It is cut so that the question fits behind it, and everything is measured of what is left."""
     asked = 3 + 3  # "? code KEY" and "VALUE VALUE ."
     fits = tiny.loaded(max_position_embeddings=length_of(data) + asked)
-    calibrate_lukv(fits, data.limited(1), POLICY, LAYER)
-    assert "up to 6 of question and answer" in refusal(
-        tiny.loaded(max_position_embeddings=length_of(data) + asked - 1), data
-    )
+    assert calibrate_lukv(fits, data.limited(1), POLICY, LAYER).metadata.length == length_of(data)
+    with pytest.warns(KvsearchWarning, match="fit 100 tokens"):
+        made = calibrate_lukv(tiny.loaded(max_position_embeddings=100), data, POLICY, LAYER)
+    assert made.metadata.length == 100 - asked
 
 
 def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) -> None:

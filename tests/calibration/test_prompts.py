@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.prompts import Continuation, check_lengths, prompts_of
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from tests import tiny
@@ -82,24 +83,56 @@ def test_rows_that_predict_the_answer(tokens: int, answer: int, rows: list[int])
 
 def test_lengths(model: LoadedModel) -> None:
     prompts = prompts_of(model, DATA)
-    check_lengths(model, prompts, POLICY, lambda length: 6)
+    check_lengths(prompts, POLICY, lambda length: 6)
     least = prompts[0].length
     with pytest.raises(
         UsageError, match=rf"prompt of {least} tokens is too short for snapkv: 40 entries .* 160 tokens"
     ):
-        check_lengths(model, prompts, POLICY, lambda length: 40)
+        check_lengths(prompts, POLICY, lambda length: 40)
     wide = create_policy("snapkv", {"sinks": 40})
     with pytest.raises(UsageError, match=r"72 entries are always kept.* at least 288 tokens"):
-        check_lengths(model, prompts, wide, lambda length: min(length, 72))
+        check_lengths(prompts, wide, lambda length: min(length, 72))
 
 
-def test_what_fits_the_model() -> None:
+def whole_and_asked() -> tuple[list[int], list[int]]:
+    """Tokens of every context, and of the longest question with its answer."""
     prompts = prompts_of(tiny.loaded(), DATA)
-    longest = prompts[1].length
-    alone = tiny.loaded(max_position_embeddings=longest)
-    check_lengths(alone, prompts, POLICY, lambda length: 6, followed=False)
-    with pytest.raises(IncompatibleError, match=rf"has {longest} tokens and up to \d+ of question and answer: tiny"):
-        check_lengths(alone, prompts, POLICY, lambda length: 6)
-    small = tiny.loaded(max_position_embeddings=longest - 1)
-    with pytest.raises(IncompatibleError, match=rf"has {longest} tokens: tiny takes at most {longest - 1}"):
-        check_lengths(small, prompts, POLICY, lambda length: 6, followed=False)
+    return [p.length for p in prompts], [max(after.tokens.shape[1] for after in p.continuations) for p in prompts]
+
+
+@pytest.mark.parametrize("by", ["positions", "max_length"])
+def test_what_does_not_fit_is_cut_in_the_middle(by: str) -> None:
+    (_, whole), (_, asked) = whole_and_asked()
+    limit = whole + asked
+    assert [p.length for p in prompts_of(tiny.loaded(max_position_embeddings=limit), DATA)] == whole_and_asked()[0]
+    small = tiny.loaded(max_position_embeddings=limit - 9) if by == "positions" else tiny.loaded()
+    words = f"the middle of 1 of 2 calibration contexts was cut out, .* fit {limit - 9} tokens: .* --data, .* --tasks"
+    with pytest.warns(KvsearchWarning, match=words):
+        cut = prompts_of(small, DATA, max_length=None if by == "positions" else limit - 9)
+    full = prompts_of(tiny.loaded(), DATA)
+    assert [cut[0].ids.tolist(), cut[0].length] == [full[0].ids.tolist(), whole_and_asked()[0][0]]
+    assert cut[1].length == whole - 9
+    tail = (whole - 9 - 1) // 2  # <bos> is no part of the text
+    assert cut[1].ids[0, -tail:].tolist() == full[1].ids[0, -tail:].tolist()
+    assert cut[1].ids[0, :-tail].tolist() == full[1].ids[0, : whole - 9 - tail].tolist()
+    for before, after in zip(full[1].continuations, cut[1].continuations, strict=True):
+        assert torch.equal(before.tokens, after.tokens)
+
+
+def test_a_question_that_leaves_no_room() -> None:
+    with pytest.raises(IncompatibleError, match=r"^calibration context 0: .* within 7 tokens: raise --max-length, or"):
+        prompts_of(tiny.loaded(), DATA, max_length=7)
+
+
+def test_a_context_with_a_form_of_its_own(model: LoadedModel) -> None:
+    """Its prompt and the beginning of its replies; room is left for a reply of the length that a task allows."""
+    pair = Pair(question="? vote", answer="anchor", prefix=" code", max_new_tokens=30)
+    context = Context(DATA.contexts[0].text, (pair,), " mark {question}", chat=False)
+    chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    data = CalibrationData("x", " {question}", (context,), "0")
+    for loaded in (model, chat):
+        (prompt,) = prompts_of(loaded, data)
+        assert prompt.continuations[0].tokens[0].tolist() == ids("mark ? vote code anchor")
+    with pytest.warns(KvsearchWarning, match="cut out"):
+        (prompt,) = prompts_of(model, data, max_length=60)
+    assert prompt.length == 60 - 4 - 30

@@ -9,8 +9,7 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.patterns import check_pattern
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.models.architecture import describe
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Policy
 from kvsearch.runtime.cache import check_rotary
@@ -28,14 +27,7 @@ def checked_prompts(
     """
     check_policies(policies, options)
     check_rotary(loaded.model, policies)
-    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens)
-    limit = describe(loaded.model).max_positions
-    for prompt in prompts:
-        whole = prompt.length + max(after.tokens.shape[1] for after in prompt.continuations)
-        if limit and whole > limit:
-            raise IncompatibleError(
-                f"a calibration prompt and what follows have {whole} tokens: {loaded.name} takes at most {limit}"
-            )
+    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens, options.max_length)
     lengths = [prompt.length for prompt in prompts]
     for budget in options.budgets:
         _check_evicts(lengths, budget)

@@ -146,7 +146,7 @@ def _profile(
         )
     base = next(policy for policy in policies if policy.name == options.policy)
     settings: dict[str, Any] = {
-        "data": data.name, "protocol": options.protocol, "answer_tokens": options.answer_tokens,
+        **options.texts(data), "protocol": options.protocol, "answer_tokens": options.answer_tokens,
         "entropy_rows": options.entropy_rows, "naive": options.naive, **options.for_strategies,
     }  # fmt: skip
     lengths = arrays[LENGTH].tolist()

@@ -203,7 +203,7 @@ class PolykvOptions(CalibrationOptions):
         self.make_policy()
         patterns = [{"name": policy.name, "params": policy.parameters()} for policy in self.policies()]
         own = {name for name in self.option_names() if name not in self.running}
-        stated = self.model_dump(mode="json", include={"method", "policy", *own})
+        stated = self.model_dump(mode="json", include={"method", "policy", "max_length", *own})
         return {**stated, "patterns": patterns, "params": {}}
 
     def scope(self, data: CalibrationData) -> str:

@@ -271,10 +271,10 @@ def test_a_model_that_computes_nan_is_named() -> None:
         calibrate_polykv(model, DATA, OPTIONS, policies())
 
 
-def test_a_prompt_beyond_the_positions_is_refused() -> None:
+def test_a_prompt_beyond_the_positions_is_cut() -> None:
     model = loaded(max_position_embeddings=50)
-    with pytest.raises(IncompatibleError, match="takes at most 50"):
-        calibrate_polykv(model, DATA, OPTIONS, policies())
+    with pytest.warns(KvsearchWarning, match="was cut out, .* fit 50 tokens"):
+        assert calibrate_polykv(model, DATA, OPTIONS, policies()).metadata.length < 50
 
 
 def test_one_layer_is_measured_like_others() -> None:
