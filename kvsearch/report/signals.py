@@ -73,7 +73,7 @@ class SignalsView:
             stated["perplexity"] = f"{self._perplexity:.6g} under the full cache"
         if stability := signal_stability(table.profile):
             told = ", ".join(f"{name} {value:.2f}" for name, value in stability.items())
-            stated["a text and the others"] = f"rank correlation {told}"
+            stated["texts"] = f"rank correlation of each with the others: {told}"
         yield from facts(stated)
         measures = [name for name in PREFERRED if name in table.routes] or list(table.routes)
         layers = [str(layer) for layer in metadata.layers]
