@@ -230,14 +230,14 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     from kvsearch.search.ledger import FRONT, PLAN, REPORT, open_search, require_same
 
     searches, workers, limits = _prepared(options, talk), options.ray_workers(), options.limits
+    if not options.resume:
+        with talk.progress("batches of the full cache") as progress:
+            searches[0].require_answers(progress)
     searches = _on_hard_questions(searches, talk)
     execution = {"limits": asdict(limits), "workers": None if workers is None else asdict(workers)}
     config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
     if options.resume:
         require_same(options.output, config)
-    else:
-        with talk.progress("batches of the full cache") as progress:
-            searches[0].require_answers(progress)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
         _executor(searches, workers, options, talk) as executor,
