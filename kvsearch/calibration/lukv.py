@@ -19,14 +19,14 @@ from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_g
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, QuestionImportance
-from kvsearch.calibration.options import LukvOptions, Normalization
+from kvsearch.calibration.options import DECIDING, RECALL_AT, LukvOptions, Normalization
 from kvsearch.calibration.prompts import check_lengths, prompts_of
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.policies import Policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 
@@ -41,6 +41,17 @@ class MeasuredQuestion:
     scale: NDArray[np.float64]  # [L] divisor of each layer ("effect": the importance beyond the protected entries)
     effect: NDArray[np.float64]  # [L] nats the answer loses without the layer's context; ones where not measured
     context: int
+    kept: NDArray[np.float64]  # [C, len(RECALL_AT), L] importance that each of `choices` keeps at even budgets
+
+
+def choices(policy: Policy) -> dict[str, Policy]:
+    """Return the policy and those of other values of a parameter that decides what it keeps, by NAME=VALUE."""
+    found: dict[str, Policy] = {}
+    for name, values in DECIDING.get(policy.name, {}).items():
+        own = policy.parameters()[name]
+        for value in (own, *(value for value in values if value != own)):
+            found[f"{name}={value}"] = create_policy(policy.name, {**policy.parameters(), name: value})
+    return found
 
 
 def measure_importance(
@@ -51,11 +62,13 @@ def measure_importance(
     check_lengths(prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
         raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
+    others = list(choices(policy).values())
     for prompt in prompts:
         refusal = prompt.refusal(loaded.name)
-        passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group, refusal)
+        passed = ImportancePass(loaded.model, [policy, *others], prompt.ids.to(loaded.device), options.group, refusal)
         ranks = passed.ranks()
         order = torch.argsort(ranks, dim=-1)
+        places = [passed.ranks(number + 1) for number in range(len(others))]
         protected = ranks < policy.protected(prompt.length)
         for after in prompt.continuations:
             tokens = after.tokens.to(loaded.device)
@@ -67,7 +80,10 @@ def measure_importance(
             if options.normalization == "effect":
                 effect = passed.effects(tokens, after.answer, found.logits, protected)
             scale = _scale(found, protected, options.normalization)
-            yield MeasuredQuestion(values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context)
+            kept = np.array([_kept(found.importance, place) for place in places])
+            yield MeasuredQuestion(
+                values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context, kept
+            )
 
 
 def calibrate_lukv(
@@ -99,6 +115,8 @@ def calibrate_lukv(
         for measured in kept:
             summary.add(measured, weights)
     settings = {**options.texts(data), **options.settings()}
+    if named := tuple(choices(policy)):
+        settings["choices"] = named
     tables = summary.tables
     origin = profile_metadata(
         loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
@@ -113,11 +131,14 @@ class _Summary:
         self.options, self.tables = options, RatioTables(policy, options.minimum)
         self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
         self._mean: NDArray[np.float64] | None = None
+        self._kept: list[NDArray[np.float64]] = []  # [C, len(RECALL_AT)] shares of the comparable importance
 
     def add(self, measured: MeasuredQuestion, weights: NDArray[np.float64]) -> None:
         """Take in one question; `weights` [L] make its layers comparable."""
         values = measured.importance.astype(np.float64) * weights[:, None, None]
         length = values.shape[-1]
+        if measured.kept.size and (whole := values.sum()) > 0:
+            self._kept.append(measured.kept @ weights / whole)
         recall = _sampled(recall_curve(measured.importance))
         oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
         self._curves.append(np.stack([recall, oracle, recall * mass]))
@@ -133,6 +154,8 @@ class _Summary:
         if self._mean is not None:
             solver = MarginalSolver(self._mean / len(tables.lengths), tables.floor(tables.length))
             arrays["evicted_ratio"] = profile_grid(solver)
+        if self._kept:
+            arrays["choice_recall"] = np.mean(self._kept, axis=0).astype(np.float32)
         curves = np.mean(self._curves, axis=0).astype(np.float32)
         return {
             **arrays,
@@ -140,6 +163,13 @@ class _Summary:
             "oracle_recall": curves[1],
             "mass": curves[2],  # [L, Hkv, 101] importance kept, in comparable units
         }
+
+
+def _kept(importance: Tensor, ranks: Tensor) -> list[NDArray[np.float64]]:
+    """Return what every layer keeps of the importance [L, Hkv, T] under `ranks` at each budget of `RECALL_AT`, [L]."""
+    length = importance.shape[-1]
+    taken = (ranks < max(1, round(share * length)) for share in RECALL_AT)
+    return [importance.double().masked_fill(~kept, 0.0).sum((1, 2)).numpy() for kept in taken]
 
 
 def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:

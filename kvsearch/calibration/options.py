@@ -34,6 +34,9 @@ ANSWER_TOKENS = 128
 SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 UNRANKED = ("full",)
+# parameters that can decide what a policy keeps, with the values of papers and code: lukv measures the recall of each
+DECIDING: dict[str, dict[str, tuple[float, ...]]] = {"expected_attention": {"epsilon": (0.0, 0.02)}}
+RECALL_AT = (0.05, 0.1, 0.2)  # shares of a context that every head keeps
 LUKV, SHARED, CAKE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE"
 
 AnswerTokens = Annotated[

@@ -37,8 +37,9 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         console.print_json({"profile": str(written), **profile.metadata.model_dump(mode="json")})
         return
     from kvsearch.report.dynamic import remarks
+    from kvsearch.report.lukv import choice_lines
 
-    for line in remarks(profile):
+    for line in (*remarks(profile), *choice_lines(profile)):
         console.say(line)
     console.say(f"wrote {written}; next: kvsearch export {options.output} {_target(options)} -o plan.json")
 

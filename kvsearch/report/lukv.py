@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
+from kvsearch.calibration.options import RECALL_AT
 from kvsearch.errors import KvsearchWarning
 from kvsearch.plan import Plan, Profile, ProfileMetadata
 from kvsearch.plan.schema import STATIC
@@ -68,6 +69,7 @@ class LukvView:
             "metadata": self.profile.metadata.model_dump(mode="json"), "ratio": self.ratio,
             "local_ratios": self.ratios.tolist(), "stability": stability_json(self.profile),
             "ranking_gap": ranking_gap(self.profile).tolist(), "eviction_loss": losses,
+            "choices": choice_lines(self.profile),
         }  # fmt: skip
 
     def parts(self) -> Iterator[RenderableType]:
@@ -88,7 +90,25 @@ class LukvView:
             curve = profile.arrays[name].mean(axis=(0, 1))
             kept.add_row(label, *(f"{curve[at]:.3f}" for at in BUDGETS_SHOWN))
         yield kept
+        yield from choice_lines(profile)
         yield from stability_parts(profile, "questions", unknown="nan")
+
+
+def choice_lines(profile: Profile) -> list[str]:
+    """Say what a parameter that decides recalls at each of its values, and which is better; nothing if none does."""
+    recall = profile.arrays.get("choice_recall")
+    if recall is None:
+        return []
+    names = profile.metadata.provenance.settings["choices"]
+    at = ", ".join(f"{share:.0%}" for share in RECALL_AT)
+    told = "; ".join(
+        f"{name} {', '.join(f'{one:.3f}' for one in row)}" for name, row in zip(names, recall, strict=True)
+    )
+    lines = [f"importance kept at {at} of the context, even budgets: {told}"]
+    best = names[int(recall.mean(1).argmax())]
+    if best != names[0]:
+        lines.append(f"{best} recalls more than {names[0]}: calibrate with --set {best}")
+    return lines
 
 
 def origin(metadata: ProfileMetadata, noun: str) -> dict[str, Any]:

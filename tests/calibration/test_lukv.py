@@ -15,11 +15,12 @@ from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.lukv import MeasuredQuestion, calibrate_lukv, measure_importance
-from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions
+from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.policies import Policy, create_policy
+from kvsearch.report.lukv import choice_lines
 from kvsearch.runtime.attention import NAME
 from kvsearch.signals.divergence import divergence
 from tests import tiny
@@ -349,3 +350,25 @@ def test_a_model_that_computes_nan(where: str, normalization: Any, data: Calibra
     with pytest.raises(IncompatibleError, match="tiny: the model computes NaN on calibration context 0"):
         calibrate_lukv(model, data, POLICY, LukvOptions(normalization=normalization))
     assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_the_recall_of_both_values_where_a_parameter_decides(model: LoadedModel, data: CalibrationData) -> None:
+    """Against what each ranking keeps of the measured importance; a policy of one value is not measured twice."""
+    one = data.limited(1)
+    chosen = create_policy("expected_attention", {"window": 1, "epsilon": 0.02})
+    options = LukvOptions(policy="expected_attention", normalization="none")
+    made = calibrate_lukv(model, one, chosen, options)
+    assert made.metadata.provenance.settings["choices"] == ("epsilon=0.02", "epsilon=0.0")
+    expected = []
+    for epsilon in (0.02, 0.0):
+        policy = create_policy("expected_attention", {"window": 1, "epsilon": epsilon})
+        with running(model.model, NAME):
+            (item,) = measure_importance(model, one, policy, options)
+        kept = [item.importance[..., : round(share * item.importance.shape[-1])] for share in RECALL_AT]
+        expected.append([part.sum() / item.importance.sum() for part in kept])
+    np.testing.assert_allclose(made.arrays["choice_recall"], expected, rtol=1e-5)
+    told, *advice = choice_lines(made)
+    assert told.startswith("importance kept at 5%, 10%, 20% of the context, even budgets: epsilon=0.02 0.")
+    better = bool(np.mean(expected[1]) > np.mean(expected[0]))
+    assert advice == ["epsilon=0.0 recalls more than epsilon=0.02: calibrate with --set epsilon=0.0"] * better
+    assert choice_lines(calibrate_lukv(model, one, POLICY, options)) == []
