@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.jobs.headroom import HeadroomOptions
+from kvsearch.jobs.headroom import MEANING, HeadroomOptions
 
 
 @command(HeadroomOptions, dry_run=True)
@@ -27,4 +27,6 @@ def headroom(options: HeadroomOptions, console: Console) -> None:
     title = f"{options.model}: score with {100 * options.ratio:g}% evicted, {options.samples} contexts a task"
     console.out.print(plain_scores(title, found.methods, found.rows))
     listed = "; ".join(f"{method} {share:.2f}" for method, share in found.shares.items())
+    for line in MEANING:
+        console.out.print(line, markup=False, soft_wrap=True)
     console.out.print(f"share of the full-cache score: {listed}", markup=False, soft_wrap=True)

@@ -1,20 +1,27 @@
-"""Headroom: what a perfect plan could keep, per task. Oracle importance of all questions asked of a context decides.
+"""Headroom: what a perfect plan could keep, per task.
 
-If even the oracle loses the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot
-tell methods apart.
+The oracle knows the questions: true importance of all questions asked of a context decides. If even the oracle loses
+the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot tell methods apart. What a
+method that does not know the questions could at most keep is decided by importance over many questions, those of other
+contexts among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from statistics import fmean
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.arrays import Ints
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.importance import ImportancePass, QuestionImportance
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
@@ -22,24 +29,27 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.guard import round_half_up
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC
+from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.strategies.compared import baselines, equal_uniform
-from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.encode import counter, encode, listed
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.readings import readings
 from kvsearch.tasks.texts import is_blank
 
-ORACLE, ORACLE_UNIFORM = "oracle", "oracle, uniform"
+ORACLE, ORACLE_UNIFORM, AGNOSTIC = "oracle", "oracle, uniform", "agnostic oracle"
+RECENT = (32, 8)  # recent entries that an oracle's allocation protects
+MANY = 24  # questions of other contexts that are asked of a context
 
 
 @dataclass(frozen=True, eq=False)
 class GivenScores(Policy):
-    """Ranks entries by given scores, [1, Hkv, T]: the oracle's eye. It protects what LU-KV over SnapKV protects."""
+    """Ranks entries by given scores, [1, Hkv, T]: the oracle's eye."""
 
     name: ClassVar[str] = "given"
     source: ClassVar[str] = "control"
@@ -52,6 +62,22 @@ class GivenScores(Policy):
         return self.scores.to(observation.keys.device)
 
 
+@dataclass(frozen=True)
+class ContextImportance:
+    """True importance of one context's entries, [L, Hkv, T] fp32: the largest and the mean over some questions.
+
+    `known` is the largest over the context's own questions; `mean` and `most` are over others, too. `weights` [L] make
+    layers comparable by their measured effect, `even` [L] by giving every layer the same mass; both are of its own
+    questions.
+    """
+
+    known: Tensor
+    mean: Tensor
+    most: Tensor
+    weights: Tensor
+    even: Tensor
+
+
 def headroom(
     loaded: LoadedModel,
     tasks: Sequence[Task],
@@ -60,64 +86,125 @@ def headroom(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Compare the full cache, oracle importance under oracle and uniform budgets, and simple policies of that size."""
+    """Compare the full cache, oracles and simple policies of that size.
+
+    "oracle" is the best of several allocations for each context, by its score; "agnostic oracle" likewise, with
+    importance over the questions of other contexts, too.
+    """
     count = counter(loaded.tokenizer)
-    examples = [(task, example) for task in tasks for example in task.examples(samples, seed, count)]
+    examples = [(task, list(task.examples(samples, seed, count))) for task in tasks]
+    pairs = [(task, example, mine) for task, mine in examples for example in mine]
     results: list[Sample] = []
     with running(loaded.model):
-        for task, example in counted(examples, len(examples), progress):
+        for task, example, mine in counted(pairs, len(pairs), progress):
             prompts = encode(loaded.tokenizer, task, [example])
             if prompts.coverage.excluded:
                 raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
+            others = [query for other in mine if other is not example for query in other.queries]
             batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
-            results += answer_all(loaded, prompts, batch, dict(_programs(loaded, task, example, ratio)))
+            programs = dict(_programs(loaded, task, example, ratio, others))
+            results += _best(answer_all(loaded, prompts, batch, programs))
     return results
 
 
-def _programs(loaded: LoadedModel, task: Task, example: Example, ratio: float) -> Iterator[tuple[str, Program]]:
-    importance = context_importance(loaded, PromptFormat.of(loaded.tokenizer, task), example)
-    layers, heads, length = importance.shape
+def _best(samples: Sequence[Sample]) -> Iterator[Sample]:
+    """Yield the samples of one context, of the allocations of each oracle those of the best alone, under its name."""
+    by_method: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_method.setdefault(sample.method, []).append(sample)
+    oracles: dict[str, list[list[Sample]]] = {}
+    for method, mine in by_method.items():
+        oracles.setdefault(method.partition(":")[0], []).append(mine)
+    for method, allocations in oracles.items():
+        best = max(allocations, key=lambda mine: fmean(sample.score for sample in mine))
+        yield from (replace(sample, method=method) for sample in best)
+
+
+def _programs(
+    loaded: LoadedModel, task: Task, example: Example, ratio: float, others: Sequence[Query] = ()
+) -> Iterator[tuple[str, Program]]:
+    """Yield what is compared; allocations of an oracle are called "oracle:NAME"."""
+    found = context_importance(loaded, PromptFormat.of(loaded.tokenizer, task), example, others)
+    layers, heads, length = found.known.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
-    snapkv = create_policy("snapkv", {"sinks": 4})
-    full = describe(loaded.model).full_layers
-    policies: dict[int, Policy] = {layer: GivenScores(importance[i][None]) for i, layer in enumerate(full)}
-    oracle_policy = policies[full[0]]
-    ranks = rank_entries(
-        importance, torch.ones(layers, length, dtype=torch.bool), oracle_policy.sink_count, oracle_policy.recent_count
-    )
-    ordered = importance.gather(-1, ranks.argsort(-1)).double().numpy()
-    floor = min(oracle_policy.protected(length), total // (layers * heads))
-    budgets = MarginalSolver(ordered, floor).solve(total)
-    oracle = Program(PhaseProgram(policies, lambda _: budgets))
-    keydiff = create_policy("keydiff", {"sinks": 4, "window": 1})
+    snapkv, keydiff = create_policy("snapkv", {"sinks": 4}), create_policy("keydiff", {"sinks": 4, "window": 1})
     uniform, of_keydiff = (equal_uniform(loaded.model, one, {"prefill": lambda _: total}) for one in (snapkv, keydiff))
     yield "full", full_cache(loaded.model)
-    yield ORACLE, oracle
-    if uniform.prefill is not None:
-        yield ORACLE_UNIFORM, Program(PhaseProgram(policies, uniform.prefill.table))
+    for name, program in _oracles(loaded, found.known, found, uniform, total):
+        yield f"{ORACLE}:{name}", program
+        if name == f"even, {RECENT[0]} recent":
+            yield ORACLE_UNIFORM, program
+    for how, importance in (("mean", found.mean), ("largest", found.most)):
+        for name, program in _oracles(loaded, importance, found, uniform, total):
+            yield f"{AGNOSTIC}:{how}, {name}", program
     yield "snapkv", uniform
     yield "keydiff", of_keydiff
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 
-def context_importance(loaded: LoadedModel, prompt: PromptFormat, example: Example) -> Tensor:
-    """Return the largest importance over all questions, layers weighted by their effect, [L, Hkv, T] fp32."""
+def _oracles(
+    loaded: LoadedModel, importance: Tensor, found: ContextImportance, uniform: Program, total: int
+) -> Iterator[tuple[str, Program]]:
+    """Yield allocations of `total` entries that rank by `importance`.
+
+    By measured effect and by equal mass of layers over all heads; by effect over layers, with equal heads; even.
+    """
+    full = describe(loaded.model).full_layers
+    layers, heads, length = importance.shape
+    for recent in RECENT:
+        policies: dict[int, Policy] = {
+            layer: GivenScores(importance[row][None], window=recent) for row, layer in enumerate(full)
+        }
+        policy = policies[full[0]]
+        valid = torch.ones(layers, length, dtype=torch.bool)
+        order = rank_entries(importance, valid, policy.sink_count, policy.recent_count).argsort(-1)
+        floor = min(policy.protected(length), total // (layers * heads))
+        ordered = {
+            name: (importance * weights[:, None, None]).gather(-1, order).double().numpy()
+            for name, weights in (("effect", found.weights), ("mass", found.even))
+        }
+        for name, values in ordered.items():
+            budgets = MarginalSolver(values, floor).solve(total)
+            yield f"{name}, {recent} recent", Program(PhaseProgram(policies, partial(_fixed, budgets)))
+        by_layer = MarginalSolver(ordered["effect"], floor).solve(total).sum(-1, keepdims=True)
+        equal = largest_remainder(np.repeat(by_layer / heads, heads, 1), total, floor, length)
+        yield f"layers, {recent} recent", Program(PhaseProgram(policies, partial(_fixed, equal)))
+        if uniform.prefill is not None:
+            yield f"even, {recent} recent", Program(PhaseProgram(policies, uniform.prefill.table))
+
+
+def _fixed(budgets: Ints, _: int) -> Ints:
+    return budgets
+
+
+def context_importance(
+    loaded: LoadedModel, prompt: PromptFormat, example: Example, others: Sequence[Query] = ()
+) -> ContextImportance:
+    """Measure the importance of an example's context for its questions, and for up to `MANY` of the `others`."""
     passed = ImportancePass(loaded.model, [], prompt.context(example.context).to(loaded.device))
-    best: Tensor | None = None
-    mass = effect = torch.zeros(0)
-    for query in example.queries:
+
+    def asked(query: Query) -> tuple[QuestionImportance, Tensor, int]:
         question = prompt.question(query.question, query.prefix)
         usable = next(answer for answer in query.answers if not is_blank(answer))
         answer = prompt.answer(usable, query.prefix)
         tokens = torch.cat([question, answer], 1).to(loaded.device)
-        found = passed.ask(tokens)
+        return passed.ask(tokens), tokens, question.shape[1]
+
+    own: list[Tensor] = []
+    mass = effect = torch.zeros(1)
+    for query in example.queries:
+        found, tokens, start = asked(query)
         nothing = torch.zeros_like(found.importance, dtype=torch.bool)
-        lost = passed.effects(tokens, question.shape[1], found.logits, nothing)
-        taken = found.importance.sum((1, 2))
-        if best is None:
-            best, mass, effect = found.importance, taken, lost
-        else:
-            best, mass, effect = torch.maximum(best, found.importance), mass + taken, effect + lost
-    if best is None:
+        effect = effect + passed.effects(tokens, start, found.logits, nothing)
+        mass = mass + found.importance.sum((1, 2))
+        own.append(found.importance)
+    if not own:
         raise InternalError("an example without questions has no importance")
-    return best * (effect / mass.clamp(min=1e-30))[:, None, None]
+    known = torch.stack(own).amax(0)
+    most, total, count = known, torch.stack(own).sum(0), len(own)
+    answerable = (query for query in others if not all(map(is_blank, query.answers)))
+    for query in islice(answerable, MANY):
+        importance = asked(query)[0].importance
+        most, total, count = torch.maximum(most, importance), total + importance, count + 1
+    whole = mass.clamp(min=1e-30)
+    return ContextImportance(known, total / count, most, effect / whole, 1 / whole)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kvsearch.tasks.base import Task
 
 FULL = "full"
+MEANING = (
+    "oracle: true importance for the questions to come, which it knows; of several allocations the best for a context",
+    "agnostic oracle: the same over its own and up to 24 other questions, for what no method can know",
+)
 
 
 class HeadroomOptions(WithModel, Seeded):

@@ -12,7 +12,7 @@ import torch
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation import headroom as module
-from kvsearch.evaluation.headroom import ORACLE, ORACLE_UNIFORM, context_importance, headroom
+from kvsearch.evaluation.headroom import AGNOSTIC, ORACLE, ORACLE_UNIFORM, context_importance, headroom
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
@@ -23,7 +23,7 @@ from tests.budgets.exact import eviction_loss
 from tests.runtime.helpers import feed, running
 
 TASK = tiny.listed((60, 2), (75, 1))
-METHODS = ["full", ORACLE, ORACLE_UNIFORM, "snapkv", "keydiff", "streaming", "random"]
+METHODS = ["full", ORACLE, ORACLE_UNIFORM, AGNOSTIC, "snapkv", "keydiff", "streaming", "random"]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -34,8 +34,8 @@ def model(request: pytest.FixtureRequest) -> LoadedModel:
 def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
         found = context_importance(model, PromptFormat(model.tokenizer, TASK.prompt), example)
-    assert found.dtype == torch.float32
-    return found.double().numpy()
+    assert found.known.dtype == torch.float32
+    return (found.known * found.weights[:, None, None]).double().numpy()
 
 
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
@@ -64,6 +64,7 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
     lost = {}
     with running(model.model, NAME):
         programs = dict(module._programs(model, TASK, example, 0.8))
+        programs[ORACLE] = programs[f"{ORACLE}:effect, 32 recent"]
         for method in (ORACLE, ORACLE_UNIFORM, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
             feed(model.model, cache, [(ids, torch.ones_like(ids))])
@@ -100,6 +101,52 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
         np.testing.assert_allclose(together[layer] / together[layer].max(), expected / expected.max(), rtol=1e-4)
         for own, values in zip(single, asked, strict=True):
             np.testing.assert_allclose(own[layer] / own[layer].max(), values[layer] / values[layer].max(), rtol=1e-4)
+
+
+def test_allocations_of_an_oracle_hold_the_same(model: LoadedModel) -> None:
+    example = TASK.rows[0]
+    length = tiny.ids_of(example.context).shape[1]
+    with running(model.model, NAME):
+        programs = dict(module._programs(model, TASK, example, 0.3, TASK.rows[1].queries))
+    for oracle, count in ((ORACLE, 8), (AGNOSTIC, 16)):
+        tables = [programs[name].prefill.table(length) for name in programs if name.startswith(f"{oracle}:")]
+        assert len(tables) == count
+        assert len({int(table.sum()) for table in tables}) == 1
+        assert all(table.max() <= length for table in tables)
+    assert np.ptp(programs[f"{ORACLE}:layers, 8 recent"].prefill.table(length), axis=1).max() <= 1
+
+
+def test_the_best_allocation_of_each_context_is_the_oracle(model: LoadedModel) -> None:
+    samples = headroom(model, [TASK], 0.7, 1)
+    one = samples[0]
+    scores = {"oracle:a": (0.0, 1.0), "oracle:b": (1.0, 1.0), "agnostic oracle:c": (0.0, 0.0), "snapkv": (0.5, 0.0)}
+    given = [
+        replace(one, method=method, question=number, score=score)
+        for method, found in scores.items()
+        for number, score in enumerate(found)
+    ]
+    best = [(sample.method, sample.score) for sample in module._best(given)]
+    assert best == [(ORACLE, 1.0), (ORACLE, 1.0), (AGNOSTIC, 0.0), (AGNOSTIC, 0.0), ("snapkv", 0.5), ("snapkv", 0.0)]
+
+
+def test_questions_of_other_contexts_count_for_the_agnostic_oracle(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean and the largest over all questions; what the oracle knows stays as it is."""
+    row, other = TASK.rows[0], TASK.rows[1].queries[0]
+    with running(model.model, NAME):
+        prompt = PromptFormat(model.tokenizer, TASK.prompt)
+        alone = context_importance(model, prompt, row)
+        strange = context_importance(model, prompt, replace(row, queries=(other,)))
+        both = context_importance(model, prompt, row, [replace(other, answers=("",)), other])
+        monkeypatch.setattr(module, "MANY", 0)
+        none = context_importance(model, prompt, row, [other])
+    asked = len(row.queries)
+    torch.testing.assert_close(both.known, alone.known)
+    torch.testing.assert_close(both.most, torch.maximum(alone.known, strange.known))
+    torch.testing.assert_close(both.mean * (asked + 1), alone.mean * asked + strange.mean)
+    torch.testing.assert_close(none.mean, alone.mean)
+    torch.testing.assert_close(alone.most, alone.known)
 
 
 def test_an_example_without_questions(model: LoadedModel) -> None:
