@@ -8,7 +8,7 @@ contexts among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -107,7 +107,7 @@ def headroom(
     return results
 
 
-def _best(samples: Sequence[Sample]) -> Iterator[Sample]:
+def _best(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield the samples of one context, of the allocations of each oracle those of the best alone, under its name."""
     by_method: dict[str, list[Sample]] = {}
     for sample in samples:

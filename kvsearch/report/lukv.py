@@ -99,7 +99,8 @@ def choice_lines(profile: Profile) -> list[str]:
     recall = profile.arrays.get("choice_recall")
     if recall is None:
         return []
-    names = profile.metadata.provenance.settings["choices"]
+    stated = profile.metadata.provenance.settings["choices"]
+    names = stated if isinstance(stated, tuple) else (stated,)
     at = ", ".join(f"{share:.0%}" for share in RECALL_AT)
     told = "; ".join(
         f"{name} {', '.join(f'{one:.3f}' for one in row)}" for name, row in zip(names, recall, strict=True)
