@@ -20,7 +20,7 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, QuestionImportance
 from kvsearch.calibration.options import DECIDING, RECALL_AT, LukvOptions, Normalization
-from kvsearch.calibration.prompts import check_lengths, prompts_of
+from kvsearch.calibration.prompts import check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
@@ -63,6 +63,8 @@ def measure_importance(
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
         raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
     others = list(choices(policy).values())
+    if options.answers == "own":
+        prompts = with_own_replies(loaded, prompts, options.answer_tokens)
     for prompt in prompts:
         refusal = prompt.refusal(loaded.name)
         passed = ImportancePass(loaded.model, [policy, *others], prompt.ids.to(loaded.device), options.group, refusal)

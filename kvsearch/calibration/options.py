@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -13,6 +14,7 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:
     from kvsearch.budgets.adakv import AdaKVAllocation
@@ -42,6 +44,10 @@ LUKV, SHARED, CAKE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE"
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
 ]
+ANSWERS = Option(
+    "What is teacher-forced after a question: own, the model's greedy reply under its full cache where that is right "
+    "(any reply where no metric judges it), else the right answer; or given, always the right answer."
+)
 Minimum = Annotated[
     Number,
     Field(ge=0, lt=1),
@@ -168,6 +174,10 @@ class CalibrationOptions(Seeded):
         """Return what of `data` is measured, in words."""
         raise NotImplementedError(f"{type(self).__name__} does not say")
 
+    def work(self, data: CalibrationData) -> dict[str, int]:  # noqa: ARG002
+        """Return what the model has to generate first: replies and, at most, their tokens; nothing if nothing."""
+        return {}
+
 
 class LukvOptions(CalibrationOptions):
     """What LU-KV's paper leaves open, and its ablations.
@@ -178,7 +188,9 @@ class LukvOptions(CalibrationOptions):
     mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
 
     `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
-    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking.
+    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `answers` is what the
+    importance of entries and the effects of layers are for: "own" replies (the paper's full-attention decoding) of up
+    to `answer_tokens`, or the "given" answers.
     """
 
     # App. E: four sinks; 32 recent tokens under SnapKV, one under policies that score every key
@@ -200,11 +212,18 @@ class LukvOptions(CalibrationOptions):
         bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
     ] = True
     minimum: Minimum = 0.01
+    answers: Annotated[Answers, replace(ANSWERS, panel=LUKV)] = "own"
     answer_tokens: AnswerTokens = ANSWER_TOKENS
 
     def scope(self, data: CalibrationData) -> str:
         """See `CalibrationOptions.scope`."""
-        return f"{data.questions} questions"
+        return f"{data.questions} questions" + (" by the model's own replies" if self.answers == "own" else "")
+
+    def work(self, data: CalibrationData) -> dict[str, int]:
+        """See `CalibrationOptions.work`."""
+        if self.answers == "given":
+            return {}
+        return {"own_replies": data.questions, "own_reply_tokens": data.questions * self.answer_tokens}
 
 
 class DynamicOptions(CalibrationOptions):

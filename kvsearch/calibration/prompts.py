@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
+from kvsearch.progress import Progress
+from kvsearch.runtime.forced_answers import Asking, own_replies
 from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -112,6 +115,32 @@ def _fitted(
             "tokens: raise --max-length, or give other texts with --data or --tasks"
         )
     return middle_cut(ids[0], form.lead, limit - asked)[None]
+
+
+def with_own_replies(
+    loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, progress: Progress | None = None
+) -> list[CalibrationPrompt]:
+    """Return the prompts with the model's own replies of at most `most` tokens in place of the given answers.
+
+    A reply gets as many tokens as the model has positions for. Where it is empty the given answer stays.
+
+    Raises:
+        IncompatibleError: the model computes NaN under its full cache.
+    """
+    limit = most_tokens(loaded.model) or sys.maxsize
+    asked = []
+    for prompt in prompts:
+        questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
+        room = [min(most, limit - prompt.length - len(question)) for question in questions]
+        asked.append(Asking(prompt.ids[0], questions, tuple(room), prompt.refusal(loaded.name)))
+    found = []
+    for prompt, replies in zip(prompts, own_replies(loaded, asked, progress), strict=True):
+        after = tuple(
+            replace(one, tokens=torch.cat([one.tokens[:, : one.answer], torch.tensor([reply])], 1)) if reply else one
+            for one, reply in zip(prompt.continuations, replies, strict=True)
+        )
+        found.append(replace(prompt, continuations=after))
+    return found
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

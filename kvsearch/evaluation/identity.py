@@ -80,12 +80,16 @@ def rows_hash(task: TaskPrompts) -> str:
     rows = [
         [
             prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
-            question.query.max_new_tokens, question.query.answers, question.query.options,
+            question.query.max_new_tokens, question.query.answers, question.query.options, *_written(question),
         ]
         for prompt in task.prompts
         for question in prompt.questions
     ]  # fmt: skip
     return sha256_of([rows, task.task.stops])
+
+
+def _written(question: Question) -> list[str]:
+    return [question.query.written] if question.query.written else []
 
 
 class ReplyKeys:

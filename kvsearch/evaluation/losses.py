@@ -24,10 +24,11 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, rules_need
+from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.observe import DensePass, LayerContinuation
 from kvsearch.runtime.storage import RaggedStore
 from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
-from kvsearch.tasks.base import Task
+from kvsearch.tasks.base import Answers, Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.readings import Reading, readings
 
@@ -75,7 +76,7 @@ class QueryLosses(NamedTuple):
     bounds: LossBounds | None  # of [K] each
 
 
-class ForcedAnswer(NamedTuple):
+class ForcedTokens(NamedTuple):
     """Token ids [K] to teacher-force after what is compressed, and the question that they belong to, for messages."""
 
     ids: Tensor
@@ -95,12 +96,13 @@ def measure_losses(
     *,
     protocol: Protocol = QUESTION_AGNOSTIC,
     max_length: int | None = None,
+    answers: Answers = "own",
 ) -> list[LayerLoss]:
     """Measure losses of the layers each program governs, by task, layer and method, on the samples `run` would take.
 
     The queries are those of the tokens that follow what is compressed: question, reply's prefix and answer
-    (question-agnostic), or the answer (question-aware). The answer is the first of those that count as right, as far as
-    a reply may go. Layers with a sliding window are left out: no plan governs them.
+    (question-agnostic), or the answer (question-aware); `forced_answers` says which answer. Layers with a sliding
+    window are left out: no plan governs them.
 
     Takes memory for the full cache of one context, and in one layer at a time for the attention of the K tokens that
     follow its T, a few times Hq * K * (T + K) fp32. A dynamic allocation takes one more pass over every context.
@@ -110,14 +112,17 @@ def measure_losses(
         IncompatibleError: the model computes NaN or infinity; see also `encode_tasks` and `PlanCache`.
     """
     encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
+    forced = forced_answers(loaded, encoded, protocol, answers)
     work = [
-        (task, reading, _answers(task, reading)) for task in encoded for reading in readings(task.prompts, protocol)
+        (task, reading, _following(task, reading, forced))
+        for task in encoded
+        for reading in readings(task.prompts, protocol)
     ]
     found: dict[str, Measured] = {}
     with running(loaded.model), torch.no_grad():
-        for task, reading, answers in counted(work, len(work), progress):
+        for task, reading, following in counted(work, len(work), progress):
             measured = found.setdefault(task.task.name, {})
-            for layer, method, losses in _measure(loaded, programs, reading, answers):
+            for layer, method, losses in _measure(loaded, programs, reading, following):
                 measured.setdefault((layer, method), []).append(losses)
     return [
         _mean(task, method, layer, measured[layer, method])
@@ -128,22 +133,21 @@ def measure_losses(
     ]
 
 
-def _answers(task: TaskPrompts, reading: Reading) -> list[ForcedAnswer]:
+def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, ForcedAnswer]) -> list[ForcedTokens]:
     """Return what follows a context for each of its questions; the question only where it is not compressed."""
     found = []
     for question in reading.questions:
         place = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
-        query = question.query
-        if not query.answers:
+        answer = forced[task.task.name, reading.prompt.key, question.number].ids
+        if not len(answer):
             raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
-        answer = task.format.answer(query.answers[0], query.prefix)[0, : query.max_new_tokens]
         apart = reading.protocol == QUESTION_AGNOSTIC
-        found.append(ForcedAnswer(torch.cat([question.ids, answer]) if apart else answer, place))
+        found.append(ForcedTokens(torch.cat([question.ids, answer]) if apart else answer, place))
     return found
 
 
 def _measure(
-    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, answers: Sequence[ForcedAnswer]
+    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, following: Sequence[ForcedTokens]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
     """Measure what every layer loses under every program for the tokens that follow one context."""
     context = reading.ids[None].to(loaded.device)
@@ -153,7 +157,7 @@ def _measure(
         for index, here in by_layer.items():
             needs.setdefault(index, []).extend(rules_need(*here))
     passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
-    for answer in answers:
+    for answer in following:
         with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):
             for layer in passed.continuations():
                 for method in programs:

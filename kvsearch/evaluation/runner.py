@@ -16,7 +16,7 @@ from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
-from kvsearch.runtime.shared_prefill import JointReplies, compressed
+from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
 from kvsearch.tasks.readings import Reading, questions_of, readings
@@ -43,11 +43,16 @@ def run_encoded(
     Raises:
         IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
     """
-    parted = has_windows(loaded.model)
-    batches = [(task, part) for task in tasks for part in _batches(readings(task.prompts, protocol), batch, parted)]
+    # on sliding windows no padding may come between contexts and questions
+    parted = has_windows(loaded.model) and protocol == QUESTION_AGNOSTIC
+
+    def follows(reading: Reading) -> tuple[int, ...]:
+        return tuple(len(question.ids) for question in reading.questions) if parted else ()
+
+    work = [(task, part) for task in tasks for part in batches(readings(task.prompts, protocol), batch, follows)]
     results: list[Sample] = []
     with running(loaded.model):
-        for task, part in counted(batches, len(batches), progress):
+        for task, part in counted(work, len(work), progress):
             known = Known() if kept is None else kept.recall(task, part, programs)
             found = {sample.place: sample for sample in _scored(task, part, known.samples)}
             wanted = {method: program for method, program in programs.items() if method not in known.left_out}
@@ -174,14 +179,3 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
     except NonFiniteError as error:
         sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
         raise IncompatibleError(f"{where}, {sample}: {error}") from error
-
-
-def _batches(items: Sequence[Reading], size: int, parted: bool) -> Iterator[Sequence[Reading]]:
-    """Return batches of at most `size`; `parted`: of questions that need no padding to follow their contexts."""
-    groups: dict[tuple[int, ...], list[Reading]] = {}
-    for item in items:
-        follows = item.questions if parted and item.protocol == QUESTION_AGNOSTIC else ()
-        groups.setdefault(tuple(len(question.ids) for question in follows), []).append(item)
-    for group in groups.values():
-        for first in range(0, len(group), size):
-            yield group[first : first + size]

@@ -171,7 +171,7 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     texts, config, loaded = _checked(options, talk, tflops=True)
     goes_on = _goes_on(options, config)
     if not isinstance(options, PolykvOptions):
-        return config.content, None
+        return {**config.content, **options.work(texts)}, None
     from kvsearch.calibration.polykv.checks import checked_prompts
     from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate
     from kvsearch.calibration.polykv.measurement import Measurement

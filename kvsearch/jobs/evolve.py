@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
 SPLITS = "train", "select", "report"
+SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 
 
 class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
@@ -206,7 +207,7 @@ def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
     how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
     filtered = searches[0].settings.hard_below is not None
     hard = {"replies_before_the_search": 2 * len(searches[0].samples)} if filtered else {}
-    return {**_content(searches), "questions": questions, "measured_by": how, **hard}
+    return {**_content(searches), "questions": questions, "measured_by": how, **hard, **_own_replies(searches[0])}
 
 
 @job(EvolveOptions)
@@ -236,6 +237,10 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     searches = _on_hard_questions(searches, talk)
     execution = {"limits": asdict(limits), "workers": None if workers is None else asdict(workers)}
     config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
+    if options.resume:
+        require_same(options.output, config, unknown=SEARCHED)
+    searches = _answered(searches, talk)
+    config = config.model_copy(update={"content": _content(searches)})
     if options.resume:
         require_same(options.output, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
@@ -309,6 +314,26 @@ def _on_hard_questions(searches: tuple[PreparedSearch, ...], talk: Talk) -> tupl
     return searches
 
 
+def _answered(searches: Sequence[PreparedSearch], talk: Talk) -> tuple[PreparedSearch, ...]:
+    """Decide what is teacher-forced after the questions, which all searches share."""
+    if not searches[0].needs_replies:
+        return tuple(searches)
+    with talk.progress("own replies") as progress:
+        first = searches[0].answered(progress)
+    found = first.answers or {}
+    own = sum(answer.own for answer in found.values())
+    talk.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
+             "answer after the others")  # fmt: skip
+    return (first, *(replace(one, answers=found) for one in searches[1:]))
+
+
+def _own_replies(search: PreparedSearch) -> dict[str, int]:
+    """Return how many replies the model makes before the search, and how many tokens they have at most."""
+    if not search.needs_replies:
+        return {}
+    return {"own_replies": len(search.samples), "own_reply_tokens": sum(sample.limit for sample in search.samples)}
+
+
 def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     """Read start plans, by the names of their files."""
     from kvsearch.jobs.plan_files import checked_plan
@@ -337,7 +362,7 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
         "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
-        **({} if first.kept is None else {"searched_sha256": first.data_sha256}),
+        **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
     }
 
 

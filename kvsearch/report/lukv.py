@@ -76,7 +76,8 @@ class LukvView:
         """See `View.parts`."""
         profile, metadata, losses = self.profile, self.profile.metadata, self.losses
         layers = metadata.layers
-        yield from facts(origin(metadata, "questions"))
+        answers = metadata.provenance.settings.get("answers", "given")  # all there was before it was recorded
+        yield from facts({**origin(metadata, "questions"), "answers": answers})
         yield heatmap(f"local eviction ratio at {self.ratio:g}", self.ratios, layers, "{:.2f}", "mean")
         yield heatmap("recall lost to the oracle ranking", ranking_gap(profile), layers, "{:.3f}", "mean")
         lost = screen_table(f"importance evicted at {self.ratio:g}, share of the model's", ["layer", *losses])

@@ -7,10 +7,10 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from kvsearch.models.memory import default_memory
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import can_join, joined, prefill_all
 from kvsearch.runtime.replies import Finished, Replies, check_length, left_padded, next_tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,16 @@ def compressed(
             times = len(methods)
             replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
             yield JointReplies(methods, replies, {method: held[method] for method in methods}, seconds, logits)
+
+
+def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
+    """Yield batches of at most `size` items of which `alike` says the same."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(alike(item), []).append(item)
+    for group in groups.values():
+        for first in range(0, len(group), size):
+            yield group[first : first + size]
 
 
 def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int]) -> Replies:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +26,13 @@ from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.policies import create_policy
 from kvsearch.progress import Progress
+from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search, Watcher
+from kvsearch.search.objectives import find_objective
 from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
@@ -79,6 +81,7 @@ class PreparedSearch:
     splits: Splits
     encoded: Mapping[str, list[TaskPrompts]]
     kept: frozenset[str] | None = None  # SHA-256 of the questions that are searched on; None: all of the split
+    answers: Mapping[Asked, ForcedAnswer] | None = None  # what is teacher-forced; None: the right answers as given
 
     def as_json(self) -> dict[str, Any]:
         """Return the size and the settings, for the configuration of the run and the provenance of its plans."""
@@ -87,7 +90,21 @@ class PreparedSearch:
     @cached_property
     def samples(self) -> list[BankSample]:
         """What is searched on."""
-        return kept_of(bank_samples(self.encoded["search"], self.settings.protocol), self.kept)
+        return kept_of(bank_samples(self.encoded["search"], self.settings.protocol, self.answers), self.kept)
+
+    @property
+    def needs_replies(self) -> bool:
+        """Whether the model's own replies decide what is teacher-forced; `answered` makes them."""
+        return self.settings.answers == "own" and not find_objective(self.settings.objective).free_running
+
+    def answered(self, progress: Progress | None = None) -> PreparedSearch:
+        """Return the search with what is teacher-forced decided, if replies decide it; errors as `forced_answers`."""
+        if not self.needs_replies:
+            return self
+        settings, tasks = self.settings, self.encoded["search"]
+        return replace(
+            self, answers=forced_answers(self.base.loaded, tasks, settings.protocol, settings.answers, progress)
+        )
 
     @cached_property
     def data_sha256(self) -> str:
@@ -246,7 +263,7 @@ def _named(finalists: Mapping[str, Candidate], table: Ints) -> str:
 
 
 def questions_hash(samples: Sequence[BankSample]) -> str:
-    """Return the SHA-256 of questions with their contexts and right answers, in order."""
+    """Return the SHA-256 of questions with their contexts and teacher-forced answers, in order."""
     return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
 
 

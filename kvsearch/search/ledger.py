@@ -191,9 +191,17 @@ def check_search(directory: Path, resume: bool = False, force: bool = False) -> 
     _check(directory, check_directory(directory, "evolve"), resume, force)
 
 
-def require_same(directory: Path, config: RunConfig) -> None:
-    """Raise UsageError, naming the first difference, if the search in `directory` is another one."""
+def require_same(directory: Path, config: RunConfig, unknown: str = "") -> None:
+    """Raise UsageError, naming the first difference, if the search in `directory` is another one.
+
+    `unknown` is of the content what `config` cannot say yet.
+    """
     there = run_in(directory, "evolve")
+    if there is not None:
+        config, there = (
+            one.model_copy(update={"content": {key: value for key, value in one.content.items() if key != unknown}})
+            for one in (config, there)
+        )
     found = None if there is None else config.difference(there)
     if found is not None:
         raise UsageError(

@@ -38,11 +38,11 @@ class Objective:
 OBJECTIVES: Final[dict[str, Objective]] = {
     objective.name: objective
     for objective in (
-        Objective("nll", "mean negative log-likelihood of the right answer's tokens, in nats"),
+        Objective("nll", "mean negative log-likelihood of the teacher-forced answer's tokens, in nats"),
         Objective(
             "kl",
-            "mean divergence KL(full cache || candidate) of the next-token distributions over the right answer's "
-            "tokens, in nats",
+            "mean divergence KL(full cache || candidate) of the next-token distributions over the teacher-forced "
+            "answer's tokens, in nats",
             needs_full=True,
         ),
         Objective("metric", "the task's metric of the greedy reply, 0 to 1", higher_is_better=True, free_running=True),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from kvsearch.calibration.options import ANSWERS
 from kvsearch.config.options import Option
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.tasks.base import Answers
 
 PhaseNames = Literal["prefill", "decode", "both"]
 SpaceName = Literal["groups", "layers", "heads", "basis"]
@@ -60,11 +62,12 @@ class EvolveSettings(Record):
     objective: Annotated[
         ObjectiveName,
         Option(
-            "What the search lowers or raises: nll or kl of the right answers (cheap), or metric, the task's own of "
-            "free replies. The best are judged by the metric in any case.",
+            "What the search lowers or raises: nll or kl of teacher-forced answers (cheap), or metric, the task's own "
+            "of free replies. The best are judged by the metric in any case.",
             panel=WHAT,
         ),
     ] = "nll"
+    answers: Annotated[Answers, replace(ANSWERS, panel=WHAT)] = "own"
     generations: Annotated[int, Field(ge=1), Option("Of each group.", panel=WHAT)] = 10
     population: Annotated[
         int | None, Field(ge=2), Option("Of each generation.", panel=WHAT, shown="4 + 3 ln dimension")

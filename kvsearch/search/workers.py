@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint, Phase
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
+from kvsearch.runtime.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.evolve import PreparedSearch, questions_hash
@@ -32,7 +33,8 @@ class WorkerBank:
     """Builds the bank of a search in a worker, which loads the model and draws the same questions again.
 
     `model` and `options` say how to load it, `fingerprint` which one it must be, `drawn` (see `questions_hash`) which
-    questions. `threads` are those of the process that searches: their number may decide the last bits of a result.
+    questions, with the `answers` that are teacher-forced after them. `threads` are those of the process that searches:
+    their number may decide the last bits of a result.
     """
 
     model: str
@@ -44,6 +46,7 @@ class WorkerBank:
     asked: Settings
     drawn: str
     kept: frozenset[str] | None
+    answers: Mapping[Asked, ForcedAnswer] | None
     cap: int
     full: bool
     max_memory: int | None
@@ -63,6 +66,7 @@ class WorkerBank:
             asked=prepared.asked,
             drawn=prepared.data_sha256,
             kept=prepared.kept,
+            answers=prepared.answers,
             cap=cap,
             full=prepared.settings.objective == "kl",
             max_memory=max_memory,
@@ -81,7 +85,7 @@ class WorkerBank:
         self.fingerprint.require(loaded.fingerprint, "the search")
         asked = self.asked
         samples = bank_samples(
-            encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length), asked.protocol
+            encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length), asked.protocol, self.answers
         )
         samples = kept_of(samples, self.kept)
         if questions_hash(samples) != self.drawn:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+Answers = Literal["own", "given"]  # what is teacher-forced after a question, see `kvsearch.runtime.forced_answers`
 TokenCount = Callable[[str], int]  # how many tokens a text has
 
 
@@ -15,7 +16,8 @@ class Query:
 
     `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, for
     metrics that need them. `id` is what its author calls it, `category` the group that it is averaged in; empty ones
-    are none, and that of the task.
+    are none, and that of the task. `written` is a right reply in full, in the form that the task asks for, where no
+    single answer is one: all answers of a list, or the steps that lead to the answer.
     """
 
     question: str
@@ -25,6 +27,12 @@ class Query:
     options: tuple[str, ...] = ()
     id: str = ""
     category: str = ""
+    written: str = ""
+
+    @property
+    def right_reply(self) -> str | None:
+        """A right reply in full: as it is `written`, else the first answer; None where no answers are named."""
+        return self.written or next(iter(self.answers), None)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,14 @@ NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty a
 class Question:
     """One question: its number within its example, and token ids [K] up to where the model takes over.
 
-    Empty answers are left out of its `query`.
+    Empty answers are left out of its `query`. `right` are token ids [A] of a right reply in full, as far as a reply may
+    go; none where the task names no answers.
     """
 
     number: int
     query: Query
     ids: Tensor
+    right: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +213,8 @@ def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> 
         elif query.answers and not answers:
             excluded[NO_ANSWER] += 1
         else:
-            yield Question(number, replace(query, answers=answers), ids)
+            asked = replace(query, answers=answers)
+            yield Question(number, asked, ids, _right(form, asked))
 
 
 def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
@@ -222,6 +225,12 @@ def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
             form.answer(answer, query.prefix)
             usable.append(answer)
     return tuple(usable)
+
+
+def _right(form: PromptFormat, query: Query) -> Tensor:
+    if query.right_reply is None:
+        return torch.zeros(0, dtype=torch.long)
+    return form.answer(query.right_reply, query.prefix)[0, : query.max_new_tokens]
 
 
 def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:

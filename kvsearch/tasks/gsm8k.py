@@ -43,8 +43,19 @@ class Shot:
     solution: str
     answer: str
 
+    @classmethod
+    def of(cls, row: Gsm8kRow) -> Shot:
+        """Return a row as an example, without the calculator annotations."""
+        solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
+        return cls(row.question.strip(), solution, _final(row.answer))
+
+    @property
+    def reply(self) -> str:
+        """The solution as a reply tells it, up to the answer."""
+        return f"{self.solution}\nThe answer is {self.answer}."
+
     def __str__(self) -> str:
-        return f"{_asked(self.question)}\n{self.solution}\nThe answer is {self.answer}."
+        return f"{_asked(self.question)}\n{self.reply}"
 
 
 SHOTS = (
@@ -149,7 +160,8 @@ class Gsm8kTask:
         return METRICS[self.metric](reply, query)
 
     def _example(self, position: int, row: Gsm8kRow) -> Example:
-        query = Query(_asked(row.question), (_final(row.answer),), MAX_NEW_TOKENS)
+        solved = Shot.of(row)
+        query = Query(_asked(row.question), (solved.answer,), MAX_NEW_TOKENS, written=solved.reply)
         return Example(self.name, str(position), self.context, (query,))
 
     def _trained(self, source: str | Path) -> Sequence[Shot]:
@@ -157,10 +169,7 @@ class Gsm8kTask:
         rows = _read(source, "train", self.revision if str(source) == str(self.source) else None, where)
         if len(rows) < self.shots:
             raise UsageError(f"{self.shots} worked examples were asked for, {where} has {len(rows)}")
-        return [
-            Shot(row.question.strip(), _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip(), _final(row.answer))
-            for _, row in rows
-        ]
+        return [Shot.of(row) for _, row in rows]
 
 
 def _read(source: str | Path, split: str, revision: str | None, where: str) -> list[tuple[int, Gsm8kRow]]:

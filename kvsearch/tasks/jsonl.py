@@ -15,7 +15,7 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.fields import Filled, IsList, NotEmpty
-from kvsearch.tasks.metrics import METRICS, find_metric
+from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
 
@@ -93,7 +93,7 @@ class JsonlTask:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
         name, several = Path(path).stem, len(categories) > 1
-        examples = _grouped(name, list(rows.values()), several)
+        examples = _grouped(name, list(rows.values()), several, metrics[0])
         return cls(name, examples, metrics[0], prompts[0], SEVERAL if several else categories[0], split, shares)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
@@ -146,12 +146,13 @@ def _doubled(rows: Mapping[int, JsonlRow]) -> list[str]:
     return [f"an id is of one row: {'; '.join(found[:SHOWN_LINES])}{more}"]
 
 
-def _grouped(task: str, rows: Sequence[JsonlRow], several: bool) -> tuple[Example, ...]:
+def _grouped(task: str, rows: Sequence[JsonlRow], several: bool, metric: str) -> tuple[Example, ...]:
     """Return an example per context; queries name their category where there are `several`."""
     by_context: dict[str, list[Query]] = {}
     for row in rows:
         name, category = "" if row.id is None else str(row.id), row.category if several else ""
-        query = Query(row.question, row.answers, row.max_new_tokens, row.prefix, row.options, name, category)
+        written = ", ".join(row.answers) if metric in OF_ALL_ANSWERS else ""
+        query = Query(row.question, row.answers, row.max_new_tokens, row.prefix, row.options, name, category, written)
         by_context.setdefault(row.context, []).append(query)
     return tuple(
         Example(task, str(number), context, tuple(queries))

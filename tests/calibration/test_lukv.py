@@ -16,6 +16,7 @@ from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.lukv import MeasuredQuestion, calibrate_lukv, measure_importance
 from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions
+from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, load_profile, save_profile
@@ -29,7 +30,8 @@ from tests.runtime.helpers import feed, reference, running
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 PROTECTED = 6
 GRID = np.arange(1, 100) / 100
-LAYER = LukvOptions(normalization="layer")
+LAYER = LukvOptions(normalization="layer", answers="given")
+GIVEN = LukvOptions(answers="given")
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +213,7 @@ def test_effects_are_those_of_masked_runs_on_the_answer(model: LoadedModel, data
         with reference(model.model, kept) as cache:
             return feed(model.model, cache, pieces)[1][0, rows]
 
-    effect = measured(model, data, LukvOptions())[0].effect
+    effect = measured(model, data, GIVEN)[0].effect
     protected = torch.zeros(1, 2, ids.shape[1], dtype=torch.bool)
     protected[..., :2] = protected[..., -4:] = True
     for layer in range(4):
@@ -249,6 +251,47 @@ def test_answers_are_cut(model: LoadedModel, data: CalibrationData) -> None:
     one = measured(model, data, LukvOptions(answer_tokens=1))
     several = measured(model, data, LukvOptions())
     assert all(bool((a.effect <= b.effect + 1e-6).all()) for a, b in zip(one, several, strict=True))
+
+
+def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: CalibrationData) -> None:
+    """The default: full-attention decoding, here token by token, up to `answer_tokens`."""
+    context, pair = data.contexts[0], data.contexts[0].questions[0]
+    ids, asked = tiny.ids_of(context.text), tiny.ids_of(pair.question)[:, 1:]
+    with torch.no_grad():
+        said = torch.cat([ids, asked], 1)
+        for _ in range(5):
+            said = torch.cat([said, model.model(said).logits[:, -1:].argmax(-1)], 1)
+    tokens = said[:, ids.shape[1] :]
+    assert tokens.shape[1] == asked.shape[1] + 5
+    own = LukvOptions(normalization="none", answer_tokens=5)
+    with running(model.model, NAME):
+        passed = ImportancePass(model.model, [POLICY], ids)
+        expected = passed.ask(tokens).importance.gather(-1, torch.argsort(passed.ranks(), dim=-1))
+    np.testing.assert_allclose(measured(model, data, own)[0].importance, expected.numpy(), rtol=1e-5, atol=1e-7)
+    assert own.settings()["answers"] == "own"
+    given = calibrate_lukv(model, data, POLICY, GIVEN)
+    assert given.metadata.provenance.settings["answers"] == "given"
+    assert given.to_bytes() != calibrate_lukv(model, data, POLICY).to_bytes()
+
+
+def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
+    model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
+    (prompt,) = with_own_replies(model, prompts_of(model, data.limited(1)), 128)
+    (after,) = prompt.continuations
+    assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
+
+
+def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationData) -> None:
+    model = tiny.loaded()
+    model.tokenizer.eos_token = "."
+    with torch.no_grad():
+        model.model.lm_head.weight.zero_()
+        model.model.generation_config.eos_token_id = 0  # of equal logits the first is taken
+    prompts = prompts_of(model, data)
+    kept = with_own_replies(model, prompts, 128)
+    assert [[one.tokens.tolist() for one in prompt.continuations] for prompt in kept] == [
+        [one.tokens.tolist() for one in prompt.continuations] for prompt in prompts
+    ]
 
 
 def test_progress(model: LoadedModel, data: CalibrationData) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,8 +87,13 @@ def test_calibrating_twice_gives_the_same_bytes(run: Run, calibrated: Path, tmp_
 def test_calibrate_tells_its_plan_without_doing_it(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "keydiff", "--dry-run")
     assert code == 0
-    assert json.loads(out)["recipe"]["params"] == {"sinks": 4, "window": 1}
+    told = json.loads(out)
+    assert told["recipe"]["params"] == {"sinks": 4, "window": 1}
+    assert told["recipe"]["answers"] == "own"
+    assert (told["own_replies"], told["own_reply_tokens"]) == (28, 28 * 128)
     assert not (tmp_path / "run").exists()
+    code, out, _ = run("calibrate", "bundled", "-o", tmp_path / "run", "--answers", "given", "--dry-run")
+    assert "own_replies" not in json.loads(out)
 
 
 @pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
@@ -151,6 +157,7 @@ def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
     assert "entries per layer and kv head" in out
     code, out, _ = run("show", calibrated, "--ratio", 0.5, "--plan", calibrated / "plan.json")
     assert code == 0
+    assert re.search(r"answers +own", out)
     for title in ("local eviction ratio at 0.5", "recall lost", "importance evicted", "rank correlation"):
         assert title in out
     code, out, _ = run("show", calibrated, "--json")

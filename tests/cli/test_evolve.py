@@ -62,8 +62,9 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
     assert "second split: what is chosen from" in out
     assert "report split, 12 entries per kv head, question-agnostic" in out
     lines = talk.splitlines()
-    assert lines[0] == f"reading {2 * SAMPLES} questions once for all candidates"
-    assert re.match(r"start plans: best .*candidates 2, seconds", lines[1])
+    assert re.match(rf"the model's own reply is right and teacher-forced after \d of {2 * SAMPLES} questions", lines[0])
+    assert lines[1] == f"reading {2 * SAMPLES} questions once for all candidates"
+    assert re.match(r"start plans: best .*candidates 2, seconds", lines[2])
     assert sum(line.startswith("layers 0-1 (1 of 3), generation") for line in lines) == 2
     assert lines[-1].endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
 

@@ -27,6 +27,7 @@ from kvsearch.report.losses import losses_json, losses_table, task_means
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
+from kvsearch.runtime.forced_answers import Asking, own_replies
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay import replay
@@ -393,6 +394,18 @@ def test_equal_requests_give_equal_losses(model: LoadedModel) -> None:
     assert measure_losses(model, programs(model), [TASK], 1) == measure_losses(model, programs(model), [TASK], 1)
 
 
+def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
+    """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
+    row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
+    ((reply,),) = own_replies(model, [Asking(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")])
+    said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
+    tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]
+    plan = {"snapkv": program(model.model, "snapkv")}
+    whole, part = measure_losses(model, plan, tasks[1:], 1, answers="given"), measure_losses(model, plan, tasks[:1], 1)
+    assert part == whole
+    assert measure_losses(model, plan, tasks[:1], 1, answers="given") != whole
+
+
 # --- what cannot be measured ------------------------------------------------------------------------------------------
 
 
@@ -408,6 +421,8 @@ def test_a_model_that_computes_nan() -> None:
         model.model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
     plan = {"random": program(model.model, "random")}
     with pytest.raises(IncompatibleError, match=r"task one, example 0, question 0, method random: .* layer 2 is NaN"):
+        measure_losses(model, plan, [TASK], 1, answers="given")
+    with pytest.raises(IncompatibleError, match=r"task one, example 0: the model emits NaN"):
         measure_losses(model, plan, [TASK], 1)
 
 

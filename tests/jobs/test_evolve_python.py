@@ -24,7 +24,10 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
     assert again.recorded() == found.options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]
-    told = dry_run(again)
-    assert {key: value for key, value in told.items() if key not in ("questions", "measured_by")} == content
-    assert told["measured_by"] == "stored prompts"
+    foretold = dry_run(again)
+    assert foretold.pop("measured_by") == "stored prompts"
+    assert (foretold.pop("questions"), foretold.pop("own_replies")) == ({"search": 4, "choice": 4, "report": 4}, 4)
+    assert foretold.pop("own_reply_tokens") == 4 * 3
+    assert content.pop("searched_sha256") == found.plans[12].provenance.data_sha256
+    assert foretold == content
     assert not (tmp_path / "again").exists()

@@ -73,6 +73,17 @@ def test_scores(tmp_path: Path) -> None:
     assert [official.score(reply, query) for reply in ("The answer is 1,000.", "7 and 1000")] == [0, 1]
 
 
+def test_the_right_reply_solves_the_problem_as_the_worked_examples_do(tmp_path: Path) -> None:
+    gold = "Half of 8 is <<8/2=4>>4.\nWith 2 more that is <<4+2=6>>6.\n#### 6"
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": gold}))
+    task = Gsm8kTask(path)
+    (query,) = task.rows[0].queries
+    assert query.right_reply == "Half of 8 is 4.\nWith 2 more that is 6.\nThe answer is 6."
+    assert query.answers == ("6",)
+    assert task.score(query.right_reply, query) == 1.0
+
+
 def test_worked_examples_of_the_training_rows(tmp_path: Path) -> None:
     write(tmp_path, {"question": "Q", "answer": "#### 1"})
     write(tmp_path, ROW, {"question": "Second?", "answer": "Seven.\n#### 7"}, ROW, name="train.jsonl")

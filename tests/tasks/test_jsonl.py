@@ -192,6 +192,15 @@ def test_optional_fields(tmp_path: Path) -> None:
     assert JsonlTask.load(write(tmp_path, row())).category == "own"
 
 
+@pytest.mark.parametrize(("metric", "reply"), [("string_match_all", "oak, elm"), ("contains", "oak")])
+def test_the_right_reply_has_all_answers_where_the_metric_wants_all(metric: str, reply: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"context": "c", "question": "q", "answers": ["oak", "elm"], "metric": metric}))
+    task = JsonlTask.load(path)
+    assert task.rows[0].queries[0].right_reply == reply
+    assert task.score(reply, task.rows[0].queries[0]) == 1.0
+
+
 def test_options_reach_the_metric(tmp_path: Path) -> None:
     task = JsonlTask.load(write(tmp_path, row(answers=["Ann"], options=["Ann", "Bob"], metric="classification")))
     (query,) = task.rows[0].queries

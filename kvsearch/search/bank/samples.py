@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.runtime.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.objectives import Objective
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut, stop_at
@@ -20,7 +21,7 @@ from kvsearch.tasks.scoring import score
 
 @dataclass(frozen=True, eq=False)
 class BankSample:
-    """One question of a task, with what is compressed before it and the first of its right answers.
+    """One question of a task, with what is compressed before it and the answer that is teacher-forced after it.
 
     `answer` [A] are the token ids of that answer, as far as a reply may go; none where the task names no answers.
     """
@@ -100,22 +101,25 @@ def require_answers(objective: Objective, samples: Sequence[BankSample]) -> None
             )
 
 
-def bank_samples(tasks: Sequence[TaskPrompts], protocol: Protocol) -> list[BankSample]:
-    """List all questions of tasks, by task and example.
+def bank_samples(
+    tasks: Sequence[TaskPrompts], protocol: Protocol, answers: Mapping[Asked, ForcedAnswer] | None = None
+) -> list[BankSample]:
+    """List all questions of tasks, by task and example, with these `answers` (None: the right ones as given).
 
     Question-agnostic: the context is compressed, question and reply follow. Question-aware: context and question are
     compressed together, the reply follows.
     """
     return [
-        BankSample(task, reading, question, _answer(task, question))
+        BankSample(task, reading, question, _answer(task, reading, question, answers))
         for task in tasks
         for reading in readings(task.prompts, protocol)
         for question in reading.questions
     ]
 
 
-def _answer(task: TaskPrompts, question: Question) -> Tensor:
-    query = question.query
-    if not query.answers:
-        return question.ids[:0]
-    return task.format.answer(query.answers[0], query.prefix)[0, : query.max_new_tokens]
+def _answer(
+    task: TaskPrompts, reading: Reading, question: Question, answers: Mapping[Asked, ForcedAnswer] | None
+) -> Tensor:
+    if answers is None:
+        return question.right
+    return answers[task.task.name, reading.prompt.key, question.number].ids

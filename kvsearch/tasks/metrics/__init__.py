@@ -44,7 +44,7 @@ from kvsearch.tasks.metrics.strings import (
 from kvsearch.tasks.metrics.words import qa_f1, qa_f1_zh, rouge_l, rouge_l_zh
 
 __all__ = [
-    "METRICS", "NEEDS", "Metric", "character_f1_zh", "choice", "choice_of_function", "classification",
+    "METRICS", "NEEDS", "OF_ALL_ANSWERS", "Metric", "character_f1_zh", "choice", "choice_of_function", "classification",
     "contains_any", "contains_word", "count", "edit_similarity", "edit_similarity_difflib", "exact_match",
     "find_metric", "first_integer", "first_line", "first_number", "gsm8k", "gsm8k_official", "niah_recall",
     "niah_recall_lava", "niah_rouge1", "qa_f1", "qa_f1_zh", "retrieval", "retrieval_zh", "rouge_l", "rouge_l_sum",
@@ -101,6 +101,7 @@ METRICS: dict[str, Metric] = {
     **{name: _checked(_of_answers(score)) for name, score in _BY_ANSWERS.items()},
     **{name: _checked(score) for name, score in _BY_QUESTION.items()},
 }
+OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 NEEDS: dict[str, tuple[str, ...]] = {
     "qa_f1_zh": ("jieba",),
     "rouge_l": ("rouge",),

@@ -33,12 +33,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt whose context holds any number of units of haystack, from `least` to `most` (None: without end)."""
+    """A prompt whose context holds any number of units of haystack, from `least` to `most` (None: without end).
+
+    `written` has all answers as a reply names them; empty where any one of them is a right reply.
+    """
 
     context: Callable[[int], str]
     question: str
     prefix: str
     answers: tuple[str, ...]
+    written: str = ""
     least: int = 1
     most: int | None = None
 
@@ -86,3 +90,8 @@ def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> li
 def worked_example(context: str, question: str, prefix: str, answers: str) -> str:
     """Return a prompt with its reply, to be put before the prompt that is asked."""
     return f"{context}\n{question} {prefix} {answers}\n\n"
+
+
+def listed(items: Sequence[str]) -> str:
+    """Name one item or several in words."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

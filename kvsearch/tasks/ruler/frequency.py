@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from kvsearch.tasks.ruler.draft import Draft, Stream, worked_example
+from kvsearch.tasks.ruler.draft import Draft, Stream, listed, worked_example
 from kvsearch.tasks.ruler.names import Fresh, coded, vocabulary
 
 COMMON = 10
@@ -79,7 +79,8 @@ class CommonWords:
         def context(units: int) -> str:
             return example + _listed([*common * repeats.common, *rare[:units] * repeats.rare], stream.rng("order"))
 
-        return Draft(context, _LIST_QUESTION, _LIST_PREFIX, tuple(common), least=COMMON, most=len(rare))
+        answers, written = tuple(common), _numbered(common)
+        return Draft(context, _LIST_QUESTION, _LIST_PREFIX, answers, written, least=COMMON, most=len(rare))
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class CodedWords:
             stream.rng("order").shuffle(text)
             return f"{_CODE_INTRO}\n{' '.join(text)}"
 
-        return Draft(context, _CODE_QUESTION, _CODE_PREFIX, tuple(_code(stream, TOP)), least=self.LEAST)
+        answers = tuple(_code(stream, TOP))
+        return Draft(context, _CODE_QUESTION, _CODE_PREFIX, answers, listed(answers), least=self.LEAST)
 
 
 def word_counts(n: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from kvsearch.tasks.ruler.draft import Draft, Stream, insert
+from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
 from kvsearch.tasks.ruler.haystacks import Essay, Noise
 from kvsearch.tasks.ruler.names import Fresh, Maker, most_words, number, uuid4, word
 
@@ -60,7 +60,7 @@ class Needles:
         answers = tuple(value for key, value in facts if key in keys[: spec.queries])
         many = len(answers) > 1
         intro = _INTROS[many].format(kind=spec.value)
-        asked = f"{spec.value}{'s' if many else ''} of {_listed(keys[: spec.queries])}"
+        asked = f"{spec.value}{'s' if many else ''} of {listed(keys[: spec.queries])}"
         verb = "are" if many else "is"
 
         def context(units: int) -> str:
@@ -73,6 +73,7 @@ class Needles:
             f"What {verb} the secret {asked} that the text above tells?",
             f"The secret {asked} that the text above tells {verb}",
             answers,
+            listed(answers) if many else "",
             most=most_words() if self.haystack is None and spec.key == "word" else None,
         )
 
@@ -84,7 +85,3 @@ class Needles:
         fresh = Fresh(stream.rng("haystack"), taken=taken)
         key, value = _MAKERS[self.spec.key], _MAKERS[self.spec.value]
         return [self._needle(fresh.draw(key), fresh.draw(value)) for _ in range(units)]
-
-
-def _listed(keys: list[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])} and {keys[-1]}"

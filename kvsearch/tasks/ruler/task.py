@@ -91,7 +91,7 @@ class RulerTask:
                 self.name,
                 f"{seed}-{index}",
                 self._context(draft, count),
-                (Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix),),
+                (Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix, written=draft.written),),
             )
             for index, draft in enumerate(drafts)
         ]

@@ -39,6 +39,10 @@ class Chain:
     def prefix(self) -> str:
         return f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {self.value} are"
 
+    @property
+    def reply(self) -> str:
+        return ", ".join(self.names)
+
     def hidden(self, depths: Sequence[float], units: int) -> str:
         """Return the instruction and `units` sentences of noise, with the assignments in order at the depths."""
         sides = (self.value, *self.names)
@@ -61,7 +65,11 @@ class Tracing:
         example = self._example(Chain.draw(fresh, letters=3), stream.rng("example").random())
         depths = stream.depths(VARIABLES)
         return Draft(
-            lambda units: example + chain.hidden(depths, units), chain.question, chain.prefix, tuple(chain.names)
+            lambda units: example + chain.hidden(depths, units),
+            chain.question,
+            chain.prefix,
+            tuple(chain.names),
+            chain.reply,
         )
 
     def _example(self, chain: Chain, shift: float) -> str:
@@ -69,7 +77,7 @@ class Tracing:
         depths = [(place + shift) / VARIABLES for place in range(VARIABLES)]
 
         def example(units: int) -> str:
-            return worked_example(chain.hidden(depths, units), chain.question, chain.prefix, ", ".join(chain.names))
+            return worked_example(chain.hidden(depths, units), chain.question, chain.prefix, chain.reply)
 
         room = min(LONGEST_EXAMPLE, self.length // 4)
         return example(largest(lambda units: self.count(example(units)), room, least=0))

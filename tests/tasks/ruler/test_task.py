@@ -140,6 +140,28 @@ def test_scores_are_shares_of_the_answers(name: str) -> None:
     assert task.score(f"first {query.answers[0]}.", query) == pytest.approx(1 / len(query.answers))
 
 
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_right_reply_has_all_answers_in_order(name: str, files: dict[str, Path]) -> None:
+    task = RulerTask(name, 1024, qa_file=files.get(name))
+    (query,) = task.examples(1, 0, words)[0].queries
+    reply = query.right_reply or ""
+    assert task.score(reply, query) == 1.0
+    if not name.startswith("qa"):
+        assert [reply.index(answer) for answer in query.answers] == sorted(reply.index(one) for one in query.answers)
+    assert len(reply.split()) <= query.max_new_tokens
+
+
+@pytest.mark.parametrize(("name", "form"), [("cwe", r"1\. \w+ 2\. .* 10\. \w+"), ("vt", r"(\w+, ){4}\w+"),
+                                            ("niah_multivalue", r"(\d+, ){2}\d+ and \d+")])  # fmt: skip
+def test_the_form_of_the_right_reply(name: str, form: str) -> None:
+    """That of the worked example, where there is one."""
+    (example,) = RulerTask(name, 1024).examples(1, 0, words)
+    assert re.fullmatch(form, example.queries[0].right_reply or "")
+    if name in ("cwe", "vt"):
+        shown = re.search(rf"{form}(?=\n\n)", example.context.split("\n\n")[0] + "\n\n")
+        assert shown
+
+
 def test_a_number_of_answers() -> None:
     query = Query("", ("1234567", "7654321"))
     assert RulerTask("niah_multivalue").score("1234567", query) == 0.5

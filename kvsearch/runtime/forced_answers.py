@@ -1,0 +1,165 @@
+"""The reply that is teacher-forced after a question: the model's own under its full cache, or the right one as given.
+
+What an eviction must not change is what the model says without it, so its own greedy reply is taken where that is
+right: where the task's metric gives it the full score. Elsewhere, and where own replies are not asked for, it is the
+right reply in full as the task words it, `Query.right_reply`. LU-KV takes full-attention decoding (arXiv 2602.08585,
+section 4.3); EvolKV's paper leaves open what a loss would be of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import CPU_BYTES
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.progress import Progress, counted
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replies import Finished, NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.shared_prefill import batches, compressed
+from kvsearch.tasks.base import Answers
+from kvsearch.tasks.encode import Question, TaskPrompts
+from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.readings import Reading, readings
+from kvsearch.tasks.scoring import ROUNDING, score
+
+RIGHT = 1.0  # the score of a reply that counts as right
+TOGETHER = 8  # sequences that reply side by side
+PAD = 0  # any token will do: nothing sees it
+
+Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
+
+
+@dataclass(frozen=True, eq=False)
+class Asking:
+    """A prompt, token ids [T], and what is asked of it: `questions` [K] each, replies of at most `limits` tokens.
+
+    A single question without tokens: the prompt has it, and the reply follows at once. A reply ends with the token that
+    makes `ended` true of it. `place` is for messages.
+    """
+
+    prompt: Tensor
+    questions: tuple[Tensor, ...]
+    limits: tuple[int, ...]
+    place: str
+    ended: Finished | None = None
+
+
+class ForcedAnswer(NamedTuple):
+    """Token ids [A] to teacher-force; `own`: the model's own reply, else the one that is given."""
+
+    ids: Tensor
+    own: bool
+
+
+def forced_answers(
+    loaded: LoadedModel,
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    answers: Answers,
+    progress: Progress | None = None,
+) -> dict[Asked, ForcedAnswer]:
+    """Decide what is teacher-forced after every question of tasks; no tokens where the task names no right answer.
+
+    Own replies are made anew at every call, in batches that depend on the questions alone: equal calls, equal replies.
+
+    Raises:
+        IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
+        UsageError: the metric cannot judge a reply.
+    """
+    asked = [(task, reading) for task in tasks for reading in readings(task.prompts, protocol)]
+    found = {
+        (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
+        for task, reading in asked
+        for question in reading.questions
+    }
+    if answers == "given":
+        return found
+    ends = {task.task.name: _end(task) for task in tasks}
+    made = own_replies(loaded, [_asking(*one, ends[one[0].task.name]) for one in asked], progress)
+    for (task, reading), replies in zip(asked, made, strict=True):
+        for question, reply in zip(reading.questions, replies, strict=True):
+            said = _said(task, reply)
+            if said and _is_right(task, reading, question, said):
+                found[task.task.name, reading.prompt.key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
+    return found
+
+
+def own_replies(
+    loaded: LoadedModel, asked: Sequence[Asking], progress: Progress | None = None
+) -> list[list[list[int]]]:
+    """Return the greedy replies of the model under its full cache, token ids by prompt and question.
+
+    Raises:
+        IncompatibleError: see `forced_answers`.
+    """
+    apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
+    found: dict[int, list[list[int]]] = {}
+
+    def alike(index: int) -> object:
+        one = asked[index]
+        return one.ended, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
+
+    parts = list(batches(range(len(asked)), TOGETHER, alike))
+    with running(loaded.model):
+        for part in counted(parts, len(parts), progress):
+            found.update(zip(part, _replies(loaded, [asked[index] for index in part], apart), strict=True))
+    return [found[index] for index in range(len(asked))]
+
+
+def _replies(loaded: LoadedModel, part: Sequence[Asking], apart: bool) -> list[list[list[int]]]:
+    """Reply to all questions of one batch; where it has few prompts, to several of each at a time unless `apart`."""
+    most, size = max(len(one.questions) for one in part), len(part)
+    copies = 1 if apart else min(most, max(1, TOGETHER // size))
+    programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
+    prompts, stop, found = [one.prompt for one in part], stop_tokens(loaded), dict[tuple[int, int], list[int]]()
+    try:
+        for joint in compressed(loaded.model, programs, prompts, PAD, stop, part[0].ended, CPU_BYTES):
+            for first in range(0, most, copies):
+                rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
+                # a prompt without a question of that number repeats its first one, unheard
+                chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
+                limits = [one.limits[number] for one, number in chosen]
+                questions = [one.questions[number] for one, number in chosen]
+                said = joint.replies.ask(questions, limits) if len(questions[0]) else joint.replies.reply(limits)
+                found.update(zip(rows, said, strict=True))
+    except NonFiniteError as error:
+        raise IncompatibleError(f"{part[error.row % size].place}: {error}") from error
+    return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
+
+
+def _asking(task: TaskPrompts, reading: Reading, ended: Finished | None) -> Asking:
+    apart = reading.protocol == QUESTION_AGNOSTIC
+    return Asking(
+        reading.ids,
+        tuple(question.ids if apart else question.ids[:0] for question in reading.questions),
+        tuple(question.query.max_new_tokens for question in reading.questions),
+        f"task {task.task.name}, example {reading.prompt.key}",
+        ended,
+    )
+
+
+def _end(task: TaskPrompts) -> Finished | None:
+    stops, decode = task.task.stops, task.format.decode
+    return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+
+
+def _said(task: TaskPrompts, reply: list[int]) -> list[int]:
+    """Return a reply up to the stop text that ended it, in whole tokens."""
+    decode, said = task.format.decode, list(reply)
+    end = stop_at(decode(said), task.task.stops)
+    while end is not None and said and len(decode(said)) > end:
+        said.pop()
+    return said
+
+
+def _is_right(task: TaskPrompts, reading: Reading, question: Question, reply: list[int]) -> bool:
+    text = cut(task.format.decode(reply), task.task.stops)
+    return score(task.task, reading.prompt.key, question.number, question.query, text) >= RIGHT - ROUNDING

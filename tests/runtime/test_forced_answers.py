@@ -1,0 +1,153 @@
+"""What is teacher-forced after a question: the model's own reply where it is right, else the right one as given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvsearch.errors import IncompatibleError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.runtime.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.program import full_cache
+from kvsearch.tasks.base import Answers, Query, Task
+from kvsearch.tasks.encode import encode_tasks
+from tests import tiny
+
+MANY = tiny.listed((60, 3), (90, 1), *[(50, 2)] * TOGETHER)  # two batches
+FEW = tiny.listed((60, 3), (90, 1))  # several questions of a context side by side
+PROTOCOLS = QUESTION_AGNOSTIC, QUESTION_AWARE
+protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+def decided(
+    model: LoadedModel, *tasks: Task, protocol: Protocol = QUESTION_AGNOSTIC, answers: Answers = "own"
+) -> dict[Asked, ForcedAnswer]:
+    return forced_answers(model, encode_tasks(model, tasks, 100), protocol, answers)
+
+
+def said(model: LoadedModel, task: tiny.Listed, protocol: Protocol = QUESTION_AGNOSTIC) -> dict[Asked, str]:
+    """What an evaluation finds the model to reply under its full cache, one context at a time."""
+    samples = tiny.run(model, {"full": full_cache(model.model)}, [task], 100, batch=1, protocol=protocol)
+    return {(one.task, one.key, one.question): one.reply for one in samples}
+
+
+def with_answers(task: tiny.Listed, answers: dict[Asked, tuple[str, ...]], **changes: object) -> tiny.Listed:
+    rows = tuple(
+        replace(row, queries=tuple(
+            replace(query, answers=answers.get((task.name, row.key, number), query.answers), **changes)  # type: ignore[arg-type]
+            for number, query in enumerate(row.queries)
+        ))
+        for row in task.rows
+    )  # fmt: skip
+    return replace(task, rows=rows)
+
+
+def texts(model: LoadedModel, found: dict[Asked, ForcedAnswer]) -> dict[Asked, str]:
+    decode = model.tokenizer.decode
+    return {asked: decode(answer.ids, skip_special_tokens=True) for asked, answer in found.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded(tie_word_embeddings=False)
+
+
+@protocols
+@pytest.mark.parametrize("task", [MANY, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_own_replies_are_those_of_an_evaluation(family: str, task: tiny.Listed, protocol: Protocol) -> None:
+    model = tiny.loaded(family, tie_word_embeddings=False)
+    expected = said(model, task, protocol)
+    right = with_answers(task, {asked: (reply,) for asked, reply in expected.items()})
+    found = decided(model, right, protocol=protocol)
+    assert texts(model, found) == expected
+    assert all(answer.own for answer in found.values())
+    again = decided(model, right, protocol=protocol)
+    assert [answer.ids.tolist() for answer in again.values()] == [answer.ids.tolist() for answer in found.values()]
+
+
+def test_a_reply_that_is_not_right_is_replaced(model: LoadedModel) -> None:
+    expected, first = said(model, FEW), ("listed", "0", 0)
+    found = decided(model, with_answers(FEW, {first: (expected[first],)}))
+    assert {asked for asked, answer in found.items() if answer.own} == {first}
+    given = texts(model, decided(model, FEW, answers="given"))
+    assert texts(model, found) == {**given, first: expected[first]}
+
+
+def test_half_of_the_answers_are_not_enough(model: LoadedModel) -> None:
+    """Then all of them are forced, in the form of the task, as far as a reply may go."""
+    expected, first = said(model, FEW), ("listed", "0", 0)
+    both = (expected[first].split()[0], "lantern")
+    task = replace(with_answers(FEW, {first: both}, written="lantern green lantern ."), metric="string_match_all")
+    answer = decided(model, task)[first]
+    assert not answer.own
+    assert FEW.rows[0].queries[0].max_new_tokens == 3
+    assert model.tokenizer.decode(answer.ids) == "lantern green lantern"
+
+
+def test_given_answers_take_no_pass(model: LoadedModel) -> None:
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        decided(model, FEW, answers="given")
+        assert not calls
+        decided(model, FEW)
+    finally:
+        handle.remove()
+    assert calls
+
+
+def test_few_contexts_reply_to_several_questions_at_a_time(model: LoadedModel) -> None:
+    rows: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    try:
+        decided(model, tiny.listed((60, 3)))
+    finally:
+        handle.remove()
+    assert rows[:2] == [1, 3]
+
+
+def test_a_reply_ends_before_the_stop_text(model: LoadedModel) -> None:
+    first = ("listed", "0", 0)
+    task = with_answers(tiny.listed((60, 1)), {}, max_new_tokens=8)
+    whole = said(model, task)[first].split()
+    stop = next(word for number, word in enumerate(whole) if number and word not in whole[:number])
+    before = whole[: whole.index(stop)]
+    stopped = replace(with_answers(task, {first: (" ".join(before),)}), stops=(stop,))
+    answer = decided(model, stopped)[first]
+    assert answer.own
+    assert model.tokenizer.decode(answer.ids).split() == before
+
+
+def test_no_right_answer_leaves_nothing_to_force(model: LoadedModel) -> None:
+    class Unjudged(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return 0.0
+
+    row = replace(FEW.rows[0], queries=(Query("recall", (), 4),))
+    (answer,) = decided(model, Unjudged("open", (row,))).values()
+    assert not answer.own
+    assert answer.ids.tolist() == []
+
+
+@protocols
+def test_the_question_under_which_a_model_computes_nan_is_named(protocol: Protocol) -> None:
+    model = tiny.loaded()
+    with torch.no_grad():
+        model.model.lm_head.weight[0] = float("nan")
+    with pytest.raises(IncompatibleError, match="task listed, example 0: the model emits NaN"):
+        decided(model, FEW, protocol=protocol)
+
+
+def test_progress(model: LoadedModel) -> None:
+    told: list[tuple[int, int]] = []
+    tasks: Sequence[Task] = [MANY]
+    encoded = encode_tasks(model, tasks, 100)
+    forced_answers(model, encoded, QUESTION_AGNOSTIC, "own", lambda done, whole: told.append((done, whole)))
+    assert told == [(1, 2), (2, 2)]
