@@ -18,6 +18,7 @@ from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
 from kvsearch.runtime import Program
@@ -28,7 +29,7 @@ from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compo
 from kvsearch.tasks.synthetic.tokenizer import tokenizer
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests.families import build
-from tests.plan.builders import make_plan
+from tests.plan.builders import PROVENANCE, make_plan
 
 CHAT_TEMPLATE = (
     "{{ bos_token }} {% for message in messages %}recall {{ message['content'] }} .{% endfor %}"
@@ -117,7 +118,8 @@ def plan_for(model: LoadedModel, budgets: list[list[int] | None], **changes: Any
     """A plan of `model` with these budgets for prompts of 40 tokens, under SnapKV with a small window."""
     policy = {"name": "snapkv", "params": {"window": 4, "kernel": 3, "sinks": 2}}
     layers = [None if budget is None else {"policy": policy, "budget": budget} for budget in budgets]
-    content = {"model": model.fingerprint.model_dump(), "prefill": {"layers": layers}, **changes}
+    origin = {**PROVENANCE, "contexts": ContextRecord()}
+    content = {"model": model.fingerprint.model_dump(), "prefill": {"layers": layers}, "provenance": origin, **changes}
     return make_plan(budgets, **content)
 
 

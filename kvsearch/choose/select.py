@@ -23,12 +23,13 @@ from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanEvaluation, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan.contexts import ContextRecord, Use, joined
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
 from kvsearch.runs.identity import RunConfig
 from kvsearch.strategies.methods import FULL
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 
 
 def prepare_selection(
@@ -211,8 +212,24 @@ class PreparedSelection:
             "selection_score": chosen.score, "selection_seed": self.settings.seed,
             "lead": None if one.lead is None else one.lead.mean, "chance": one.chance, "margin": self.rule.margin,
         }  # fmt: skip
-        made = provenance(SIGNALLED, origin.seed, origin.data_sha256, how, origin.contexts)
+        made = provenance(SIGNALLED, origin.seed, origin.data_sha256, how, self._contexts(chosen))
         return found.plans[chosen.written].model_copy(update={"provenance": made})
+
+    @property
+    def hashes(self) -> dict[Use, list[str]]:
+        """What the contexts of the selection and of the report split are known by, see `kvsearch.plan.contexts`."""
+        return {"chosen": asked_hashes(self._selection_prompts), "reported": asked_hashes(self._report_prompts)}
+
+    def _contexts(self, chosen: PhaseResult) -> ContextRecord | None:
+        """Return what the plan to write was fitted, chosen and reported on; a baseline was fitted on nothing."""
+        fitted = self.profile.metadata.provenance.contexts if chosen.winner else ContextRecord()
+        asked = ContextRecord(chosen=asked_set(self._selection_prompts), reported=asked_set(self._report_prompts))
+        return joined([fitted, asked])
+
+    @property
+    def _selection_prompts(self) -> list[TaskPrompts]:
+        """What both stages ask, the same in every phase setting."""
+        return self.evaluations[0].prepared.evaluation.encoded
 
     def _prepared(self, found: CandidateSet, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:
         plans = {name: found.plans[name] for name in names}
@@ -230,4 +247,4 @@ class PreparedSelection:
     @cached_property
     def _report_prompts(self) -> list[TaskPrompts]:
         how = self.settings
-        return encode_tasks(self.loaded, self.questions.report, how.samples, how.seed, how.max_length)
+        return encode_tasks(self.loaded, self.questions.report, how.samples, how.seed, how.max_length, how.used)

@@ -45,6 +45,20 @@ def shared_questions(splits: Mapping[str, Sequence[TaskPrompts]]) -> list[Shared
     return list(shared.values())
 
 
+def shared_contexts(splits: Mapping[str, Sequence[TaskPrompts]]) -> list[SharedQuestion]:
+    """List the contexts that are in several splits, each once, whatever is asked about them there."""
+    seen: dict[str, str] = {}
+    shared: dict[str, SharedQuestion] = {}
+    for name, encoded in splits.items():
+        for task in encoded:
+            for prompt in task.prompts:
+                for found in task.recorded[prompt.key]:
+                    if (other := seen.setdefault(found, name)) != name:
+                        place = f"task {task.task.name}, example {prompt.key}, its context"
+                        shared.setdefault(found, SharedQuestion(place, other, name))
+    return list(shared.values())
+
+
 def refuse_reported(tasks: Sequence[Task]) -> None:
     """Raise UsageError if a task asks what results are reported on: what is fitted or picked would be by them."""
     for task in tasks:

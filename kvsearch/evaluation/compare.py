@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,10 +15,12 @@ from kvsearch.evaluation.identity import METRICS, ReplyKeys, content_of, environ
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.evaluation.seen import Seen
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.contexts import ContextSet
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
 from kvsearch.runs.estimates import doubt_of
@@ -36,7 +38,8 @@ ROUNDING = ("batch", "max_memory")  # settings that replies depend on by roundin
 class Settings:
     """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
 
-    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`.
+    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`. Contexts that are in `used`
+    are not asked, see `encode_tasks`.
     """
 
     samples: int = 20
@@ -45,6 +48,11 @@ class Settings:
     batch: int = 8
     max_memory: int | None = None
     max_length: int | None = None
+    used: ContextSet | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings but for `used`, which what is asked tells of."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "used"}
 
 
 class Footprint(NamedTuple):
@@ -62,7 +70,8 @@ class Comparison:
     `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
     `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
     allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
-    `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key).
+    `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key). `seen` is what
+    methods, by name, knew of the contexts.
     """
 
     model: str
@@ -79,6 +88,7 @@ class Comparison:
     decode_entries: Mapping[str, float]
     told: tuple[str, ...] = ()
     contexts: Contexts | None = None
+    seen: Mapping[str, Seen] = field(default_factory=dict)
 
     @property
     def protocol(self) -> Protocol:
@@ -105,6 +115,7 @@ class Comparison:
         """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
         return [
             *([] if self.doubt is None else [self.doubt]),
+            *(f"{name}: {note}" for name, seen in self.seen.items() for note in seen.notes),
             *self.told,
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
@@ -134,7 +145,11 @@ class Comparison:
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         distinct = self.distinct[covered.task]
         if covered.found < covered.wanted:
-            yield f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
+            left_out = f" others than the {covered.used} that something here was fitted or chosen on"
+            yield (
+                f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
+                f"{left_out if covered.used else ''}"
+            )
         if covered.truncated:
             yield (
                 f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "
@@ -187,6 +202,11 @@ class Evaluation:
         """How many replies there are to be."""
         return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
 
+    @cached_property
+    def seen(self) -> dict[str, Seen]:
+        """What the methods, by name, knew of the contexts that are asked."""
+        return {one.name: Seen.of(one.contexts, self.encoded) for one in self.methods}
+
     @property
     def metrics(self) -> dict[str, str]:
         """What scores each task."""
@@ -194,7 +214,7 @@ class Evaluation:
 
     def config(self) -> RunConfig:
         """Return the configuration of a run: its content is all that the samples depend on."""
-        settings = {name: value for name, value in asdict(self.settings).items() if name != "protocol"}
+        settings = {name: value for name, value in self.settings.as_json().items() if name != "protocol"}
         content = content_of(self.loaded, self.methods, self.encoded, self.settings.protocol, **settings)
         return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
 
@@ -217,7 +237,7 @@ class Evaluation:
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         return Comparison(
             self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,
-            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts,
+            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts, self.seen,
         )  # fmt: skip
 
     def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
@@ -263,7 +283,7 @@ def prepare(
     Raises:
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
-    encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length)
+    encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length, settings.used)
     notes = check_totals(loaded, methods, _lengths(encoded, settings.protocol))
     return Evaluation(loaded, tuple(methods), subject, encoded, settings, tuple(notes))
 

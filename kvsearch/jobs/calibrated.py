@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -51,10 +52,12 @@ class OnSignals(WithTasks, Batching, Loading):
         return calibrated_model(self.directory).name if self.model is None else self.model
 
     def settings(self, profile: Profile) -> Settings:
-        """Return how questions are asked, by default under the protocol of the calibration."""
+        """Return how questions are asked: on contexts that nothing was fitted on, by default in its protocol."""
+        from kvsearch.plan.contexts import ContextRecord
         from kvsearch.signals.table import SignalTable
 
-        return self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
+        asked = self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
+        return replace(asked, used=(profile.metadata.provenance.contexts or ContextRecord()).used)
 
     def load_calibrated(self, profile: Profile, talk: Talk) -> LoadedModel:
         """Load the model that was calibrated; see the function of this name."""

@@ -215,6 +215,9 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
 
     loaded = options.load(options.model, talk)
     evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
+    for name, seen in evaluation.seen.items():
+        if seen.warning is not None:
+            talk.warn(f"{name}: {seen.warning}")
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, options, progress)

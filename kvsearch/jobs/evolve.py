@@ -224,6 +224,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
     """
     from kvsearch.plan import save_plan
+    from kvsearch.runs.contexts import write_contexts
     from kvsearch.runs.directory import write_json
     from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import Evolved
@@ -250,6 +251,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         watching(talk, run, limits) as watcher,
     ):
         keep = _keep(run.directory, talk)
+        write_contexts(run.directory, searches[0].hashes)
         if options.budgets is not None:
             found = search_front(searches, executor, run.ledger, limits, watcher, keep)
             for one in found:
@@ -290,6 +292,12 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
         policy: Any = next(iter(plans.values()))
     else:
         policy = create_policy(options.policy or "snapkv", options.params)
+    for name, plan in plans.items():
+        if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
+            talk.warn(
+                f"start plan {name} does not say what it was fitted and chosen on, or not all of it: it may have seen "
+                "questions of this search"
+            )
     base = Base.of(options.load(options.model, talk), policy, PHASES[options.phases])
     if options.budget is not None:
         return (prepare_search(base, options.budget, options, splits, asked, plans),)

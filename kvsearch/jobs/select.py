@@ -219,6 +219,7 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import atomic_write
     from kvsearch.report.selection import FILE, as_json
+    from kvsearch.runs.contexts import write_contexts
     from kvsearch.runs.lock import locked
     from kvsearch.runtime.plan_checks import check_plan
 
@@ -233,6 +234,7 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
         result = prepared.run(keep, answered=True)
         check_plan(result.plan, f"the plan for {output}")
         save_plan(result.plan, output, overwrite=options.force)
+        write_contexts(place, prepared.hashes)
         atomic_write(place / FILE, canonical_json(as_json(result)))
     return AtSize(result, output, place / FILE)
 

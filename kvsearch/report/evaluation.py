@@ -76,6 +76,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
                     "name": name, "label": label, "definition": by_label[label].definition,
                     "phases": by_label[label].phases, "held": result.held[label]._asdict(),
                     "scores": scores(block, label), "differences": differences(block, label),
+                    "contexts": result.seen[name].as_json() if name in result.seen else None,
                     "tasks_won": tasks_won(block, label),
                 }
                 for name, label in block.methods.items()
@@ -84,7 +85,7 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
         }  # fmt: skip
 
     whole: dict[str, Any] = {
-        "schema": SCHEMA, "model": result.model, **asdict(result.settings), "subject": result.subject,
+        "schema": SCHEMA, "model": result.model, **result.settings.as_json(), "subject": result.subject,
         "phases": result.phases, "environment": dict(result.environment), "most_tokens": result.most_tokens,
         "tasks": [{**asdict(covered), "metric": result.metrics[covered.task]} for covered in result.coverage],
         "averages": {name: list(tasks) for name, tasks in result.averages.items()},

@@ -10,7 +10,7 @@ from kvsearch.choose.acceptance import Scores, Share, recovered
 from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.report.numbers import interval, percent
 from kvsearch.report.table import Table
-from kvsearch.search.evolve import EVOLVED, Evolved, PreparedSearch
+from kvsearch.search.evolve import EVOLVED, Choice, Evolved, PreparedSearch
 from kvsearch.search.front import EXPANDED
 from kvsearch.search.ledger import Spent
 from kvsearch.search.start_plans import UNIFORM
@@ -51,9 +51,10 @@ def _found(evolved: Evolved) -> dict[str, Any]:
         "starts": {name: table.tolist() for name, table in evolved.search.starts.items()},
         "finalists": {
             name: {"budgets": found.table.tolist(), "value": _number(found.value), "where": found.where,
-                   "score": asdict(choice.comparison.score(name))}
+                   "score": asdict(choice.comparison.score(name)), **_verdict(choice, name)}
             for name, found in choice.finalists.items()
         },
+        "start": choice.start,
         "chosen": choice.name,
         "best": choice.best,
         "budgets": choice.table.tolist(),
@@ -61,6 +62,14 @@ def _found(evolved: Evolved) -> dict[str, Any]:
         "gains": {name: asdict(report.gain(EVOLVED, [name])) for name in report.labels if name not in (EVOLVED, FULL)},
         "recovered": {name: None if share is None else asdict(share) for name, share in shares(report).items()},
     }  # fmt: skip
+
+
+def _verdict(choice: Choice, name: str) -> dict[str, Any]:
+    """Return what a candidate leads the best start plan by, and what became of that."""
+    if name not in choice.verdicts:
+        return {}
+    chance, is_accepted = choice.verdicts[name]
+    return {"lead": asdict(choice.comparison.gain(name, [choice.start])), "chance": chance, "accepted": is_accepted}
 
 
 def shares(report: PlanComparison) -> dict[str, Share | None]:
@@ -84,6 +93,7 @@ def tables(evolved: Evolved) -> list[Table]:
             found.where,
             "" if _number(found.value) is None else f"{found.value:.6g}",
             _score(choice.comparison, name),
+            *_led(choice, name),
         ]
         for name, found in ranked
     ]
@@ -93,7 +103,11 @@ def tables(evolved: Evolved) -> list[Table]:
     ]
     title = f"report split, {evolved.budget} entries per kv head, {_asked(evolved.search)}"
     return [
-        Table.plain("second split: what is chosen from", ["", "found", "search value", "score"], finalists),
+        Table.plain(
+            "second split: what is chosen from",
+            ["", "found", "search value", "score", f"minus {choice.start}", "chance", "accepted"],
+            finalists,
+        ),
         Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows),
     ]
 
@@ -128,9 +142,24 @@ def decision(evolved: Evolved) -> str:
         told = f"the paper's result: {choice.name} ({found}), {score} on the second split"
         above = f"; {choice.best} scores {percent(choice.comparison.score(choice.best).mean)} there"
         return told if choice.best == choice.name else told + above
-    if choice.name.startswith("#"):
-        return f"chosen: {choice.name} ({found}), {score} on the second split, no start plan scores above it"
-    return f"nothing that was found scores above the start plan {choice.name} ({score} on the second split): kept"
+    if choice.name in choice.verdicts:
+        lead, chance, _ = _led(choice, choice.name)
+        ahead = f"{lead} points above the best start plan, {choice.start} (chance {chance})"
+        return f"chosen: {choice.name} ({found}), {score} on the second split, {ahead}"
+    kept = f"the start plan {choice.name} is kept ({score} on the second split)"
+    if choice.best == choice.name:
+        return f"{kept}: nothing that was found scores above it"
+    lead, chance, _ = _led(choice, choice.best)
+    return f"{kept}: {choice.best} scores {lead} points above it, which may be chance ({chance})"
+
+
+def _led(choice: Choice, name: str) -> tuple[str, str, str]:
+    """Return what a finalist leads the best start plan by, the chance of that, and whether it was accepted."""
+    if name not in choice.verdicts:
+        return "", "", ""
+    chance, is_accepted = choice.verdicts[name]
+    lead = interval(choice.comparison.gain(name, [choice.start]), "+.2f")
+    return lead, f"{chance:.3f}", "yes" if is_accepted else "no"
 
 
 def _asked(search: PreparedSearch) -> str:

@@ -1,15 +1,17 @@
 """EvolKV (arXiv 2509.08315): search budgets on what the model makes of a task, choose and report on fresh questions.
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
-2. Choice, on the second split: the best candidates and all start plans answer by themselves, the highest score wins. So
-   the result is never worse there than what the search started from. With parity the result is the paper's, whatever
-   scores above it.
+2. Choice, on the second split, whose contexts nothing at hand was searched, fitted or chosen on: the best candidates
+   and all start plans answer by themselves. A candidate is the result if the rule of `kvsearch.choose.acceptance`
+   accepts it over the best start plan, else that start is. So the result never scores below a start plan there, and a
+   candidate takes the place of one only if its lead is beyond chance, the best of several counted as that. With parity
+   the result is the paper's, whatever scores above it.
 3. Report, on the third split, which is asked once: the choice beside the full cache and baselines of the same size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +20,14 @@ import numpy as np
 
 from kvsearch.arrays import Ints
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.choose.splits import shared_questions
+from kvsearch.choose.acceptance import Rule, Scores, accepted
+from kvsearch.choose.splits import shared_contexts, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_plans
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.contexts import ContextRecord, Use, joined
 from kvsearch.policies import create_policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
@@ -39,9 +43,10 @@ from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import STREAMING, Base, start_tables
 from kvsearch.strategies.direct import direct_plan
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 
 EVOLVED = "evolved"
+SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Choice:
     """What was chosen on the second split: its name, budgets and plan, and the comparison of all finalists by name.
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
-    the highest score, of equal ones the lower loss, then the first. It is chosen, with parity the paper's result.
+    the highest score, of equal ones the lower loss, then the first, and `start` the best start plan. `verdicts` are of
+    the candidates: the chance of a lead over it like theirs, and whether they are accepted, see `accepted`.
     """
 
     name: str
@@ -67,6 +73,8 @@ class Choice:
     comparison: PlanComparison
     finalists: Mapping[str, Candidate]
     best: str
+    start: str
+    verdicts: Mapping[str, tuple[float, bool]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +88,7 @@ class PreparedSearch:
     starts: Mapping[str, Ints]
     splits: Splits
     encoded: Mapping[str, list[TaskPrompts]]
+    before: ContextRecord  # of the start plans that were given
     kept: frozenset[str] | None = None  # SHA-256 of the questions that are searched on; None: all of the split
     answers: Mapping[Asked, ForcedAnswer] | None = None  # what is teacher-forced; None: the right answers as given
 
@@ -152,27 +161,53 @@ class PreparedSearch:
         scoring = Scoring(executor, ledger, self.settings.objective, self.settings.together, limits, tokens)
         return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
 
-    def plan(self, table: Ints, settings: Mapping[str, Any]) -> Plan:
-        """Return the plan of budgets [phases * L, Hkv]; `settings` go to its provenance."""
-        return self.base.plan(table, settings, self.settings.seed, self.data_sha256)
+    def plan(self, table: Ints, settings: Mapping[str, Any], contexts: ContextRecord | None = None) -> Plan:
+        """Return the plan of budgets [phases * L, Hkv]; `settings` and `contexts` go to its provenance."""
+        return self.base.plan(table, settings, self.settings.seed, self.data_sha256, contexts)
+
+    @property
+    def hashes(self) -> dict[Use, list[str]]:
+        """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.contexts`."""
+        return {use: asked_hashes(self.encoded[split]) for split, use in SPLIT_USES.items()}
+
+    def record(self, searched: bool) -> ContextRecord:
+        """Return what a result was fitted, chosen and reported on, its start plans included.
+
+        One that was not `searched` is a start plan, which owes nothing to what is searched on.
+        """
+        asked = {use: asked_set(self.encoded[split]) for split, use in SPLIT_USES.items()}
+        return self.before.with_more(**{use: found for use, found in asked.items() if searched or use != "fitted"})
 
     def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
         """Score plans on a split; `name` is what their replies are kept under."""
         return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, keep)
 
     def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
-        """Choose on the second split: the best finalist, or with parity the paper's result; see `Choice`."""
+        """Choose on the second split: a candidate that is accepted over the best start plan, or else that one.
+
+        Of several the one with the highest score; with parity the paper's result whatever it scores. See `Choice`.
+        """
         finalists = self._finalists(outcome)
         settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
         plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
         result = self.compare(plans, self.splits.choice, name, keep)
         values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
-        best = max(finalists, key=lambda name: (round(result.score(name).mean, 9), values[name]))
-        papers = outcome.result
-        taken = best if papers is None else _named(finalists, papers.table)
+
+        def highest(names: Iterable[str]) -> str:
+            return max(names, key=lambda name: (round(result.score(name).mean, 9), values[name]))
+
+        start = highest(self.starts)
+        leads = {name: result.gain(name, [start]) for name in finalists if name not in self.starts}
+        scores = Scores.of(result.comparison.samples, result.comparison.contexts)
+        verdicts = accepted(scores, leads, start, list(self.starts), Rule(), self.settings.seed)
+        good = [name for name, (_, is_good) in verdicts.items() if is_good]
+        taken = highest(good) if good else start
+        if outcome.result is not None:
+            taken = _named(finalists, outcome.result.table)
         table = finalists[taken].table
         chosen = {**settings, "chosen": taken, "found": finalists[taken].where, "score": result.score(taken).mean}
-        return Choice(taken, table, self.plan(table, chosen), result, finalists, best)
+        plan = self.plan(table, chosen, self.record(searched=taken not in self.starts))
+        return Choice(taken, table, plan, result, finalists, highest(finalists), start, verdicts)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
         """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets.
@@ -228,11 +263,12 @@ def prepare_search(
     """Draw the questions of all splits, and check that everything fits together.
 
     `budget` is c, the entries that a kv head keeps on average, `asked.samples` is how many contexts of every task each
-    split has; `plans` are start plans by name.
+    split has; `plans` are start plans by name. No context is asked that one of these was fitted or chosen on.
 
     Raises:
-        UsageError: too few questions, a question in two splits, a group size above the layers, a budget that leaves
-            nothing to search or evicts nothing, or what `start_tables`, `encode_tasks` and spaces refuse.
+        UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
+            budget that leaves nothing to search or evicts nothing, or what `start_tables`, `encode_tasks` and spaces
+            refuse.
         IncompatibleError: see `start_tables` and `encode_tasks`.
     """
     layers = base.heads[0]
@@ -241,14 +277,18 @@ def prepare_search(
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
     starts = start_tables(base, budget, plans)
+    before = ContextRecord()
+    if plans:
+        before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
+    asked = replace(asked, used=before.used)
     encoded = {
-        name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length)
+        name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length, asked.used)
         for name, tasks in (("search", splits.search), ("choice", splits.choice), ("report", splits.report))
     }
-    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded)
+    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded, before)
     if len(prepared.samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
-    for one in shared_questions(prepared.encoded):
+    for one in (*shared_questions(encoded), *shared_contexts(encoded)):
         raise UsageError(
             f"{one.place} is in the {one.first} and in the {one.second} split: what is searched or chosen on must not "
             "be reported on, give tasks with splits"

@@ -12,6 +12,7 @@ best.json      the best plan so far
 report.json    the result, as `--json` prints it
 plan.json      the plan
 front.json     the results of several budgets, with plan-BUDGET.json of each
+contexts.json  hashes of the contexts of all splits
 choice, report folders of replies
 """
 
@@ -31,6 +32,7 @@ from kvsearch.arrays import Vector
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
+from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger, Unfit
@@ -40,7 +42,7 @@ from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
 from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
-_WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, "plan-*.json", "choice", "choice-*", "report")
+_WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 _OfLine = TypeVar("_OfLine", bound=Line)
 
 

@@ -16,6 +16,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.rounding import water_fill
@@ -80,7 +81,14 @@ class Base:
         """The policies of the first phase by model layer."""
         return dict(zip(describe(self.loaded.model).full_layers, self.policies, strict=False))
 
-    def plan(self, table: Ints, settings: Mapping[str, Any], seed: int, data: str | None = None) -> Plan:
+    def plan(
+        self,
+        table: Ints,
+        settings: Mapping[str, Any],
+        seed: int,
+        data: str | None = None,
+        contexts: ContextRecord | None = None,
+    ) -> Plan:
         """Return the plan of budgets [phases * L, Hkv], as entries for prompts of any length."""
         layers = self.heads[0]
         chosen = {}
@@ -91,7 +99,7 @@ class Base:
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
             chosen,
-            provenance(METHOD, seed, data, settings, None),
+            provenance(METHOD, seed, data, settings, contexts),
             int(min(self.floors.min(), table.min())),
         )
 

@@ -85,7 +85,9 @@ class WorkerBank:
         self.fingerprint.require(loaded.fingerprint, "the search")
         asked = self.asked
         samples = bank_samples(
-            encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length), asked.protocol, self.answers
+            encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length, asked.used),
+            asked.protocol,
+            self.answers,
         )
         samples = kept_of(samples, self.kept)
         if questions_hash(samples) != self.drawn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
@@ -33,13 +34,15 @@ ALIKE = ("sinks", "window", "protect", "kernel", "pooling", "group")  # paramete
 class ReadyMethod:
     """A method at a size (None: the full cache, or plans and baselines of the plan's size), ready to run.
 
-    `definition` is all that decides what it keeps on a given model, as JSON.
+    `definition` is all that decides what it keeps on a given model, as JSON. `contexts` is what it was made on, by
+    default nothing; None: that is not known.
     """
 
     name: str
     program: Program
     definition: dict[str, Any]
     size: Size | None = None
+    contexts: ContextRecord | None = field(default_factory=ContextRecord)
 
     @property
     def label(self) -> str:
@@ -71,12 +74,12 @@ def sweep(
     for size in sizes:
         for method in methods:
             program = method.program(loaded, size, phases)
-            found.append(ReadyMethod(method.name, program, method.definition(size, phases), size))
+            found.append(ReadyMethod(method.name, program, method.definition(size, phases), size, method.contexts))
         for name, (plan, at) in (plans or {}).items():
             if at == size:
                 program = Program.from_plan(loaded.model, plan)
                 _check_whole(loaded, name, program)
-                found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size))
+                found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
     return found
 
@@ -90,7 +93,10 @@ def with_baselines(
         IncompatibleError, UsageError: see `Program.from_plan`.
     """
     programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
-    found = [ReadyMethod(label, program, {"plan": sha256_of(plans[label])}) for label, program in programs.items()]
+    found = [
+        ReadyMethod(label, program, {"plan": sha256_of(plans[label])}, contexts=plans[label].provenance.contexts)
+        for label, program in programs.items()
+    ]
     for name, program in baselines(loaded.model, programs[subject], tuple(names)).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}

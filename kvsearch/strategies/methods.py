@@ -22,6 +22,7 @@ from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Profile, Size
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import BudgetTable
@@ -118,6 +119,13 @@ class Method:
     layout: Layout
     allocation: Allocation | None = None
     source: Path | None = field(default=None, compare=False)
+
+    @property
+    def contexts(self) -> ContextRecord | None:
+        """What its profile was fitted on: nothing without one, None where that is not known."""
+        return (
+            self.layout.profile.metadata.provenance.contexts if isinstance(self.layout, Calibrated) else ContextRecord()
+        )
 
     def check(self, sizes: Sequence[Size]) -> None:
         """Find what is wrong with the sizes before a model is loaded.

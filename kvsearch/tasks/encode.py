@@ -15,6 +15,7 @@ from torch import Tensor
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.contexts import ContextSet, context_hash
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
 from kvsearch.tasks.scoring import score
@@ -41,6 +42,7 @@ class Prompt:
     """A context, token ids [T], and its questions.
 
     `truncated`: the middle of the context was cut out. `whole` names the context before that: SHA-256 of token ids.
+    `hashes` are what the context and each of its questions are known by elsewhere, see `hashes_of`.
     """
 
     key: str
@@ -48,6 +50,7 @@ class Prompt:
     questions: tuple[Question, ...]
     truncated: bool
     whole: str
+    hashes: tuple[str, ...]
 
     def with_question(self, question: Question) -> Tensor:
         """Return the token ids of everything before the reply; the same under every protocol."""
@@ -66,17 +69,22 @@ class Coverage:
     truncated: int  # contexts whose middle was cut out
     questions: int
     excluded: dict[str, int]  # questions left out, by reason
+    used: int = 0  # contexts left out as something was fitted or chosen on them
 
 
 @dataclass(frozen=True, eq=False)
 class TaskPrompts:
-    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`."""
+    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`.
+
+    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.contexts`.
+    """
 
     task: Task
     format: PromptFormat
     prompts: tuple[Prompt, ...]
     coverage: Coverage
     contexts: Mapping[str, str]
+    recorded: Mapping[str, tuple[str, ...]]
 
     @property
     def distinct(self) -> int:
@@ -93,14 +101,29 @@ def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
     return {(task.task.name, key): name for task in tasks for key, name in task.contexts.items()}
 
 
+def asked_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
+    """List what the contexts of all prompts are known by in records of what was asked."""
+    return [found for task in tasks for prompt in task.prompts for found in task.recorded[prompt.key]]
+
+
+def asked_set(tasks: Sequence[TaskPrompts]) -> ContextSet:
+    """Return the contexts of all prompts, with how many questions are asked about them."""
+    return ContextSet.of(asked_hashes(tasks), sum(len(prompt.questions) for task in tasks for prompt in task.prompts))
+
+
 def encode_tasks(
-    loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int = 0, max_length: int | None = None
+    loaded: LoadedModel,
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int = 0,
+    max_length: int | None = None,
+    used: ContextSet | None = None,
 ) -> list[TaskPrompts]:
-    """Return up to `samples` examples of every task, cut to what the model and `max_length` allow.
+    """Return up to `samples` examples of every task, cut to what the model and `max_length` allow, none of them `used`.
 
     Raises:
-        UsageError: two tasks of one name, a task without a usable question, one that fills contexts to a length above
-            the limit, or a question to which the metric can judge no reply.
+        UsageError: two tasks of one name, a task all of whose contexts are used or without a usable question, one that
+            fills contexts to a length above the limit, or a question to which the metric can judge no reply.
         IncompatibleError: a question leaves no room for its context.
     """
     doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
@@ -109,7 +132,11 @@ def encode_tasks(
     count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
     for task in tasks:
         check_length(loaded, task, limit)
-    return [encode(loaded.tokenizer, task, task.examples(samples, seed, count), samples, limit) for task in tasks]
+    made = []
+    for task in tasks:
+        examples, left_out = _unused(task, samples, seed, count, used or ContextSet())
+        made.append(encode(loaded.tokenizer, task, examples, samples, limit, left_out))
+    return made
 
 
 def counter(tokenizer: Any) -> TokenCount:
@@ -124,9 +151,17 @@ def most_tokens(model: Any, max_length: int | None = None) -> int | None:
 
 
 def encode(
-    tokenizer: Any, task: Task, examples: Sequence[Example], wanted: int | None = None, limit: int | None = None
+    tokenizer: Any,
+    task: Task,
+    examples: Sequence[Example],
+    wanted: int | None = None,
+    limit: int | None = None,
+    used: int = 0,
 ) -> TaskPrompts:
-    """Encode examples, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`."""
+    """Encode examples, cut to fit `limit` tokens with question and reply (None: not cut); see `encode_tasks`.
+
+    `wanted` contexts were asked for and `used` ones left out, which is only counted.
+    """
     _check(task, examples)
     form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
     prompts = tuple(_prompts(form, examples, limit, excluded))
@@ -137,6 +172,8 @@ def encode(
             score(task, prompt.key, question.number, question.query, "")
     several = len({prompt.whole for prompt in prompts}) > 1
     contexts = {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
+    alone = several or len(prompts) == 1
+    recorded = {prompt.key: prompt.hashes[:1] if alone else prompt.hashes[1:] for prompt in prompts}
     coverage = Coverage(
         task.name,
         task.category,
@@ -146,8 +183,39 @@ def encode(
         truncated=sum(prompt.truncated for prompt in prompts),
         questions=sum(len(prompt.questions) for prompt in prompts),
         excluded=dict(sorted(excluded.items())),
+        used=used,
     )
-    return TaskPrompts(task, form, prompts, coverage, contexts)
+    return TaskPrompts(task, form, prompts, coverage, contexts, recorded)
+
+
+def hashes_of(example: Example) -> tuple[str, ...]:
+    """Return what the context of an example is known by, alone and with each of its questions; see `context_hash`.
+
+    One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
+    """
+    asked = (context_hash(example.context, query.question) for query in example.queries)
+    return context_hash(example.context), *asked
+
+
+def _unused(task: Task, samples: int, seed: int, count: TokenCount, used: ContextSet) -> tuple[Sequence[Example], int]:
+    """Draw up to `samples` examples whose contexts are not `used`, and count those that are left out for it.
+
+    In their place come more of the same seed: others where a task makes its examples, else what is left of its data.
+    """
+    wanted, examples = samples, task.examples(samples, seed, count)
+    fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
+    while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * used.contexts:
+        wanted += samples - len(fresh)
+        examples = task.examples(wanted, seed, count)
+        fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
+    if examples and not fresh:
+        split = getattr(task, "split", None)
+        where = "" if split is None else f" of split {split}"
+        raise UsageError(
+            f"task {task.name}: none of its {len(examples)} contexts{where} is fresh, what is given was fitted or "
+            f"chosen on all of them ({used.contexts} in all): give more data, other tasks, or plans made on others"
+        )
+    return fresh, len(examples) - len(fresh)
 
 
 def token_hash(ids: Tensor) -> str:
@@ -202,7 +270,8 @@ def _prompts(
         questions = tuple(_questions(form, example, excluded))
         if questions:
             context = whole if limit is None else _fitted(form, example, whole, questions, limit)
-            yield Prompt(example.key, context, questions, len(context) < len(whole), token_hash(whole))
+            cut = len(context) < len(whole)
+            yield Prompt(example.key, context, questions, cut, token_hash(whole), hashes_of(example))
 
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:

@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.plan.contexts import ContextRecord
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -86,7 +87,9 @@ def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Pla
         "floor": 1,
         "prefill": PhasePlan(layers=tuple(layers)),
         "total": total,
-        "provenance": Provenance(method="test", seed=0, kvsearch="0", torch="0", transformers="0"),
+        "provenance": Provenance(
+            method="test", seed=0, kvsearch="0", torch="0", transformers="0", contexts=ContextRecord()
+        ),
     }
     return Plan.model_validate({**content, **changes})
 

@@ -62,14 +62,15 @@ def found(
 
 
 @pytest.mark.slow
-def test_the_result_is_no_worse_than_any_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
+def test_the_result_scores_below_no_start_where_it_is_chosen(found: tuple[PreparedSearch, Evolved]) -> None:
     prepared, evolved = found
     choice = evolved.choice
     if prepared.settings.parity:
         return
     scores = {name: choice.comparison.score(name).mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
-    assert scores[choice.name] == max(scores.values())
+    assert scores[choice.name] >= max(scores[name] for name in prepared.starts)
+    assert choice.name == choice.start or choice.verdicts[choice.name][1]
 
 
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
@@ -99,7 +100,9 @@ def test_all_finalists_have_the_same_size(found: tuple[PreparedSearch, Evolved])
 
 def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> None:
     _, evolved = found
-    names = ["full", "evolved", "uniform", "pyramid", "streaming"]
+    choice = evolved.choice
+    beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
+    names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
     assert list(evolved.report.labels) == names
     data = as_json(evolved, Spent(3, 5, 7.0))
     assert json.loads(json.dumps(data, allow_nan=False)) == data
@@ -151,7 +154,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
         decision(evolved),
     )
     plain = decide(prepared, SearchOutcome([papers, other])).choice
-    assert plain.name == plain.best == choice.best
+    assert plain.name == plain.start != "#1"
 
 
 @pytest.mark.slow

@@ -1,0 +1,190 @@
+"""What a search writes: a candidate that is better than its start plans beyond chance, or else the best of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.averages import MACRO, blocks_of
+from kvsearch.evaluation.compare import Comparison, Settings
+from kvsearch.evaluation.plan_comparison import PlanComparison
+from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.models.loading import LoadedModel, load
+from kvsearch.plan import Plan
+from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
+from kvsearch.report.search import as_json, decision, tables
+from kvsearch.runtime import Program
+from kvsearch.search.candidates import Candidate, SearchOutcome
+from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search
+from kvsearch.search.ledger import Spent
+from kvsearch.search.start_plans import Base
+from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.tasks.base import Example
+from kvsearch.tasks.encode import asked_hashes, asked_set
+from tests import tiny
+from tests.search.evolving import BUDGET, CONTEXTS, LENGTH, POLICY, QUESTIONS, decide, prepare, settings_of, splits
+
+CHOICE, REPORT = 60, 1000  # contexts of the simulated splits
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("bundled")
+
+
+def compared(scores: Mapping[str, Sequence[float]]) -> PlanComparison:
+    """A comparison in which every method has a score per context."""
+    samples = [
+        Sample(
+            "t", "c", name, "question-agnostic", str(n), 0, "", score, "", False, 9, 9, 1, *Cost(9, 9.0, 9, 0.1, 0.1)
+        )
+        for name, row in scores.items()
+        for n, score in enumerate(row)
+    ]
+    ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
+    averages = {MACRO: ("t",)}
+    blocks = blocks_of(samples, ready, "full", averages, 0)
+    whole = Comparison("m", "full", Settings(), ready, [], samples, averages, blocks, None, {}, {"t": "exact"}, {})
+    return PlanComparison(whole, {name: name for name in scores})
+
+
+def outcome_of(prepared: PreparedSearch, count: int) -> SearchOutcome:
+    """Candidates that differ from even budgets in two layers."""
+    found = []
+    for number in range(count):
+        table = prepared.starts["uniform"].copy()
+        table[number % 3] += 1 + number // 3
+        table[3 + number % 3] -= 1 + number // 3
+        found.append(Candidate(table, 1.0 + number, f"layers 0-5, generation {number}"))
+    return SearchOutcome(found)
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed: int) -> None:
+    """Let every plan answer a question rightly with the chance `quality` (of the others: that of "")."""
+
+    def compare(self: PreparedSearch, plans: Mapping[str, Plan], tasks: Any, name: str, keep: Any) -> PlanComparison:
+        rng = np.random.default_rng([seed, name == "report"])
+        contexts = REPORT if name == "report" else CHOICE
+        draws = {one: rng.random(contexts) for one in plans}
+        known = {one: quality.get(one, quality[""]) for one in plans}
+        return compared(
+            {"full": np.ones(contexts), **{one: (draw < known[one]).astype(float) for one, draw in draws.items()}}
+        )
+
+    monkeypatch.setattr(PreparedSearch, "compare", compare)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_luckiest_of_many_candidates_is_not_written(
+    seed: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All candidates are 8 points below even budgets; the best of them on the second split scores above these."""
+    prepared = prepare(loaded, finalists=20)
+    simulate(monkeypatch, {"uniform": 0.58, "pyramid": 0.4, "": 0.5}, seed)
+    evolved = decide(prepared, outcome_of(prepared, 20))
+    choice = evolved.choice
+    assert choice.comparison.score(choice.best).mean > choice.comparison.score("uniform").mean
+    assert evolved.report.gain(choice.best, ["uniform"]).high < 0
+    assert (choice.name, choice.start) == ("uniform", "uniform")
+    np.testing.assert_equal(choice.table, prepared.starts["uniform"])
+    assert choice.best in evolved.report.labels
+    chance, is_accepted = choice.verdicts[choice.best]
+    assert not is_accepted
+    told = decision(evolved)
+    assert told.startswith("the start plan uniform is kept (")
+    assert f"{choice.best} scores " in told
+    assert told.endswith(f"points above it, which may be chance ({chance:.3f})")
+    assert [row[0].text for row in tables(evolved)[0].groups[0].rows if row[-1].text == "yes"] == []
+
+
+def test_a_candidate_that_is_better_beyond_chance_is_written(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(loaded, finalists=9)
+    simulate(monkeypatch, {"uniform": 0.5, "pyramid": 0.5, "#3": 0.9, "": 0.5}, 0)
+    evolved = decide(prepared, outcome_of(prepared, 9))
+    assert evolved.choice.name == evolved.choice.best == "#3"
+    assert decision(evolved).startswith("chosen: #3 (layers 0-5, generation 2), ")
+    assert "points above the best start plan, " in decision(evolved)
+    finalists = as_json(evolved, Spent(1, 1, 1.0))["finalists"]
+    assert finalists["#3"]["accepted"] is True
+    assert finalists["#3"]["chance"] == 0.0001
+    assert finalists["#3"]["lead"]["low"] > 0
+    assert "accepted" not in finalists["uniform"]
+
+
+def start_of(loaded: LoadedModel, contexts: ContextRecord | None) -> Plan:
+    """A start plan with a record."""
+    plan = tiny.plan_for(loaded, [[16, 16, 16, 16]] * 3 + [[8, 8, 8, 8]] * 3)
+    return plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": contexts})})
+
+
+def set_of(rows: Sequence[Any]) -> ContextSet:
+    """The record of some examples."""
+    return ContextSet.of([context_hash(row.context) for row in rows], QUESTIONS * len(rows))
+
+
+def rows_of(part: Sequence[Any]) -> list[Any]:
+    """The examples of a split."""
+    (task,) = part
+    return list(task.rows)
+
+
+def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None:
+    fitted, chosen = ContextSet.of([context_hash("a")], 1), ContextSet.of([context_hash("b")], 3)
+    prepared = prepare(loaded, {"mine": start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))})
+    asked = {name: asked_set(encoded) for name, encoded in prepared.encoded.items()}
+    assert (asked["search"].contexts, asked["search"].questions) == (CONTEXTS, CONTEXTS * QUESTIONS)
+    searched = prepared.record(searched=True)
+    assert searched.fitted == fitted.union(asked["search"])
+    assert searched.chosen == chosen.union(asked["choice"])
+    assert (searched.reported, searched.complete) == (asked["report"], True)
+    kept = decide(prepared, SearchOutcome()).choice.plan.provenance.contexts
+    assert kept == prepared.record(searched=False) == searched.model_copy(update={"fitted": fitted})
+    assert prepared.hashes["chosen"] == asked_hashes(prepared.encoded["choice"])
+
+
+def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: LoadedModel) -> None:
+    known, unknown = start_of(loaded, ContextRecord()), start_of(loaded, None)
+    assert prepare(loaded).before == prepare(loaded, {"mine": known}).before == ContextRecord()
+    assert not prepare(loaded, {"mine": unknown}).before.complete
+    assert not prepare(loaded, {"mine": known, "other": unknown}).before.complete
+
+
+@pytest.mark.parametrize("use", ["fitted", "chosen"])
+def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedModel) -> None:
+    """Of the six contexts of each split, two were used: the other four are asked."""
+    whole = splits(contexts=6)
+    used = [row for part in (whole.search, whole.choice, whole.report) for row in rows_of(part)[:2]]
+    plan = start_of(loaded, ContextRecord.model_validate({use: set_of(used)}))
+    base, how = Base.of(loaded, POLICY), settings_of()
+    prepared = prepare_search(base, BUDGET, how, whole, Settings(4), {"mine": plan})
+    for name, part in (("search", whole.search), ("choice", whole.choice), ("report", whole.report)):
+        fresh = [context_hash(row.context) for row in rows_of(part)[2:]]
+        assert asked_hashes(prepared.encoded[name]) == fresh
+    again = prepared.compare({"start": plan}, whole.choice, "choice", None)
+    assert {sample.key for sample in again.comparison.samples} == {row.key for row in rows_of(whole.choice)[2:]}
+
+
+def test_a_split_without_a_fresh_context_is_refused(loaded: LoadedModel) -> None:
+    whole = splits()
+    plan = start_of(loaded, ContextRecord(chosen=set_of(rows_of(whole.choice))))
+    with pytest.raises(UsageError, match=rf"task listed: none of its {CONTEXTS} contexts is fresh.*{CONTEXTS} in all"):
+        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), whole, Settings(CONTEXTS), {"mine": plan})
+
+
+def test_a_context_in_two_splits_is_refused_whatever_is_asked_about_it(loaded: LoadedModel) -> None:
+    rows = tiny.listed(*[(LENGTH, 4)] * (2 * CONTEXTS)).rows
+
+    def asked(some: Sequence[Example], part: slice) -> list[tiny.Listed]:
+        return [tiny.Listed("listed", tuple(replace(row, queries=row.queries[part]) for row in some))]
+
+    parts = (rows[:CONTEXTS], slice(2)), (rows[:CONTEXTS], slice(2, 4)), (rows[CONTEXTS:], slice(2))
+    overlapping = Splits(*(asked(*part) for part in parts))
+    with pytest.raises(UsageError, match=r"example 0, its context is in the search and in the choice split"):
+        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), overlapping, Settings(CONTEXTS), {})
