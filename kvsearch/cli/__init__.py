@@ -15,7 +15,8 @@ VERBS = {
     " size.",
     "select": "Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then "
     "choose that.",
-    "evolve": "Search the budgets that serve a task best, at an exact total; never worse than what it starts from.",
+    "evolve": "Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found "
+    "beats it.",
     "export": "Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).",
     "evaluate": "Score methods or plans on the same questions as the full cache, all at the same size.",
     "generate": "Read a context into the cache the plan allows, then answer a prompt from it (greedy).",

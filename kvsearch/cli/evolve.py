@@ -9,9 +9,10 @@ from kvsearch.jobs.evolve import EvolveOptions
 
 @command(EvolveOptions, dry_run=True)
 def evolve(options: EvolveOptions, console: Console) -> None:
-    """Search the budgets that serve a task best, at an exact total; never worse than what it starts from.
+    """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
-    Searched on split train, chosen on split select, reported on split report. Writes plan.json, report.json and a
+    Searched on split train, chosen on split select, reported on split report, on contexts that no --start was fitted
+    or chosen on. Writes plan.json, report.json and a
     ledger to the directory; an interrupted search goes on with --resume.
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve

@@ -212,9 +212,11 @@ def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
 
 @job(EvolveOptions)
 def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
-    """Search the budgets that serve a task best, at an exact total; never worse than what the search starts from.
+    """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
-    Searched on split train, chosen on split select, reported on split report. Writes plan.json, report.json and a
+    Searched on split train, chosen on split select, reported on split report, on contexts that no start plan was fitted
+    or chosen on. What is found is written if its lead over the best start plan on split select is beyond chance, or
+    with `parity` whatever it scores. Writes plan.json, report.json and a
     ledger to the directory `output`; an interrupted search goes on with `resume`.
 
     Raises:

@@ -17,12 +17,15 @@ import pytest
 
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
+from kvsearch.plan.contexts import merkle_root
+from kvsearch.runs.contexts import read_contexts
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.executors import cluster
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
+from tests.plan.builders import PROVENANCE
 
 CONTEXTS, SAMPLES = 30, 4
 SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 2, "--generations", 2, "--finalists", 3)
@@ -244,15 +247,28 @@ def test_a_recipe_under_what_is_typed(questions: Path, run: Run, tmp_path: Path)
     assert told["policies"][0]["params"]["window"] == 4
 
 
-def test_start_plans_bring_their_policies(
+def test_start_plans_bring_their_policies_and_what_they_have_seen(
     evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
 ) -> None:
-    small = ("--budget", 16, "--start", evolved[0] / "plan.json", "--group-size", 2)
-    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
-    assert code == 0
+    plan, start = load_plan(evolved[0] / "plan.json"), tmp_path / "plan.json"
+    record, asked = plan.provenance.contexts, read_contexts(evolved[0])
+    assert record is not None
+    assert [record.chosen.jobs[0].root, record.reported.jobs[0].root] == [
+        merkle_root(asked.chosen), merkle_root(asked.reported)
+    ]  # fmt: skip
+    save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 3 + [[8] * 4] * 3, provenance=plan.provenance), start)
+    small = ("--budget", 16, "--start", start, "--group-size", 2)
+    code, out, talk = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    assert code == 0, talk
     told = json.loads(out)
+    before = json.loads((evolved[0] / "config.json").read_text())["content"]["splits"]["choice"]
+    assert told["splits"]["choice"] != before
+    assert "does not say what it was fitted" not in talk
     assert list(told["starts"][0]) == ["plan", "pyramid", "uniform"]
     assert {one["params"]["window"] for one in told["policies"]} == {4}
+    save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 6, provenance=PROVENANCE), start, overwrite=True)
+    _, _, talk = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    assert "start plan plan does not say what it was fitted and chosen on, or not all of it" in " ".join(talk.split())
 
 
 @pytest.mark.parametrize(

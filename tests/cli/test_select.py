@@ -15,8 +15,11 @@ from kvsearch.cli.select import select
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_profile
+from kvsearch.plan.contexts import merkle_root
+from kvsearch.runs.contexts import read_contexts
 from kvsearch.runtime.plan_checks import check_plan
 from tests import tiny
+from tests.cli.conftest import invoke
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
@@ -129,6 +132,38 @@ def test_the_report_beside_it(chosen: tuple[Path, str, str]) -> None:
     entries = {name: held["entries"] for name, held in report["held"].items()}
     assert {entries[name] for name in entries if name != "full"} == {576}
     assert report["share"]["low"] <= report["share"]["mean"] <= report["share"]["high"]
+
+
+def test_the_plan_says_what_it_was_chosen_and_reported_on(chosen: tuple[Path, str, str]) -> None:
+    directory, _, _ = chosen
+    record, told = load_plan(directory.parent / "plan.json").provenance.contexts, read_contexts(run_of(directory))
+    assert record is not None
+    for use in ("chosen", "reported"):
+        found, hashes = getattr(record, use), getattr(told, use)
+        assert (found.contexts, found.jobs[0].root) == (SAMPLES, merkle_root(hashes))
+        assert all(map(found.has, hashes))
+    report = json.loads((run_of(directory) / "selection.json").read_text())
+    (outcome,) = report["outcomes"]
+    assert record.chosen.questions == outcome["first"]["questions"] + outcome["second"]["questions"]
+    assert record.reported.questions == report["report"]["asked"]["questions"]
+    assert not set(told.chosen) & set(told.reported)
+    assert not record.complete  # the made-up profile has no record
+
+
+def test_a_search_does_not_choose_by_the_same_questions_again(
+    chosen: tuple[Path, str, str], questions: Path, tmp_path: Path
+) -> None:
+    """The selection has asked all contexts of the split that a search chooses by."""
+    directory, _, _ = chosen
+    start = ("--start", directory.parent / "plan.json", "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run")
+    message = refused(evolve_command, USAGE, "is fresh", "bundled", "--budget", 24, *start)
+    assert f"task mine: none of its {SAMPLES} contexts of split select is fresh" in message
+    assert f"({SAMPLES} in all)" in message
+
+
+def evolve_command(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one search."""
+    return invoke("evolve", *arguments)
 
 
 def test_the_same_command_goes_on_with_its_replies(chosen: tuple[Path, str, str], questions: Path) -> None:
