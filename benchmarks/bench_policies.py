@@ -118,7 +118,7 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
     valid, positions = torch.ones(1, length, dtype=torch.bool), torch.arange(length)[None]
     budgets = torch.full((1, shape.kv_heads), budget)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        collector = Collector([policy.needs(), decode_needs(policy)], rotary(model))
+        collector = Collector([policy.needs(), decode_needs(policy)], rotary(model, 0))
         collector.add(query, key, positions, valid, logits)
         observation = collector.observation(key, value, valid, positions, logits)
         keep_under(policy, observation, budgets)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvsearch.models.architecture import describe
+from kvsearch.models.architecture import describe, output_projection
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
@@ -72,9 +72,8 @@ class ImportancePass(DensePass[RankedContext]):
             for layer in self.continuations():
                 length, how = layer.prompt[0].shape[2], layer.logits
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
-                importance.append(importance_rows(*rows)[0].cpu())
-                weight: Tensor = layer.module.o_proj.weight  # type: ignore[union-attr, assignment]
-                block = nn.functional.linear(layer.output.flatten(2), weight)
+                importance.append(importance_rows(*rows, sinks=how.sinks)[0].cpu())
+                block = nn.functional.linear(layer.output.flatten(2), output_projection(layer.module).weight)
                 output_norms.append(block.float().norm(dim=-1).mean().cpu())
                 residual_norms.append(output.hidden_states[layer.index][0].float().norm(dim=-1).mean().cpu())
             logits = output.logits[0]

@@ -203,7 +203,7 @@ def query_losses(layer: LayerContinuation[Observation], rules: LayerRules) -> Qu
     plan = layer.replay(*rules)
     logits, weight = layer.logits, layer.output_weight
     change, evicted = attention_change(
-        layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap
+        layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap, logits.sinks
     )
     mass, bounds = evicted.mean(1)[0].cpu(), None
     if rules.merges:  # both outputs as decoding computes them, in the model's dtype

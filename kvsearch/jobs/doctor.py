@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from kvsearch.config.options import Seeded
+from kvsearch.config.options import Option, Seeded
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
+from kvsearch.progress import counted
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer",
@@ -21,25 +23,43 @@ MISSING = "missing"
 
 
 class DoctorOptions(Loading, Seeded):
-    """How the bundled model is loaded."""
+    """How the bundled model is loaded, and what is looked at."""
 
     job: ClassVar[str] = "doctor"
 
+    families: Annotated[
+        bool, Option("Run a tiny random model of every tested family under plans, and say how each does.")
+    ] = False
+
 
 @job(DoctorOptions)
-def doctor(options: DoctorOptions, talk: Talk) -> dict[str, str]:
-    """Return versions, devices and what the bundled model answers; packages that are not there are "missing"."""
+def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
+    """Return versions, devices and what the bundled model answers; packages that are not there are "missing".
+
+    With `families`: the same versions and, instead of an answer, "families", a list of the fields of `FamilyReport`.
+    """
     facts = {"python": platform.python_version(), "kvsearch": version("kvsearch")}
     facts |= {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
     facts |= {"devices": _devices(), "cores": str(os.cpu_count()), "offline": os.environ.get("HF_HUB_OFFLINE", "0")}
     if MISSING in facts.values():
         return facts
+    if options.families:
+        return {**facts, "families": _families(talk)}
     from kvsearch.evaluation.answer import answer, example_for
     from kvsearch.models.loading import BUNDLED
 
     context, prompt, plain = example_for(BUNDLED, None, None, options.seed)
     reply = answer(options.load(BUNDLED, talk), None, context, prompt, plain, 3)
     return {**facts, "bundled model": f"answers {reply.text!r} from {reply.entries} entries"}
+
+
+def _families(talk: Talk) -> list[dict[str, str]]:
+    talk.before_loading()
+    from kvsearch.models.families import FAMILIES
+    from kvsearch.runtime.family_check import check_family
+
+    with talk.progress("families") as progress:
+        return [asdict(check_family(name)) for name in counted(FAMILIES, len(FAMILIES), progress)]
 
 
 def _version(package: str) -> str:

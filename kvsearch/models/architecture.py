@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.errors import IncompatibleError
+from kvsearch.models.families import FAMILIES, family_of
 
-TESTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gemma3_text")
+FULL = "full_attention"
+LEFT_ALONE = {  # kinds of layers that keep the cache transformers gives them, in words
+    "sliding_attention": "sliding window", "chunked_attention": "attention in chunks",
+    "linear_attention": "linear attention", "conv": "convolution", "moe": "experts alone", "mlp": "MLP alone",
+}  # fmt: skip
+FORMER_NAMES = {"attention": FULL, "mamba": "linear_attention"}  # of kinds, before transformers 5.20
+ATTENTION_NAMES = ("self_attn", "attention")  # what transformers calls the attention of a decoder layer
+OUTPUT_NAMES = ("o_proj", "dense", "out_proj")  # and its output projection
+ALIBI = ("bloom", "mpt")  # families without a setting that says so
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of a decoder model. `full_layers` are the layers a plan may govern: plain full attention."""
+    """The shape of a decoder model. `full_layers` are the layers a plan may govern: plain full attention.
+
+    `kinds` are those of all layers, by the names of transformers. Layers keep their index in the model.
+    """
 
     model_type: str
     layers: int
@@ -26,6 +39,7 @@ class Architecture:
     hidden_size: int
     full_layers: tuple[int, ...]
     max_positions: int
+    kinds: tuple[str, ...] = ()
 
     @property
     def group(self) -> int:
@@ -40,11 +54,13 @@ def text_config(model: nn.Module) -> Any:
 def describe(model: nn.Module) -> Architecture:
     """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
     config = text_config(model)
-    refuse_unsupported(config, type(model).__name__)
+    if problem := unsupported(model):
+        raise IncompatibleError(
+            f"{type(model).__name__} is not supported: {problem} (`kvsearch doctor --families` lists what is)"
+        )
     heads = config.num_attention_heads
-    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
-    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    kinds = layer_kinds(config)
+    full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     if not full:
         raise IncompatibleError(f"{type(model).__name__} has no full-attention layer: there is nothing to evict")
     return Architecture(
@@ -56,70 +72,113 @@ def describe(model: nn.Module) -> Architecture:
         hidden_size=config.hidden_size,
         full_layers=full,
         max_positions=getattr(config, "max_position_embeddings", 0) or 0,
+        kinds=kinds,
     )
 
 
-def refuse_unsupported(config: Any, name: str) -> None:
-    """Raise IncompatibleError for the architectures whose attention the runtime cannot take over."""
-    problem = None
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kind of every layer, by the names of transformers."""
+    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else FULL
+    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+    return tuple(FORMER_NAMES.get(kind, kind) for kind in kinds)
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Say why the runtime cannot take over the attention of a model; None: it can."""
+    config, problem = text_config(model), None
     if getattr(config, "is_encoder_decoder", False):
         problem = "it is an encoder-decoder"
     elif getattr(config, "kv_lora_rank", None):
         problem = "multi-head latent attention compresses keys and values itself"
     elif getattr(config, "num_kv_shared_layers", 0):
         problem = "some of its layers share one KV cache"
-    elif getattr(config, "model_type", "") == "gpt_oss":
-        problem = "its attention has learned sink logits"
     elif not hasattr(config, "num_attention_heads"):
         problem = "it has no attention heads in its configuration"
-    else:
-        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        if kinds:
-            problem = f"it has layers of kind {', '.join(sorted(kinds))}"
-    if problem:
-        raise IncompatibleError(f"{name} is not supported: {problem}; tested families: {', '.join(TESTED)}")
+    elif not any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in model.modules()):
+        problem = "its code computes attention itself"
+        if getattr(config, "alibi", config.model_type in ALIBI):
+            problem += ", with a bias for the distance of tokens (ALiBi) in place of a rotary embedding,"
+        problem += " and never asks transformers' registry of attention functions for another"
+    elif unknown := sorted(set(layer_kinds(config)) - {FULL, *LEFT_ALONE}):
+        problem = f"it has layers of kind {', '.join(unknown)}"
+    return problem
+
+
+def require_continuation(module: nn.Module, tokens: int) -> None:
+    """Refuse several tokens at once after a prompt where transformers' code for the model answers them wrongly.
+
+    `module` is an attention layer; its neighbours forget their running state, and nothing would tell.
+    """
+    config: Any = getattr(module, "config", None)
+    if tokens > 1 and config is not None and (family := family_of(config)) is not None and not family.continues:
+        raise IncompatibleError(
+            f"transformers' code for {config.model_type} forgets its running state when several tokens follow a prompt "
+            "at once: put the question into the prompt (--protocol question-aware), or feed tokens one by one"
+        )
 
 
 def require_plain_rotary(model: nn.Module, what: str) -> None:
     """Refuse rotary embeddings that `unrotate` cannot undo: interleaved ones, and tables that depend on the length."""
     config = text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("full_attention", parameters).get("rope_type", "default")
-    if config.model_type not in TESTED or kind in ("dynamic", "longrope"):
+    kind = parameters.get(FULL, parameters).get("rope_type", "default")
+    family = family_of(config)
+    if family is None or not family.unrotates or kind in ("dynamic", "longrope"):
+        verified = [name for name, family in FAMILIES.items() if family.unrotates and not family.refused]
         raise IncompatibleError(
             f"{what} turns queries back to position 0, which is not verified for {config.model_type} with {kind} "
-            f"rotary embedding: use another policy; verified families: {', '.join(TESTED)}"
+            f"rotary embedding: use another policy; verified families: {', '.join(verified)}"
         )
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """Return the module that owns `layers` and `rotary_emb`."""
-    found = [m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "rotary_emb")]
-    if not found:
-        raise IncompatibleError(f"{type(model).__name__}: no decoder with layers and rotary embedding found")
-    return found[0]
+    """Return the module that owns the decoder's `layers`."""
+    count = text_config(model).num_hidden_layers
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == count and _attention_of(layers) is not None:
+            return module
+    raise IncompatibleError(f"{type(model).__name__}: no decoder with layers of attention found")
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention module of every decoder layer."""
+def _attention_of(layers: Iterable[nn.Module]) -> nn.Module | None:
+    found = (getattr(layer, name, None) for layer in layers for name in ATTENTION_NAMES)
+    return next((module for module in found if module is not None), None)
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the attention module of every layer that has one, by its index."""
     layers: Any = decoder(model).layers
-    return [layer.self_attn for layer in layers]
+    found = {index: _attention_of([layer]) for index, layer in enumerate(layers)}
+    return {index: module for index, module in found.items() if module is not None}
 
 
-def rotary(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Make cosine and sine tables of full-attention layers: positions [N] -> two tensors [N, rotary dims], fp32."""
-    module: Any = decoder(model).rotary_emb
-    per_type = hasattr(module, "full_attention_inv_freq")
+def rotary(model: nn.Module, layer: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Make cosine and sine tables of a full-attention layer: positions [N] -> two tensors [N, rotary dims], fp32.
+
+    A layer without a rotary embedding has those of no rotation.
+    """
+    module: Any = getattr(decoder(model), "rotary_emb", None)
+    if module is None or not getattr(attention_modules(model)[layer], "use_rope", True):
+        return _no_rotation
+    per_type = hasattr(module, f"{FULL}_inv_freq")
 
     @torch.no_grad()
     def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
         probe = torch.empty(0, dtype=torch.float32, device=positions.device)
-        extra = {"layer_type": "full_attention"} if per_type else {}
+        extra = {"layer_type": FULL} if per_type else {}
         cos, sin = module(probe, position_ids=positions[None], **extra)
+        if not per_type and cos.shape[-1] == module.inv_freq.shape[-1]:  # each angle once
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         # on several devices accelerate runs this module, and leaves its result, where its weights are
         return cos[0].to(positions.device), sin[0].to(positions.device)
 
     return tables
+
+
+def _no_rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos = torch.ones(len(positions), 2, device=positions.device)
+    return cos, torch.zeros_like(cos)
 
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -133,7 +192,16 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(((turned * cos - half_turn * sin) / scale, rest), dim=-1)
 
 
+def output_projection(module: nn.Module) -> Any:
+    """Return the linear map W_O at the end of one attention layer."""
+    found = (getattr(module, name, None) for name in OUTPUT_NAMES)
+    projection = next((one for one in found if isinstance(one, nn.Module)), None)
+    if projection is None:
+        raise IncompatibleError(f"{type(module).__name__} has no output projection under a name that is known here")
+    return projection
+
+
 def output_weight(module: nn.Module, heads: int) -> Tensor:
     """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
-    weight: Tensor = module.o_proj.weight  # type: ignore[union-attr, assignment]
+    weight: Tensor = output_projection(module).weight
     return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)

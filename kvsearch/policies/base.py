@@ -75,6 +75,7 @@ class Observation:
     token_index: Tensor | None = None  # [B, T] index of each entry among its sequence's tokens; default: none is gone
     token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
     layer: int = 0
+    sinks: Tensor | None = None  # [Hkv, G] fp32, or [B, 1, G] of one kv head each: logits that are no entry (gpt-oss)
     _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -106,6 +107,13 @@ class Observation:
     def group(self) -> int:
         """Query heads per kv head (of an observation with query rows)."""
         return self.last_queries.shape[1] // self.keys.shape[1]
+
+    def sinks_of(self, heads: slice) -> Tensor | None:
+        """Return the sinks of some kv heads beside rows of logits, [B or 1, heads, G, 1, 1]."""
+        if self.sinks is None:
+            return None
+        sinks = self.sinks if self.sinks.dim() == 3 else self.sinks[None]
+        return sinks[:, heads, :, None, None]
 
     def shared(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
         """Return what `compute` returns, computed once per observation however many policies ask for it by `key`."""

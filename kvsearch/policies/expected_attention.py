@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kvsearch.errors import InternalError
 from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.scoring import softmax
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -43,7 +44,9 @@ class ExpectedAttention(Policy):
         """Return the expected attention times value norm, [B, Hkv, T] fp32; the sinks, which are protected, score 0."""
         logits = self._logits(observation)  # [B, Hkv, G, T]
         hidden = (observation.index < self.sinks)[:, None, None]  # padding, too
-        probability = logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
+        sinks = observation.sinks_of(slice(None))
+        probability = softmax(logits.masked_fill(hidden, float("-inf")), None if sinks is None else sinks[..., 0])
+        probability = probability.nan_to_num(0.0).mean(2)
         scores = probability + self.epsilon
         if self.value_norm:
             scores = scores * observation.value_norms(2)

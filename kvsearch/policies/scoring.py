@@ -36,16 +36,31 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
         for row in range(0, rows, row_step):
             some = slice(row, row + row_step)
             logits = queries[:, part, :, some].float() @ head_keys
-            probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some])
+            sinks = observation.sinks_of(part)
+            probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some], sinks)
             yield part, probability.masked_fill_(~real_row[:, :, :, some], 0.0)
 
 
-def attention(logits: Tensor, scaling: float, softcap: float | None, hidden: Tensor) -> Tensor:
+def attention(
+    logits: Tensor, scaling: float, softcap: float | None, hidden: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Take the softmax over the last axis of scaled, soft-capped fp32 `logits` (changed in place) outside `hidden`."""
     logits *= scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+    return softmax(logits.masked_fill_(hidden, float("-inf")), sinks)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of fp32 `scores` over the last axis, beside a further logit `sinks` [..., 1] that is no entry.
+
+    Without sinks a row that is -inf everywhere is NaN, with them it is 0.
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = (scores - most).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (sinks - most).exp())
 
 
 def window_size(observation: Observation, window: int) -> Tensor:
@@ -76,17 +91,26 @@ def window_sums(observation: Observation, window: int) -> Tensor:
     return total.flatten(1, 2)
 
 
-def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+def column_sums(
+    queries: Tensor,
+    keys: Tensor,
+    valid: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Sum the attention of the last `rows` tokens to every key, [B, Hkv, T] fp32, mean over the query group (H2O).
 
-    `queries` [B, Hq, rows, D] are the last tokens of `keys` [B, Hkv, T, D]; `valid` [B, T] bool. Works in chunks of
-    query rows and only on the keys each chunk can see, so nothing of size T x T is made.
+    `queries` [B, Hq, rows, D] are the last tokens of `keys` [B, Hkv, T, D]; `valid` [B, T] bool; `sinks` [Hkv, G] are
+    logits that take their share of every row. Works in chunks of query rows and only on the keys each chunk can see, so
+    nothing of size T x T is made.
     """
     batch, heads, length, _ = keys.shape
     rows, width = queries.shape[2], queries.shape[1] // heads
     packed = queries.reshape(batch * heads, width, rows, -1)
     transposed = keys.flatten(0, 1).transpose(-1, -2)
     padding = None if bool(valid.all()) else ~valid.repeat_interleave(heads, 0)
+    beside = None if sinks is None else sinks.repeat(batch, 1)[:, :, None, None]
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
     for part, first, last in _chunks(batch * heads, rows, width * length, keys.device):
         count, end = last - first, length - rows + last  # `end` is what the chunk's last row sees
@@ -98,7 +122,7 @@ def column_sums(queries: Tensor, keys: Tensor, valid: Tensor, scaling: float, so
         logits[..., end - count :].masked_fill_(later, float("-inf"))
         if padding is not None:
             logits.masked_fill_(padding[part, None, None, :end], float("-inf"))
-        probability = logits.softmax(-1)
+        probability = softmax(logits, None if beside is None else beside[part])
         if padding is not None:
             probability.masked_fill_(padding[part, None, end - count : end, None], 0.0)
         total[part, :end] += probability.sum((1, 2)) / width

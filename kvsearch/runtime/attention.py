@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +20,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvsearch.errors import UsageError
+from kvsearch.policies.decoding import Cached
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.storage import Block, RaggedStore
 
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
+EAGER_LOGITS = 2**28  # 512 MiB in bf16
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -55,23 +57,33 @@ def attend(
 def dense_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Output:
-    """Run the model's own attention: SDPA, or its eager function where logits are soft-capped."""
-    if kwargs.get("softcap") is None:
+    """Run the model's own attention: SDPA, or its eager function where that is not all it does to logits.
+
+    Eager attention takes some query rows at a time, so that no more than `EAGER_LOGITS` logits are there at once.
+    """
+    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         sdpa: Output = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return sdpa
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    output: Output = eager(module, query, key, value, additive_mask(mask, query, key), **kwargs)
-    return output
+    rows, length = query.shape[2], key.shape[2]
+    step, outputs = max(1, EAGER_LOGITS // (query.shape[0] * query.shape[1] * length)), []
+    for first in range(0, rows, step):
+        part = query[:, :, first : first + step]
+        if mask is None:
+            count = part.shape[2]
+            visible = torch.ones(count, length, dtype=torch.bool, device=key.device).tril(length - rows + first)
+            some = additive_mask(visible[None, None], query.dtype)
+        else:
+            some = additive_mask(mask[:, :, first : first + step], query.dtype)
+        outputs.append(eager(module, part, key, value, some, **kwargs)[0])
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), None
 
 
-def additive_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Make a float mask for eager attention; None means causal."""
-    if mask is None:
-        mask = causal_mask(query.shape[2], key.shape[2], key.device)[None, None]
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make a float mask for eager attention."""
     if mask.dtype != torch.bool:
         return mask
-    lowest = torch.finfo(query.dtype).min
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
@@ -102,12 +114,15 @@ def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tenso
     batch, query_heads, rows, dim = query.shape
     parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
     output = store.join(
-        [_block_attention(block, part, rows, logits) for block, part in zip(store.blocks, parts, strict=True)]
+        [
+            _block_attention(block, part, rows, logits, block.segments % store.heads)
+            for block, part in zip(store.blocks, parts, strict=True)
+        ]
     )
     return output.view(batch, query_heads, rows, -1)
 
 
-def _block_attention(block: Block, query: Tensor, rows: int, how: Logits) -> Tensor:
+def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads: Tensor) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
     keys, values = block.keys.narrow(1, 0, block.end).unsqueeze(1), block.values.narrow(1, 0, block.end).unsqueeze(1)
     bias = block.bias
@@ -116,29 +131,31 @@ def _block_attention(block: Block, query: Tensor, rows: int, how: Logits) -> Ten
     if rows > 1:
         later = ~causal_mask(rows, block.end, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
         bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
-    if how.softcap is None:
+    if how.plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=how.scaling)
-    logits = how.softcap * torch.tanh(query @ keys.transpose(-1, -2) * how.scaling / how.softcap)
+    logits = how.of(query, keys)
     if bias is not None:
         logits = logits + bias
-    return logits.float().softmax(-1).nan_to_num(0.0).to(values.dtype) @ values
+    weights = how.softmax(logits.view(len(logits), -1, rows, block.end), heads).view_as(logits)
+    return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 
 def slot_attention(
-    query: Tensor, keys: Tensor, values: Tensor, empty: Tensor | None, logits: Logits, want_row: bool
+    query: Tensor, cached: Cached, empty: Tensor | None, logits: Logits, want_row: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with one token per segment to its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
 
-    `keys` [S, C, D], `values` [S, C, Dv], `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
+    `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
     """
-    if not want_row and logits.softcap is None:
+    keys, values = cached.keys, cached.values
+    if not want_row and logits.plain:
         mask = None if empty is None else ~empty[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
     scores = logits.of(query, keys)
     if empty is not None:
         scores = scores.masked_fill(empty[:, None], float("-inf"))
-    weights = scores.softmax(-1)
+    weights = logits.softmax(scores, cached.heads)
     return weights.to(values.dtype) @ values, weights.mean(1) if want_row else None
 
 
@@ -152,14 +169,19 @@ def require_attention(what: str, runs: str) -> None:
 
 
 @contextmanager
-def running(model: Any) -> Iterator[None]:
-    """Let `model` run the attention "kvsearch" for a while, then its own again."""
+def using(model: Any, implementation: str) -> Iterator[None]:
+    """Let `model` run another attention implementation for a while, then its own again."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def running(model: Any) -> AbstractContextManager[None]:
+    """Let `model` run the attention "kvsearch" for a while, then its own again."""
+    return using(model, NAME)
 
 
 def register() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.errors import IncompatibleError, UsageError
@@ -14,6 +16,7 @@ from kvsearch.models.architecture import describe, require_plain_rotary, rotary,
 from kvsearch.policies import Policy
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.layer import EvictingLayer, Mark
+from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.program import PhaseProgram, Program
 from kvsearch.runtime.sharing import Sharing
 
@@ -24,9 +27,10 @@ if TYPE_CHECKING:
 class PlanCache(Cache):  # type: ignore[misc]
     """A KV cache that keeps, in every planned layer and kv head, what the plan says, and frees the rest.
 
-    Layers the plan does not govern (sliding-window layers of the model) keep their stock cache. The model must run the
-    attention implementation "kvsearch" (`attach` sets it). With `exact`, layers that lost nothing use transformers'
-    own decode attention and are bit-identical to it; otherwise decode packs query groups, which is faster.
+    Layers the plan does not govern (those of the model with a window, in chunks, or with a running state) keep their
+    stock cache. The model must run the attention implementation "kvsearch" (`attach` sets it). With `exact`, layers
+    that lost nothing use transformers' own decode attention and are bit-identical to it; otherwise decode packs query
+    groups, which is faster.
 
     Args:
         model: the model that will use the cache.
@@ -40,12 +44,16 @@ class PlanCache(Cache):  # type: ignore[misc]
         UsageError: see `Program.from_plan`.
     """
 
+    def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
+        made: PlanCache = super().__new__(cls if model is None else cache_class(model, cls))
+        return made
+
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
-        layers, config, tables = stock_layers(model), text_config(model), rotary(model)
+        layers, config = stock_layers(model), text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
@@ -55,12 +63,12 @@ class PlanCache(Cache):  # type: ignore[misc]
                 _phase_rule(program.prefill, index),
                 _phase_rule(program.decode, index),
                 lambda: str(config._attn_implementation),
-                tables,
+                rotary(model, index),
                 sharing=sharing,
                 prompt_length=prompt_length,
                 exact=exact,
             )
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
 
     @property
     def planned(self) -> dict[int, EvictingLayer]:
@@ -101,15 +109,18 @@ class PlanCache(Cache):  # type: ignore[misc]
         layer = self.layers[index]
         if isinstance(layer, EvictingLayer):
             return layer.nbytes()
-        if layer.keys is None:
-            return 0
-        return int(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes())
+        return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(vars(layer)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
         for layer in self.planned.values():
             layer.croppable(tokens_to_remove)
         self._check_sliding(tokens_to_remove)
+        if tokens_to_remove and (stateful := stateful_layers(self.layers)):
+            raise UsageError(
+                f"cannot take tokens back: layers {', '.join(map(str, stateful))} carry a running state (prompt lookup "
+                "and assisted decoding do not work with this model; elsewhere cache.mark() and rewind())"
+            )
         super().crop(tokens_to_remove)
 
     def _check_sliding(self, tokens: int) -> None:
@@ -126,7 +137,8 @@ class PlanCache(Cache):  # type: ignore[misc]
 
         For models with sliding-window layers, call `activate_past_recording()` before the tokens to be forgotten.
         """
-        return CacheMark(self.get_seq_length(), {index: layer.mark() for index, layer in self.planned.items()})
+        states = {index: layer_state(self.layers[index]) for index in stateful_layers(self.layers)}
+        return CacheMark(self.get_seq_length(), {index: layer.mark() for index, layer in self.planned.items()}, states)
 
     def rewind(self, mark: CacheMark) -> None:
         """Forget what came after `mark`, so that another question can follow the same context; any number of times."""
@@ -135,6 +147,8 @@ class PlanCache(Cache):  # type: ignore[misc]
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EvictingLayer):
                 layer.rewind(mark.layers[index])
+            elif index in mark.states:
+                vars(layer).update(deepcopy(mark.states[index]))
             elif tokens:
                 layer.crop(-tokens)
 
@@ -144,6 +158,7 @@ class CacheMark(NamedTuple):
 
     seen: int
     layers: dict[int, Mark]
+    states: dict[int, dict[str, Any]]  # of the layers with a running state
 
 
 def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
@@ -156,6 +171,33 @@ def stock_layers(model: Any) -> list[Any]:
     """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
     shape = describe(model)
     return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
+
+
+def stateful_layers(layers: Sequence[Any]) -> list[int]:
+    """Return the indices of layers that carry a running state from token to token (linear attention, convolutions)."""
+    return [index for index, layer in enumerate(layers) if hasattr(layer, "recurrent_states")]
+
+
+def layer_state(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a stock layer as they are now, whatever it takes in later.
+
+    A running state is copied, as it is written in place; keys and values are replaced when others come.
+    """
+    return deepcopy(vars(layer)) if stateful_layers([layer]) else dict(vars(layer))
+
+
+def join_states(states: Sequence[Any]) -> Any:
+    """Join running states, or dictionaries of them, as one batch; what is no tensor is that of the first."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: join_states([state[key] for state in states]) for key in first}
+    return torch.cat(list(states)) if isinstance(first, Tensor) else first
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
+    for value in state.values():
+        parts = value.values() if isinstance(value, dict) else (value,)
+        yield from (part for part in parts if isinstance(part, Tensor))
 
 
 def check_rotary(model: Any, policies: Iterable[Policy]) -> None:

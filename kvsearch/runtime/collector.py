@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.models.architecture import unrotate
+from kvsearch.models.architecture import require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, QueryStatistics
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
@@ -50,7 +50,7 @@ class Collector:
             # a copy, so that the rest of the prompt's queries can be freed
             self.rows = self.rows[:, :, -self._rows_wanted :].clone()
         if self._wants_sums:
-            sums = column_sums(query, keys, valid, logits.scaling, logits.softcap)
+            sums = column_sums(query, keys, valid, logits.scaling, logits.softcap, logits.sinks)
             if self._sums is not None:
                 sums[..., :-count] += self._sums
             self._sums = sums
@@ -85,6 +85,7 @@ class Collector:
             column_sums=self._sums,
             projection=logits.projection if self._wants_projection else None,
             layer=layer,
+            sinks=logits.sinks,
         )
 
 
@@ -100,6 +101,7 @@ class DensePrompt:
     ) -> Output:
         """Take in the next chunk, which sees all that came before it."""
         if self.states is not None:
+            require_continuation(module, query.shape[2])
             key, value = torch.cat([self.states[0], key], 2), torch.cat([self.states[1], value], 2)
         output = dense_attention(module, query, key, value, mask, **kwargs)
         self.states, self._logits = (key, value), Logits.of_call(module, query, key, kwargs)

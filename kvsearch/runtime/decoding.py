@@ -86,7 +86,7 @@ class Decoding:
         for block, part in zip(store.blocks, queries, strict=True):
             cached = block.in_use()
             empty = None if block.full else ~cached.held
-            output, row = slot_attention(part, cached.keys, cached.values, empty, logits, policy.row is not None)
+            output, row = slot_attention(part, cached, empty, logits, policy.row is not None)
             outputs.append(output)
             rows.append(row)
         if policy.row == "layer":

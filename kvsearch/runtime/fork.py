@@ -7,7 +7,6 @@ over the prompt serves every plan. What several plans want of a layer (scores, r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,10 @@ from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
-from kvsearch.runtime.cache import PlanCache, stock_layers
+from kvsearch.runtime.cache import PlanCache, join_states, layer_state, stateful_layers, stock_layers
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer
+from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.storage import RaggedStore
 
 
@@ -39,12 +39,12 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     if any(cache.get_seq_length() for cache in caches):
         raise UsageError("a prompt is shared by empty caches only: make new ones")
     require_attention("a shared prompt", model.config._attn_implementation)
-    layers, tables = stock_layers(model), rotary(model)
+    layers = stock_layers(model)
     for index in describe(model).full_layers:
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
-        layers[index] = PromptLayer(index, needs, tables, partial(_hand_on, targets))
-    shared, positions = Cache(layers=layers), (mask.cumsum(-1) - 1).clamp(min=0)
+        layers[index] = PromptLayer(index, needs, rotary(model, index), partial(_hand_on, targets))
+    shared, positions = cache_class(model, Cache)(layers=layers), (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         output = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=shared, logits_to_keep=1
@@ -52,7 +52,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     for index, layer in enumerate(shared.layers):
         if not isinstance(layer, PromptLayer):
             for cache in caches:
-                cache.layers[index] = copy(layer)  # these layers replace their tensors and never write into them
+                vars(cache.layers[index]).update(layer_state(layer))
     logits: Tensor = output.logits
     return logits
 
@@ -81,10 +81,13 @@ def joined(caches: Sequence[PlanCache]) -> PlanCache:
     whole = caches[0]
     if len(caches) == 1:
         return whole
+    stateful = stateful_layers(whole.layers)
     for index, layer in enumerate(whole.layers):
         others = [cache.layers[index] for cache in caches]
         if isinstance(layer, EvictingLayer):
             layer.holder = RaggedStore.joined([other.holder for other in others])
+        elif index in stateful:
+            vars(layer).update(join_states([vars(other) for other in others]))
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
             layer.keys = torch.cat([other.keys for other in others])
             layer.values = torch.cat([other.values for other in others])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
+from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.runtime.attention import (
     Output,
@@ -250,6 +251,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         count = query.shape[2]
+        require_continuation(module, count)
         valid = None
         if count > 1 and mask is not None:
             valid = valid_keys(mask, key.shape[0], count, key.device)

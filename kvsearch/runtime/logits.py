@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvsearch.models.architecture import output_weight
 from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
+from kvsearch.policies.scoring import softmax
 
 
 class OutputProjection:
@@ -40,21 +41,41 @@ class OutputProjection:
 
 @dataclass(frozen=True)
 class Logits:
-    """How a layer makes attention logits, and its output projection where a policy wants it."""
+    """How a layer makes attention of queries and keys, and its output projection where a policy wants it.
+
+    `sinks` [Hkv, G] fp32 are learned logits, one per query head, that take their share of every softmax and have no
+    value (gpt-oss): attention to the entries adds up to less than 1.
+    """
 
     scaling: float
     softcap: float | None = None
     projection: OutputProjection | None = None
+    sinks: Tensor | None = None
 
     @classmethod
     def of_call(cls, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
         """Read them off the arguments that a model hands to its attention function; its default scale is D^-1/2."""
-        scaling = kwargs.get("scaling")
+        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
         return cls(
             float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             kwargs.get("softcap"),
             OutputProjection(module, query.shape[1], key.shape[1]),
+            None if sinks is None else sinks.detach().float().view(key.shape[1], -1),
         )
+
+    @property
+    def plain(self) -> bool:
+        """Whether attention is the softmax of scaled products and no more."""
+        return self.softcap is None and self.sinks is None
+
+    def sinks_of(self, heads: Tensor) -> Tensor | None:
+        """Return the sinks of segments that belong to these kv heads [S], [S, G]."""
+        return None if self.sinks is None else self.sinks[heads]
+
+    def softmax(self, scores: Tensor, heads: Tensor) -> Tensor:
+        """Return attention of logits [S, G, ..., T] fp32 of segments that belong to these kv heads [S]."""
+        sinks = self.sinks_of(heads)
+        return softmax(scores, None if sinks is None else sinks.view(*sinks.shape, *[1] * (scores.dim() - 2)))
 
     def of(self, query: Tensor, keys: Tensor) -> Tensor:
         """Return scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.errors import IncompatibleError, InternalError
-from kvsearch.models.architecture import output_weight, rotary
+from kvsearch.models.architecture import output_weight, require_continuation, rotary
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
-from kvsearch.runtime.cache import stock_layers
+from kvsearch.runtime.cache import layer_state, stock_layers
 from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.replay import Replay, Shared, replay
 
 Noted = TypeVar("Noted")
@@ -141,6 +142,7 @@ class ObservedLayer(PromptLayer[Noted]):
             self.lazy_initialization(key, value)
             self.keys, self.values = key, value
             return output
+        require_continuation(module, query.shape[2])
         if self.keep is not None:
             mask = _showing(self.keep.to(query.device), query)
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
@@ -182,11 +184,11 @@ class DensePass(Generic[Noted]):
         refusal: str | None = None,
     ) -> None:
         require_attention("looking at layers", model.config._attn_implementation)
-        layers, tables = stock_layers(model), rotary(model)
+        layers = stock_layers(model)
         for index, wanted in needs.items():
-            layers[index] = self.layer(index, wanted, tables, look, refusal)
+            layers[index] = self.layer(index, wanted, rotary(model, index), look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
-        self.model, self.cache = model, Cache(layers=layers)
+        self.model, self.cache = model, cache_class(model, Cache)(layers=layers)
         self.mask = torch.ones_like(prompts) if mask is None else mask
         self.lengths: Tensor = self.mask.sum(-1)
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -205,7 +207,7 @@ class DensePass(Generic[Noted]):
 
         Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T].
         """
-        before = [layer.__dict__.copy() for layer in self.cache.layers]
+        before = [layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
                 self.observed[row].keep = entries
@@ -214,7 +216,7 @@ class DensePass(Generic[Noted]):
             yield self._forward(tokens, mask, positions, **kwargs)
         finally:
             for layer, state in zip(self.cache.layers, before, strict=True):
-                layer.__dict__.update(state)
+                vars(layer).update(state)
 
     def logits_seeing(self, tokens: Tensor, keep: Mapping[int, Tensor]) -> Tensor:
         """Return the logits [K, vocabulary] of tokens [1, K] that see only what `keep` leaves; see `following`."""

@@ -123,5 +123,5 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
 
 def normalises_keys(model: nn.Module) -> bool:
     """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
-    norms = (getattr(module, name, None) for module in attention_modules(model) for name in KEY_NORMS)
+    norms = (getattr(module, name, None) for module in attention_modules(model).values() for name in KEY_NORMS)
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import IncompatibleError
-from kvsearch.models.architecture import describe
+from kvsearch.models.architecture import FULL, describe
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
@@ -94,10 +94,10 @@ class Program:
 
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
         check_plan(plan, "this plan")
-        full = set(describe(model).full_layers)
+        kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
         clip = allocation is None
-        program = cls(_phase(plan, "prefill", full, clip), _phase(plan, "decode", full, clip), allocation)
+        program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation)
         warn_unfit(model, program.policies)
         return program
 
@@ -151,13 +151,17 @@ def full_cache(model: nn.Module) -> Program:
     return Program.uniform(model, create_policy("full"), lambda length: length)
 
 
-def _phase(plan: Plan, name: Phase, full: set[int], clip: bool) -> PhaseProgram | None:
+def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
     """Return the phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
     phase = plan.prefill if name == "prefill" else plan.decode
     if phase is None:
         return None
-    foreign = sorted(set(phase.planned_layers) - full)
+    foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL]
     if foreign:
-        raise IncompatibleError(f"the plan budgets layers {foreign}, whose window belongs to the model")
+        what = ", ".join(sorted({kinds[layer] for layer in foreign}))
+        raise IncompatibleError(
+            f"the plan budgets layers {foreign}, which are of kind {what} and belong to the model: only layers of kind "
+            f"{FULL} can be planned"
+        )
     policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
     return PhaseProgram(policies, lambda length: budgets_at(plan, name, length, clip), max(plan.floor, 1))

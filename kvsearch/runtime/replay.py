@@ -162,7 +162,8 @@ class _ReplayState:
         held, row = self.cached.held, None
         self.waiting.append(held)
         if rule.policy.merges or rule.policy.row is not None:
-            weights = self._scores(token).masked_fill(~held[:, None], float("-inf")).softmax(-1)
+            scores = self._scores(token).masked_fill(~held[:, None], float("-inf"))
+            weights = self.logits.softmax(scores, self.cached.heads)
             row = weights.mean(1)
             if rule.policy.merges:
                 self.outputs.append((weights.to(self.cached.values.dtype) @ self.cached.values)[:, :, None])
@@ -188,8 +189,8 @@ class _ReplayState:
         self.waiting = []
         if self.rule is not None and self.rule.policy.merges:
             return
-        scores = self._scores(slice(first, first + held.shape[1]))
-        weights = scores.masked_fill(~held[:, None], float("-inf")).softmax(-1).to(self.cached.values.dtype)
+        scores = self._scores(slice(first, first + held.shape[1])).masked_fill(~held[:, None], float("-inf"))
+        weights = self.logits.softmax(scores, self.cached.heads).to(self.cached.values.dtype)
         result = weights.flatten(1, 2) @ self.cached.values
         self.outputs.append(result.view(*weights.shape[:3], -1))
 

@@ -117,7 +117,9 @@ class Replies:
     def _following(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions."""
         if has_windows(self.model) and len({len(row) for row in tokens}) > 1:
-            raise UsageError("questions of different lengths cannot share a batch on a model with sliding windows")
+            raise UsageError(
+                "questions of different lengths cannot share a batch on a model with sliding windows or running states"
+            )
         ids, mask = left_padded(tokens, self.pad, self.model.device)
         return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 

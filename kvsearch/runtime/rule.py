@@ -190,6 +190,7 @@ class StepRule:
         if self.queries is not None and self.queries.shape[2]:
             batch, _, count, dim = self.queries.shape
             queries = self.queries.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
+        sinks = logits.sinks_of(cached.heads)
         observation = Observation(
             keys=entries_at(cached.keys, order)[:, None],
             values=entries_at(cached.values, order)[:, None],
@@ -204,6 +205,7 @@ class StepRule:
             token_index=index,
             token_count=step.seen,
             layer=self.layer,
+            sinks=None if sinks is None else sinks[:, None],
         )
         scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
         scores = scores.masked_fill(protected_slots(index, step.seen, limits.sinks, limits.recent), float("inf"))

@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies.scoring import column_sums
-from kvsearch.signals.rows import score_rows
+from kvsearch.signals.rows import attention_rows, score_rows
 
 
 def row_entropy(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the entropy of attention rows as a share of the largest possible, mean over heads and rows, [B] fp32.
 
@@ -25,8 +30,8 @@ def row_entropy(
     seen = _visible(query, keys, valid)
     counted = seen > 1
     total = query.new_zeros(len(query), dtype=torch.float32)
-    for _, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
-        attention = scores.softmax(-1)
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
+        attention = attention_rows(scores, part, sinks)
         entropy = torch.special.entr(attention).sum(-1)  # 0 log 0 is 0
         share = entropy / seen.clamp(min=2).log()[:, None, None]
         total += share.masked_fill(~counted[:, None, None], 0).sum((1, 2, 3))
@@ -35,7 +40,12 @@ def row_entropy(
 
 
 def mean_row(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
 
@@ -44,7 +54,7 @@ def mean_row(
     if valid is None:
         valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
     rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
-    return column_sums(query, keys, valid, scaling, softcap).mean(1) / rows.clamp(min=1)
+    return column_sums(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
 
 
 def mean_entropy(mean: Tensor) -> float:

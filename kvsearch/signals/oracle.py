@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsearch.signals.rows import score_rows
+from kvsearch.signals.rows import attention_rows, score_rows
 
 
 def importance_rows(
@@ -16,15 +16,17 @@ def importance_rows(
     scaling: float,
     softcap: float | None = None,
     group: str = "sum",
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return max_k agg_g A[q_g, k, j] |v_j W_O[q_g]|_2 over the query rows k, for the context entries j.
 
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, T + K, D] all of them, `norms` [B, Hkv, G, T] (None:
-    attention alone). Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
+    attention alone), `sinks` [Hkv, G] logits beside every row that are no entry. Returns [B, Hkv, T] fp32 with
+    T = `context`. Only K attention rows are ever computed.
     """
     parts = []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
-        taken = scores.softmax(-1)[..., :context]
+        taken = attention_rows(scores, part, sinks)[..., :context]
         if norms is not None:
             taken = taken * norms[:, part, :, None]
         over_group = taken.amax(2) if group == "max" else taken.sum(2)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.signals.rows import score_rows
+from kvsearch.signals.rows import attention_rows, score_rows
 
 
 class AttentionChange(NamedTuple):
@@ -29,7 +29,13 @@ class LossBounds(NamedTuple):
 
 
 def attention_change(
-    query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, scaling: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shown: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionChange:
     """Subtract renormalised attention to those `shown` from attention to all; return it with what the others had.
 
@@ -40,9 +46,9 @@ def attention_change(
     outputs, evicted = [], []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=4):
         hidden = ~shown[:, part, None]
-        attention = scores.softmax(-1)
+        attention = attention_rows(scores, part, sinks)
         mass = (attention * hidden).sum(-1, keepdim=True)
-        kept = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        kept = attention_rows(scores.masked_fill_(hidden, float("-inf")), part, sinks)
         # on what is kept A - Ahat is -mass * Ahat: the difference itself would drown a small mass in rounding
         change = torch.where(hidden, attention, -mass * kept)
         outputs.append(change @ values[:, part, None].float())

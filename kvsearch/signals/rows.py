@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvsearch.policies.scoring import softmax
+
 SCRATCH_BYTES = 64 * 2**20
 
 
@@ -31,3 +33,8 @@ def score_rows(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         yield part, scores.masked_fill_(hidden, float("-inf"))
+
+
+def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
+    """Return the attention of what `score_rows` yields; `sinks` [Hkv, G] are logits beside it that are no entry."""
+    return softmax(scores, None if sinks is None else sinks[None, part, :, None, None])

@@ -107,7 +107,7 @@ def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following:
     with running(model, "eager"):
         cache = DynamicCache(config=model.config)
         model(context, past_key_values=cache)
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()]
         model(following, past_key_values=copy.deepcopy(cache))
         for hook in hooks:
             hook.remove()
@@ -162,7 +162,7 @@ def test_losses_are_those_of_masked_eager_attention(method: str, family: str) ->
 
 def test_a_bias_of_the_output_projection_cancels() -> None:
     model = build("llama", attention_bias=True)
-    for module in attention_modules(model):
+    for module in attention_modules(model).values():
         torch.nn.init.normal_(module.o_proj.bias)  # type: ignore[union-attr, arg-type]
     context, following = tokens()
     plan = random_eviction(model, torch.ones_like(context))

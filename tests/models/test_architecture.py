@@ -43,7 +43,7 @@ def test_the_shape_agrees_with_the_weights(family: str) -> None:
     model = build(family)
     shape, modules = describe(model), attention_modules(model)
     assert len(modules) == shape.layers
-    for module in modules:
+    for module in modules.values():
         assert module.head_dim == shape.head_dim
         assert module.num_key_value_groups == shape.group
         assert module.o_proj.weight.shape == (shape.hidden_size, shape.query_heads * shape.head_dim)
@@ -61,9 +61,10 @@ def test_the_shape_agrees_with_the_weights(family: str) -> None:
 )
 def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str, Any]) -> None:
     model = build(family, **changes)
-    module: Any = attention_modules(model)[describe(model).full_layers[0]]
+    layer = describe(model).full_layers[0]
+    module: Any = attention_modules(model)[layer]
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    tables = rotary(model)
+    tables = rotary(model, layer)
     positions = torch.tensor([0, 1, 7, 100, 411])
     cos, sin = (table[None] for table in tables(positions))
     if changes.get("rope_parameters") is PARTIAL:
@@ -94,7 +95,7 @@ def test_unrotate_undoes_scaled_and_partial_tables() -> None:
 def test_tables_are_those_of_full_attention_layers(family: str) -> None:
     model = build(family)
     positions = torch.arange(20)
-    cos, sin = rotary(model)(positions)
+    cos, sin = rotary(model, 1)(positions)
     assert cos.dtype == sin.dtype == torch.float32
     module: Any = decoder(model).rotary_emb
     extra = ("full_attention",) if family == "gemma3" else ()
@@ -107,7 +108,7 @@ def test_tables_are_those_of_full_attention_layers(family: str) -> None:
 
 
 def test_tables_of_a_half_precision_model_are_not_rounded() -> None:
-    cos, sin = rotary(build("llama").to(torch.bfloat16))(torch.arange(300))
+    cos, sin = rotary(build("llama").to(torch.bfloat16), 0)(torch.arange(300))
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
 
@@ -123,11 +124,37 @@ def test_output_weights_per_query_head(family: str) -> None:
     torch.testing.assert_close(summed, module.o_proj(heads.flatten()), atol=1e-5, rtol=1e-5)  # type: ignore[operator]
 
 
-def test_a_model_without_rotary_embedding() -> None:
+def test_layers_without_rotary_embedding() -> None:
+    """SmolLM3 leaves the rotary embedding out of some layers, Jamba has none."""
+    positions, states = torch.arange(5), torch.randn(1, 2, 5, 8)
+    for model, layer, turns in ((build("smollm3"), 0, True), (build("smollm3"), 1, False), (build("jamba"), 1, False)):
+        cos, sin = rotary(model, layer)(positions)
+        assert torch.equal(unrotate(states, cos[None], sin[None]), states) != turns
+
+
+def test_output_weights_by_other_names() -> None:
+    """`dense`, `out_proj`; a module without any of them is an error in one line."""
+    for family in ("phi", "gpt_neox", "lfm2"):
+        model = build(family)
+        shape, modules = describe(model), attention_modules(model)
+        weight = output_weight(modules[shape.full_layers[0]], shape.query_heads)
+        assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
+    with pytest.raises(IncompatibleError, match="Linear has no output projection under a name that is known here"):
+        output_weight(nn.Linear(2, 2), 1)
+
+
+def test_the_attention_of_hybrids() -> None:
+    """Only layers that have attention have an attention module; layers keep their index."""
+    model = build("jamba")
+    assert list(attention_modules(model)) == [1, 3]
+    assert describe(model).kinds == ("linear_attention", "full_attention") * 2
+
+
+def test_a_model_whose_layers_are_not_known() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(IncompatibleError, match="no decoder with layers and rotary embedding found"):
+    with pytest.raises(IncompatibleError, match="no decoder with layers of attention found"):
         decoder(model)
 
 

@@ -6,7 +6,6 @@ pass after the prompt's.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.masking_utils import eager_mask
+from transformers import DynamicCache
 
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
@@ -25,6 +23,8 @@ from kvsearch.plan.contexts import ContextRecord
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import using as running
+from kvsearch.runtime.masked import masked
 from kvsearch.runtime.program import PhaseProgram
 
 TOLERANCE = 2e-5
@@ -102,52 +102,10 @@ def keep_everything(model: Any) -> Program:
 
 
 @contextmanager
-def running(model: Any, implementation: str) -> Iterator[None]:
-    """The model under another attention implementation."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-_evicted: Kept = {}
-
-
-def _masked_eager(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    evicted = _evicted.get(module.layer_idx)
-    if evicted is not None and key.shape[2] > evicted.shape[2]:
-        bias = torch.zeros(*evicted.shape[:2], 1, key.shape[2], device=key.device)
-        bias[:, :, 0, : evicted.shape[2]].masked_fill_(evicted.to(key.device), float("-inf"))
-        bias = bias.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        mask = bias if mask is None else mask + bias
-    eager: Any = sys.modules[type(module).__module__].eager_attention_forward
-    output: tuple[Tensor, Tensor | None] = eager(module, query, key, value, mask, **kwargs)
-    return output
-
-
-REFERENCE = "kvsearch_test_reference"
-AttentionInterface.register(REFERENCE, _masked_eager)
-AttentionMaskInterface.register(REFERENCE, eager_mask)
-
-
-def hide(kept: Kept) -> None:
-    """From now on the reference sees, of the columns that the masks cover, the `kept` ones."""
-    _evicted.update({layer: ~chosen for layer, chosen in kept.items()})
-
-
-@contextmanager
 def reference(model: Any, kept: Kept) -> Iterator[DynamicCache]:
     """A full cache in which all but the `kept` entries of the prompt are masked once the prompt has passed."""
-    hide(kept)
-    try:
-        with running(model, REFERENCE):
-            yield DynamicCache(config=model.config)
-    finally:
-        _evicted.clear()
+    with masked(model, kept):
+        yield DynamicCache(config=model.config)
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.masked import hide
 from kvsearch.runtime.program import PhaseProgram
 from tests.families import DEVICES, FAMILIES, build, prompts
-from tests.runtime.helpers import assert_close, feed, hide, one_by_one, plan_for, reference, running
+from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
 from tests.runtime.policies import SMALL
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, entropy_needs, needs_of
 from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch
 from kvsearch.calibration.polykv.tree import BaselinePass, Tree
+from kvsearch.models.architecture import output_projection
 from kvsearch.policies import Observation
 from kvsearch.runtime.observe import LayerContinuation
 from kvsearch.signals.cosine import Agreement, output_agreement
@@ -20,7 +21,8 @@ from kvsearch.signals.entropy import mean_row, row_entropy
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
 Layer = LayerContinuation[Observation]
-Rows = tuple[Tensor, Tensor, float, float | None, Tensor]  # queries, keys, scale, soft cap and which keys are real
+# queries, keys, scale, soft cap, which keys are real, and sinks
+Rows = tuple[Tensor, Tensor, float, float | None, Tensor, Tensor | None]
 
 
 class LayerSweep:
@@ -118,7 +120,7 @@ class _Replays:
 
 def block_output(layer: Layer, outputs: Tensor) -> Tensor:
     """Return what an attention block adds to the residual stream, [B, K, d_model], from its heads' [B, Hq, K, Dv]."""
-    projected: Tensor = layer.module.o_proj(outputs.transpose(1, 2).flatten(2))  # type: ignore[operator]
+    projected: Tensor = output_projection(layer.module)(outputs.transpose(1, 2).flatten(2))
     return projected
 
 
@@ -151,6 +153,6 @@ def _rows_of(layer: Layer, phase: str, rows: int, after: ContinuationBatch) -> R
     """Return the last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
     prompt, how = layer.noted, layer.logits
     if phase == "prefill":
-        return prompt.last_queries[:, :, -rows:], prompt.keys, how.scaling, how.softcap, prompt.valid
+        return prompt.last_queries[:, :, -rows:], prompt.keys, how.scaling, how.softcap, prompt.valid, how.sinks
     valid = torch.cat([prompt.valid, after.followed], 1)
-    return layer.query, layer.keys, how.scaling, how.softcap, valid
+    return layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks

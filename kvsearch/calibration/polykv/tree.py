@@ -22,6 +22,7 @@ from kvsearch.models.architecture import decoder, text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, causal_mask
+from kvsearch.runtime.cache import stateful_layers, stock_layers
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer
 
@@ -84,7 +85,7 @@ def shared_attention(
             for far, near in zip(past, own, strict=True)
         )
         mask = _apart(visible, part.shape[2], part.shape[3], length)
-        output = _attention(part.flatten(2, 4), keys, values, mask, logits)
+        output = _attention(part, keys, values, mask, logits)
         outputs.append(output.view(*part.shape[:-1], -1).permute(2, 0, 1, 3, 4, 5))
     return torch.cat(outputs).flatten(2, 3).flatten(0, 1)
 
@@ -100,11 +101,18 @@ def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits: Logits) -> Tensor:
-    """Attend [B, Hkv, rows, D] to keys [B, Hkv, N, D], values [B, Hkv, N, Dv] by `mask` [B or 1, 1, rows, N] bool."""
-    if logits.softcap is None:
+    """Attend [B, Hkv, groups, G, K, D] to keys [B, Hkv, N, D] and values [B, Hkv, N, Dv], [B, Hkv, groups * G * K, Dv].
+
+    `mask` is [B or 1, 1, groups * G * K, N] bool.
+    """
+    batch, heads, groups, width = query.shape[:4]
+    query, length = query.flatten(2, 4), keys.shape[2]
+    if logits.plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=logits.scaling)
-    scores = logits.of(query, keys).masked_fill_(~mask, float("-inf"))
-    return scores.softmax(-1).to(values.dtype) @ values
+    scores = logits.of(query, keys).masked_fill_(~mask, float("-inf")).view(batch * heads, groups, width, -1, length)
+    each = torch.arange(heads, device=query.device).repeat(batch)
+    weights = logits.softmax(scores.transpose(1, 2), each).transpose(1, 2)
+    return weights.reshape(batch, heads, -1, length).to(values.dtype) @ values
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +140,11 @@ class Tree(DensePass[Observation]):
         self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
     ) -> None:
         modules: Any = decoder(model).layers
+        if stateful := stateful_layers(stock_layers(model)):
+            raise IncompatibleError(
+                f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
+                "token, so one sweep cannot ablate many layers: use --naive, or --signals cosine,entropy"
+            )
         every = {index: needs.get(index, ()) for index in range(len(modules))}
         super().__init__(model, every, lambda prompt: prompt, prompts, mask)
         self.modules = modules

@@ -176,7 +176,9 @@ def prefix_attention(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: L
     heads = own.keys.shape[1]
     packed = query.reshape(samples, heads, query_heads // heads * rows, -1)
     scores = torch.cat([_scores(packed, part, rows, logits) for part in (own, shared)], -1)
-    weights = scores.softmax(-1).to(query.dtype)
+    grouped = scores.view(samples * heads, query_heads // heads, rows, -1)
+    weights = logits.softmax(grouped, torch.arange(heads, device=query.device).repeat(samples)).view_as(scores)
+    weights = weights.to(query.dtype)
     near = own.keys.shape[2]
     output = weights[..., :near] @ own.values + weights[..., near:] @ shared.values
     return output.view(samples, query_heads, rows, -1)

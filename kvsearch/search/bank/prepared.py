@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import describe, rotary
+from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import require_attention
@@ -51,9 +51,9 @@ def prefill(model: Any, policies: Mapping[int, Policy], ids: Tensor, cap: int | 
         order = rank_under(policies[prompt.layer], prompt).long().argsort(-1)[..., :cap, None]
         return prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)
 
-    layers, tables = stock_layers(model), rotary(model)
+    layers = stock_layers(model)
     for index, policy in policies.items():
-        layers[index] = PromptLayer(index, [policy.needs()], tables, best)
+        layers[index] = PromptLayer(index, [policy.needs()], rotary(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
     states = [(layer.keys, layer.values) if layer.is_sliding else layer.noted for layer in layers]
@@ -72,10 +72,16 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy]) -> dict[in
         UsageError: what is kept at one budget is not a part of what is kept at a larger one, or a layer has no policy.
         IncompatibleError: a policy does not suit the model.
     """
-    layers = describe(model).full_layers
+    shape = describe(model)
+    layers = shape.full_layers
+    if odd := sorted(set(shape.kinds) - {FULL, "sliding_attention"}):
+        raise IncompatibleError(
+            f"{type(model).__name__} has layers of kind {', '.join(odd)}, for which prompts cannot be stored and "
+            "shared by candidates: a search needs a model of full and sliding-window attention"
+        )
     policies = dict.fromkeys(layers, base) if isinstance(base, Policy) else dict(base)
-    if odd := sorted(set(policies) ^ set(layers)):
-        raise UsageError(f"layers {odd}: a search needs a policy in every full-attention layer, and in no other")
+    if odd_layers := sorted(set(policies) ^ set(layers)):
+        raise UsageError(f"layers {odd_layers}: a search needs a policy in every full-attention layer, and in no other")
     for layer, policy in policies.items():
         _require_prefixes(policy, layer)
     check_rotary(model, policies.values())
