@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "lukv"
 TFLOPS = 100.0
+OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what only --tasks reads
 
 
 class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
@@ -124,6 +125,11 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         method = METHODS[name]
         method.check_given(given)
         return cast("type[Self]", method)
+
+    def recorded(self) -> dict[str, Any]:
+        """See `JobOptions.recorded`; without tasks there are no options of theirs."""
+        unread = set() if self.tasks is not None else OF_TASKS
+        return {key: value for key, value in super().recorded().items() if key not in unread}
 
     def configuration(self, texts: CalibrationData) -> RunConfig:
         """Return the configuration of the run, on `texts`."""
@@ -251,8 +257,7 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
     from kvsearch.calibration.data import default_data, load_calibration_data
 
     if options.tasks is None:
-        details = {"split", "samples", *TaskDetails.model_fields} - {"data"}
-        for name in sorted(details & options.model_fields_set):
+        for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
         return load_calibration_data(options.data or default_data(options.model)), None
     from kvsearch.calibration.task_data import data_of_tasks

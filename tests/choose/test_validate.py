@@ -489,7 +489,7 @@ def test_controls_at_a_ratio(model: LoadedModel) -> None:
     [
         ({"permutations": 4}, "4 permutations cannot tell a signal from chance: at least 5"),
         ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
-        ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* must not touch"),
+        ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* nothing may be fitted to them"),
         ({"settings": Settings(1)}, "task one has one context"),
         ({"uses": []}, "no signals to judge: name at least one"),
         (
