@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +21,7 @@ from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 
 DEFAULTS = {"bundled": "data/calibration/bundled.json"}
 DEFAULT = "data/calibration/texts.json"
+TakenOf = Callable[[list[int]], list[int]]
 
 
 class _Record(BaseModel):
@@ -30,8 +31,8 @@ class _Record(BaseModel):
 class Pair(_Record):
     """A question and the answer that is teacher-forced while importance is measured.
 
-    `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is room that is left for a
-    reply, where that is more than the answer needs.
+    `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is how long a reply may be:
+    room is left for it, and of an answer or the model's own reply no more is taken.
     """
 
     question: Filled
@@ -90,13 +91,18 @@ class Context:
     """A context with its questions, ready to be tokenised.
 
     `prompt` is how a question follows it without a chat template (None: as in the whole data); `chat` says whether a
-    chat template is used where there is one.
+    chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.contexts`
+    (none: its text). `taken` has for every question what is teacher-forced of the model's own reply, nothing where it
+    is not right, and `ended` says whether a reply has ended; both in token ids. Without a metric every reply is taken.
     """
 
     text: str
     questions: tuple[Pair, ...]
     prompt: str | None = None
     chat: bool = True
+    recorded: tuple[str, ...] = ()
+    taken: tuple[TakenOf, ...] = ()
+    ended: Callable[[list[int]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class CalibrationData:
     @property
     def hashes(self) -> list[str]:
         """What each context is known by, see `kvsearch.plan.contexts`."""
-        return [context_hash(context.text) for context in self.contexts]
+        return [found for one in self.contexts for found in one.recorded or (context_hash(one.text),)]
 
     @property
     def asked(self) -> ContextSet:
@@ -131,7 +137,7 @@ class CalibrationData:
         kept, left = [], questions
         for context in self.contexts:
             if left > 0:
-                kept.append(replace(context, questions=context.questions[:left]))
+                kept.append(replace(context, questions=context.questions[:left], taken=context.taken[:left]))
                 left -= len(kept[-1].questions)
         return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
 

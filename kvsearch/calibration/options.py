@@ -223,7 +223,9 @@ class LukvOptions(CalibrationOptions):
         """See `CalibrationOptions.work`."""
         if self.answers == "given":
             return {}
-        return {"own_replies": data.questions, "own_reply_tokens": data.questions * self.answer_tokens}
+        pairs = [pair for context in data.contexts for pair in context.questions]
+        most = sum(pair.max_new_tokens or self.answer_tokens for pair in pairs)
+        return {"own_replies": len(pairs), "own_reply_tokens": most}
 
 
 class DynamicOptions(CalibrationOptions):

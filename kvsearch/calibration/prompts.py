@@ -6,27 +6,34 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData, Context
+from kvsearch.calibration.data import CalibrationData, Context, Pair, TakenOf
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.forced_answers import Asking, own_replies
+from kvsearch.runtime.replies import Finished
 from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question."""
+    """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question.
+
+    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced.
+    """
 
     tokens: Tensor
     answer: int  # where the answer starts
+    most: int = 0
+    taken: TakenOf | None = None
 
     @property
     def predicting(self) -> slice:
@@ -41,11 +48,15 @@ class Continuation:
 
 @dataclass(frozen=True, eq=False)
 class CalibrationPrompt:
-    """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them."""
+    """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them.
+
+    An own reply ends with the token that makes `ended` true of it.
+    """
 
     ids: Tensor
     context: int
     continuations: tuple[Continuation, ...]
+    ended: Finished | None = None
 
     @property
     def length(self) -> int:
@@ -79,17 +90,22 @@ def prompts_of(
         form = PromptFormat(loaded.tokenizer, context.prompt or data.prompt, context.chat)
         whole = form.context(context.text)
         pairs = [
-            (form.question(pair.question, pair.prefix), form.answer(pair.answer, pair.prefix)[:, :answer_tokens])
+            (form.question(pair.question, pair.prefix), _answer(form, pair)[:, :answer_tokens])
             for pair in context.questions
         ]
         ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
         truncated += ids.shape[1] < whole.shape[1]
+        own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
         if protocol == QUESTION_AGNOSTIC:
-            after = [Continuation(torch.cat([question, answer], 1), question.shape[1]) for question, answer in pairs]
-            prompts.append(CalibrationPrompt(ids, number, tuple(after)))
+            after = (
+                Continuation(torch.cat([question, answer], 1), question.shape[1], *how)
+                for (question, answer), how in zip(pairs, own, strict=True)
+            )
+            prompts.append(CalibrationPrompt(ids, number, tuple(after), context.ended))
             continue
-        for question, answer in pairs:
-            prompts.append(CalibrationPrompt(torch.cat([ids, question], 1), number, (Continuation(answer, 0),)))
+        for (question, answer), how in zip(pairs, own, strict=True):
+            asked = torch.cat([ids, question], 1)
+            prompts.append(CalibrationPrompt(asked, number, (Continuation(answer, 0, *how),), context.ended))
     if truncated:
         warnings.warn(
             f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "
@@ -99,6 +115,11 @@ def prompts_of(
             stacklevel=2,
         )
     return prompts
+
+
+def _answer(form: PromptFormat, pair: Pair) -> Tensor:
+    """Return the token ids [1, K] of a given answer, as far as a reply may go."""
+    return form.answer(pair.answer, pair.prefix)[:, : pair.max_new_tokens or None]
 
 
 def _fitted(
@@ -120,9 +141,10 @@ def _fitted(
 def with_own_replies(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, progress: Progress | None = None
 ) -> list[CalibrationPrompt]:
-    """Return the prompts with the model's own replies of at most `most` tokens in place of the given answers.
+    """Return the prompts with at most `most` tokens of the model's own replies in place of the given answers.
 
-    A reply gets as many tokens as the model has positions for. Where it is empty the given answer stays.
+    A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
+    for. Where it is empty, or not right by the metric of its task, the given answer stays.
 
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
@@ -131,16 +153,23 @@ def with_own_replies(
     asked = []
     for prompt in prompts:
         questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
-        room = [min(most, limit - prompt.length - len(question)) for question in questions]
-        asked.append(Asking(prompt.ids[0], questions, tuple(room), prompt.refusal(loaded.name)))
+        room = [
+            min(one.most or most, limit - prompt.length - len(question))
+            for one, question in zip(prompt.continuations, questions, strict=True)
+        ]
+        asked.append(Asking(prompt.ids[0], questions, tuple(room), prompt.refusal(loaded.name), prompt.ended))
     found = []
     for prompt, replies in zip(prompts, own_replies(loaded, asked, progress), strict=True):
-        after = tuple(
-            replace(one, tokens=torch.cat([one.tokens[:, : one.answer], torch.tensor([reply])], 1)) if reply else one
-            for one, reply in zip(prompt.continuations, replies, strict=True)
-        )
-        found.append(replace(prompt, continuations=after))
+        after = (_replied(one, reply, most) for one, reply in zip(prompt.continuations, replies, strict=True))
+        found.append(replace(prompt, continuations=tuple(after)))
     return found
+
+
+def _replied(after: Continuation, reply: list[int], most: int) -> Continuation:
+    said = (reply if after.taken is None else after.taken(reply))[:most]
+    return (
+        replace(after, tokens=torch.cat([after.tokens[:, : after.answer], torch.tensor([said])], 1)) if said else after
+    )
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair, content_hash
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.tasks.base import Query, Task
-from kvsearch.tasks.encode import check_length, counter, most_tokens
+from kvsearch.runtime.forced_answers import Judge
+from kvsearch.tasks.base import Example, Task
+from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, most_tokens
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.texts import is_blank
 
@@ -16,7 +19,7 @@ from kvsearch.tasks.texts import is_blank
 def data_of_tasks(
     loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int, max_length: int | None = None
 ) -> CalibrationData:
-    """Return the first `samples` contexts of every task with their questions; right replies are the answers.
+    """Return the first `samples` contexts of every task with their questions; right replies in full are the answers.
 
     They are drawn as an evaluation draws them. Questions without an answer are left out.
 
@@ -27,21 +30,35 @@ def data_of_tasks(
     contexts: list[Context] = []
     for task in tasks:
         check_length(loaded, task, limit)
-        before = len(contexts)
-        for example in task.examples(samples, seed, count):
-            pairs = tuple(pair for query in example.queries if (pair := _pair(query)) is not None)
-            if pairs and not is_blank(example.context):
-                contexts.append(Context(example.context, pairs, task.prompt, task.chat))
-        if len(contexts) == before:
+        drawn = map(_answerable, task.examples(samples, seed, count))
+        examples = {example.key: example for example in drawn if example.queries and not is_blank(example.context)}
+        if not examples:
             raise UsageError(f"task {task.name} has no question with an answer to calibrate on: leave it out")
+        encoded = encode(loaded.tokenizer, task, list(examples.values()))
+        judge = Judge(task, encoded.format)
+        contexts += (_context(judge, encoded, prompt, examples[prompt.key].context) for prompt in encoded.prompts)
     return CalibrationData(
         "+".join(task.name for task in tasks), PLAIN_PROMPT, tuple(contexts), content_hash("", contexts)
     )
 
 
-def _pair(query: Query) -> Pair | None:
-    """Return a question with its right reply; None if one of them is missing."""
-    answer = next((answer for answer in query.answers if not is_blank(answer)), None)
-    if answer is None or is_blank(query.question):
-        return None
-    return Pair(question=query.question, answer=answer, prefix=query.prefix, max_new_tokens=query.max_new_tokens)
+def _answerable(example: Example) -> Example:
+    """Return an example with those questions alone that say something and have an answer."""
+    asked = (one for one in example.queries if not (is_blank(one.question) or all(map(is_blank, one.answers))))
+    return replace(example, queries=tuple(asked))
+
+
+def _context(judge: Judge, encoded: TaskPrompts, prompt: Prompt, text: str) -> Context:
+    """Return a context as records know it, with its questions and what is taken of own replies to them."""
+    task, key = encoded.task, prompt.key
+    pairs = tuple(
+        Pair(
+            question=query.question,
+            answer=query.right_reply or "",
+            prefix=query.prefix,
+            max_new_tokens=query.max_new_tokens,
+        )
+        for query in (question.query for question in prompt.questions)
+    )
+    taken = tuple(partial(judge.right, key, question.number, question.query) for question in prompt.questions)
+    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, judge.ended)

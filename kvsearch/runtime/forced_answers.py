@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,13 +25,12 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replies import Finished, NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import batches, compressed
-from kvsearch.tasks.base import Answers
-from kvsearch.tasks.encode import Question, TaskPrompts
-from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.base import Answers, Query, Task
+from kvsearch.tasks.encode import TaskPrompts
+from kvsearch.tasks.prompts import PromptFormat, cut, stop_at
 from kvsearch.tasks.readings import Reading, readings
-from kvsearch.tasks.scoring import ROUNDING, score
+from kvsearch.tasks.scoring import is_right, score
 
-RIGHT = 1.0  # the score of a reply that counts as right
 TOGETHER = 8  # sequences that reply side by side
 PAD = 0  # any token will do: nothing sees it
 
@@ -50,6 +50,34 @@ class Asking:
     limits: tuple[int, ...]
     place: str
     ended: Finished | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Which own replies to the questions of a task are teacher-forced, and how much of them."""
+
+    task: Task
+    format: PromptFormat
+
+    @cached_property
+    def ended(self) -> Finished | None:
+        """Whether a reply has come to a stop text; None where the task has none."""
+        stops, decode = self.task.stops, self.format.decode
+        return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+
+    def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
+        """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right.
+
+        Raises:
+            UsageError: the metric cannot judge it.
+        """
+        decode, stops = self.format.decode, self.task.stops
+        said, end = list(reply), stop_at(decode(reply), stops)
+        while end is not None and said and len(decode(said)) > end:
+            said.pop()
+        if said and is_right(score(self.task, key, number, query, cut(decode(said), stops))):
+            return said
+        return []
 
 
 class ForcedAnswer(NamedTuple):
@@ -82,13 +110,13 @@ def forced_answers(
     }
     if answers == "given":
         return found
-    ends = {task.task.name: _end(task) for task in tasks}
-    made = own_replies(loaded, [_asking(*one, ends[one[0].task.name]) for one in asked], progress)
+    judges = {task.task.name: Judge(task.task, task.format) for task in tasks}
+    made = own_replies(loaded, [_asking(task, one, judges[task.task.name].ended) for task, one in asked], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
+        name, key = task.task.name, reading.prompt.key
         for question, reply in zip(reading.questions, replies, strict=True):
-            said = _said(task, reply)
-            if said and _is_right(task, reading, question, said):
-                found[task.task.name, reading.prompt.key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
+            if said := judges[name].right(key, question.number, question.query, reply):
+                found[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
     return found
 
 
@@ -144,22 +172,3 @@ def _asking(task: TaskPrompts, reading: Reading, ended: Finished | None) -> Aski
         f"task {task.task.name}, example {reading.prompt.key}",
         ended,
     )
-
-
-def _end(task: TaskPrompts) -> Finished | None:
-    stops, decode = task.task.stops, task.format.decode
-    return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
-
-
-def _said(task: TaskPrompts, reply: list[int]) -> list[int]:
-    """Return a reply up to the stop text that ended it, in whole tokens."""
-    decode, said = task.format.decode, list(reply)
-    end = stop_at(decode(said), task.task.stops)
-    while end is not None and said and len(decode(said)) > end:
-        said.pop()
-    return said
-
-
-def _is_right(task: TaskPrompts, reading: Reading, question: Question, reply: list[int]) -> bool:
-    text = cut(task.format.decode(reply), task.task.stops)
-    return score(task.task, reading.prompt.key, question.number, question.query, text) >= RIGHT - ROUNDING

@@ -18,9 +18,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import UNIFORM
 from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.scoring import ROUNDING
-
-RIGHT = 1.0  # the score of a reply that counts as right
+from kvsearch.tasks.scoring import is_right
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def hard_questions(scores: Mapping[str, Difficulty], below: float, most: int | N
         most: how many to keep at most, drawn by `seed`; None: all.
         seed: of the draw.
     """
-    right = [name for name, one in scores.items() if one.full >= RIGHT - ROUNDING]
+    right = [name for name, one in scores.items() if is_right(one.full)]
     hard = [name for name in right if 100 * scores[name].even < below]
     kept = hard if most is None or most >= len(hard) else random.Random(f"{seed}/hard").sample(hard, most)
     return HardQuestions(frozenset(kept), len(scores), len(right), len(hard))

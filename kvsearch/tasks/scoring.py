@@ -28,6 +28,11 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
     return value
 
 
+def is_right(value: float) -> bool:
+    """Tell whether a reply of that score counts as right: it has the full score."""
+    return value >= 1 - ROUNDING
+
+
 def _described(error: Exception) -> str:
     """Describe an error that was not written for people: a metric of the user's own may raise anything."""
     return " ".join(f"the metric fails with {type(error).__name__}: {error}".split())

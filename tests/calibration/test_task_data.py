@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.calibration.task_data import data_of_tasks
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.contexts import context_hash
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC
+from kvsearch.runtime.forced_answers import forced_answers
+from kvsearch.runtime.program import full_cache
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.catalog import TaskOptions, find_tasks
-from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.encode import asked_hashes, encode_tasks
 from tests import tiny
 
 
@@ -63,6 +69,84 @@ def test_questions_without_an_answer_are_left_out(model: LoadedModel) -> None:
     assert [(pair.question, pair.answer) for pair in context.questions] == [("? vote", "anchor")]
     with pytest.raises(UsageError, match="task listed has no question with an answer to calibrate on"):
         data_of_tasks(model, [tiny.Listed("listed", rows[1:])], 2, 0)
+
+
+def test_all_answers_are_forced_in_the_form_of_the_task(model: LoadedModel, tmp_path: Path) -> None:
+    """As evaluations take them: in full, and as far as a reply may go."""
+    for metric in ("string_match_all", "exact"):
+        row = {"context": "the calm fox .", "question": "? vote", "answers": ["anchor", "green"], "metric": metric}
+        (tmp_path / f"{metric}.jsonl").write_text(json.dumps(row))
+    tasks = find_tasks(f"jsonl:{tmp_path}/string_match_all.jsonl+jsonl:{tmp_path}/exact.jsonl", TaskOptions())
+    encoded = encode_tasks(model, tasks, 2)
+    right = [question.right.tolist() for task in encoded for prompt in task.prompts for question in prompt.questions]
+    prompts = prompts_of(model, data_of_tasks(model, tasks, 2, 0))
+    found = [after.tokens[0, after.answer :].tolist() for prompt in prompts for after in prompt.continuations]
+    assert found == right
+    assert len(found[0]) > len(found[1]) == 1
+
+
+def test_answers_are_cut_to_what_a_reply_may_have(model: LoadedModel) -> None:
+    query = Query("? vote", ("anchor green fox calm",), max_new_tokens=2)
+    task = tiny.Listed("listed", (Example("listed", "0", "the calm fox .", (query,)),))
+    (after,) = prompts_of(model, data_of_tasks(model, [task], 1, 0))[0].continuations
+    assert after.tokens[0, after.answer :].tolist() == tiny.ids_of("anchor green")[0, 1:].tolist()
+
+
+class _Judged(tiny.Listed):
+    """Replies that begin like the answer are right."""
+
+    def score(self, reply: str, query: Query) -> float:
+        return float(reply.split()[:1] == query.answers[0].split()[:1])
+
+
+def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
+    """Where the metric takes them for right, and no longer than a reply may be; else the given ones."""
+    rows = tiny.listed((60, 3), (90, 2)).rows
+    free = tiny.Listed("free", rows)
+    whole = {
+        (one.key, one.question): one.reply.split()
+        for one in tiny.run(model, {"full": full_cache(model.model)}, [free], 2)
+    }
+    right = tuple(
+        replace(row, queries=tuple(
+            replace(query, answers=(whole[row.key, number][0] if number % 2 == 0 else "lantern",))
+            for number, query in enumerate(row.queries)
+        ))
+        for row in rows
+    )  # fmt: skip
+    task = _Judged("judged", right)
+    data = data_of_tasks(model, [task], 2, 0)
+    forced = forced_answers(model, encode_tasks(model, [task], 2), QUESTION_AGNOSTIC, "own")
+    assert {answer.own for answer in forced.values()} == {True, False}
+    for limited in (data, data.limited(4)):
+        prompts = with_own_replies(model, prompts_of(model, limited), 128)
+        found = [after.tokens[0, after.answer :].tolist() for prompt in prompts for after in prompt.continuations]
+        assert found == [answer.ids.tolist() for answer in forced.values()][: limited.questions]
+    short = with_own_replies(model, prompts_of(model, data), 2)[0].continuations[0]
+    assert short.tokens[0, short.answer :].tolist() == forced["judged", "0", 0].ids[:2].tolist()
+
+
+def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> None:
+    """As evaluations know them: worked examples before every problem do not make all problems one."""
+    text = "the calm fox ."
+    rows = tuple(
+        Example("listed", str(number), text, (Query(question, ("anchor",)),))
+        for number, question in enumerate(("? vote", "? green", "? calm"))
+    )
+    task = tiny.Listed("listed", rows)
+    data = data_of_tasks(model, [task], 3, 0)
+    (encoded,) = encode_tasks(model, [task], 3)
+    assert data.hashes == asked_hashes([encoded])
+    assert data.asked.contexts == 3
+    fresh = encode_tasks(
+        model,
+        [tiny.Listed("listed", (*rows, replace(rows[0], key="3", queries=(Query("? new", ("fox",)),))))],
+        4,
+        used=data.asked,
+    )
+    assert [prompt.key for prompt in fresh[0].prompts] == ["3"]
+    several = tiny.listed((60, 2), (90, 1))
+    assert data_of_tasks(model, [several], 2, 0).hashes == [context_hash(row.context) for row in several.rows]
 
 
 def test_a_length_above_the_positions(model: LoadedModel) -> None:
