@@ -16,7 +16,7 @@ from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
 from kvsearch.choose.candidates import CandidateSet, Explored, find_candidates
 from kvsearch.choose.decomposition import Decomposition, between
 from kvsearch.choose.selection import ByBudgets, Kind, MethodResult, PhaseResult, QuestionCount, Reported, Selection
-from kvsearch.choose.splits import Questions, halves, shared_questions
+from kvsearch.choose.splits import Questions, halves, shared_contexts, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
@@ -86,15 +86,16 @@ class PreparedSelection:
     evaluations: tuple[_PhaseEvaluation, ...]
 
     def check(self) -> None:
-        """Raise UsageError if the stages or the report split have questions in common, or too few."""
+        """Raise UsageError if the stages or the report split have questions or contexts in common, or too few."""
         chosen_by = self.evaluations[0].prepared
         self._stages(chosen_by)
-        common = shared_questions({"selection": chosen_by.evaluation.encoded, "report": self._report_prompts})
-        if common:
-            raise UsageError(
-                f"{len(common)} questions are in the selection and in the report split: what a strategy is chosen by "
-                "says nothing about it, give tasks with splits"
-            )
+        splits = {"selection": chosen_by.evaluation.encoded, "report": self._report_prompts}
+        for what, common in (("questions", shared_questions(splits)), ("contexts", shared_contexts(splits))):
+            if common:
+                raise UsageError(
+                    f"{len(common)} {what} are in the selection and in the report split: what a strategy is chosen by "
+                    "says nothing about it, give tasks with splits"
+                )
 
     @property
     def replies(self) -> dict[str, int]:

@@ -137,8 +137,8 @@ class ContextSet(Record):
         return all(bits[at // 8] >> at % 8 & 1 for at in _places(short))
 
     def union(self, other: ContextSet) -> ContextSet:
-        """Return the contexts of both; a job that both have counts once."""
-        jobs = tuple({one.root: one for one in (*self.jobs, *other.jobs)}.values())
+        """Return the contexts of both; equal jobs count once, those with other questions each."""
+        jobs = tuple(dict.fromkeys((*self.jobs, *other.jobs)))
         listed = [one for part in (self, other) for one in part.ids or ()]
         sketches = [part.sketch.bits for part in (self, other) if part.sketch is not None]
         bits = bytes(one[0] | one[-1] for one in zip(*sketches, strict=True)) if sketches else None

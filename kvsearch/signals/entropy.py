@@ -49,7 +49,7 @@ def mean_row(
 ) -> Tensor:
     """Return the attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
 
-    It adds up to 1. Rows of padding are left out; 0 everywhere if no row is left.
+    It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
     """
     if valid is None:
         valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
@@ -58,7 +58,10 @@ def mean_row(
 
 
 def mean_entropy(mean: Tensor) -> float:
-    """Return the entropy in nats of the attention to each key position `mean` [N], which adds up to 1 (Eq. 4)."""
+    """Return the entropy in nats of the attention to each key position, `mean` [N] (Eq. 4).
+
+    What sinks take is at no position: it is left out, and the rest is not made to add up to 1.
+    """
     return float(torch.special.entr(mean.double()).sum())
 
 

@@ -40,9 +40,9 @@ class Explosion(NamedTuple):
     budget: int
     layer: int  # of the model, the worst one
     gain: float  # of perplexity under the pattern
-    others: float  # the median of that under the others
-    share: float  # of what is shared out, that Eq. 5 gives the layer
-    without: float  # the same without the pattern
+    others: float  # the median of what the others change, up or down
+    share: float  # of what is shared out, that Eq. 5 gives the layer for the pattern
+    without: float  # the same without it and others that explode there
 
     @property
     def words(self) -> str:
@@ -153,24 +153,26 @@ class SignalTable:
     def explosions(self, phase: Phase, budget: float) -> list[Explosion]:
         """Find patterns that Eq. 5 must not be read with, each in its worst layer; none where losses were not measured.
 
-        A pattern explodes in a layer if perplexity gains more than `TIMES` as much as under the median of the others,
-        and what the layer gets by the worst pattern falls by `LEAST_SHARE` of the budget or more without it.
+        A pattern explodes in a layer if perplexity gains more than `TIMES` as much as the others change it, up or down
+        (their median), and if for it the layer gets `LEAST_SHARE` of the budget or more above what the worst pattern
+        brings that does not explode there. So two that explode in one layer do not hide each other.
         """
         if "ppl" not in self.routes or len(self.patterns) < 2:
             return []
-        harm, found = np.maximum(self.measured("ppl", phase, budget), 0.0), list[Explosion]()
-        total = float(harm.max(1).sum())
+        gains, found = self.measured("ppl", phase, budget), list[Explosion]()
+        harm, columns = np.maximum(gains, 0.0), range(len(self.patterns))
+        usual = np.stack([np.median(np.delete(np.abs(gains), at, axis=1), axis=1) for at in columns], axis=1)
+        odd, worst = harm > TIMES * usual, harm.max(1, keepdims=True)
+        elsewhere, tame = worst.sum() - worst, np.where(odd, 0.0, harm).max(1, keepdims=True)
+        least = np.finfo(np.float64).tiny
+        shares, without = (gain / np.maximum(elsewhere + gain, least) for gain in (harm, tame))
+        moved = np.where(odd, shares - without, 0.0)
         for at, name in enumerate(self.patterns):
-            rest = np.delete(harm, at, axis=1)
-            usual, largest = np.median(rest, axis=1), rest.max(1)
-            shares = harm.max(1) / (total or 1.0)
-            without = largest / np.maximum(total - harm.max(1) + largest, np.finfo(np.float64).tiny)
-            moved = np.where(harm[:, at] > TIMES * usual, shares - without, 0.0)
-            row = int(moved.argmax())
-            if moved[row] >= LEAST_SHARE:
+            row = int(moved[:, at].argmax())
+            if moved[row, at] >= LEAST_SHARE:
                 layer, seen = self.profile.metadata.layers[row], self.nearest(budget)
-                numbers = float(harm[row, at]), float(usual[row]), float(shares[row]), float(without[row])
-                found.append(Explosion(name, phase, seen, layer, *numbers))
+                numbers = harm[row, at], usual[row, at], shares[row, at], without[row, 0]
+                found.append(Explosion(name, phase, seen, layer, *map(float, numbers)))
         return found
 
     @property

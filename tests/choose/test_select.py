@@ -595,6 +595,11 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
     task = questions_of(*range(4))
     with pytest.raises(UsageError, match="4 questions are in the selection and in the report split"):
         prepare_selection(model, profile, SIZE, Questions([task], [task]), HOW)
+    rows = [
+        replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
+    ]
+    with pytest.raises(UsageError, match="4 contexts are in the selection and in the report split"):
+        prepare_selection(model, profile, SIZE, Questions([task], [replace(task, rows=tuple(rows))]), HOW)
     with pytest.raises(UsageError, match="task one has one context to select by"):
         prepare_selection(model, profile, SIZE, Questions([questions_of(1)], [task]), HOW)
 

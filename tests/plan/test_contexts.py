@@ -82,6 +82,12 @@ def test_a_large_set_is_a_filter_that_forgets_nothing() -> None:
     assert len(canonical_json(large)) < 12_000
 
 
+def test_other_questions_about_the_same_contexts_count() -> None:
+    few, many = ContextSet.of(hashes(0, 4), 8), ContextSet.of(hashes(0, 4), 20)
+    for both in (few.union(many), many.union(few), few.union(many).union(few)):
+        assert (both.questions, both.ids) == (28, few.ids)
+
+
 def test_sets_are_joined_whether_listed_or_not() -> None:
     small, large = ContextSet.of(hashes(0, 10), 10), ContextSet.of(hashes(10, 10 + MANY), MANY)
     both = small.union(large)

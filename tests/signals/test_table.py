@@ -133,7 +133,8 @@ def test_the_entropy_of_older_profiles_is_that_of_rows() -> None:
 
 def losing(*gains: list[float]) -> SignalTable:
     """One sample of one token: what perplexity, 1 under the full cache, gains in each layer under each pattern."""
-    patterns = {"snapkv": {"window": 4}, "streaming": {}, "tova": {}, "h2o": {}}
+    names = ("snapkv", "streaming", "tova", "h2o", "keydiff", "knorm")[: len(gains[0])]
+    patterns = {name: {"window": 4} if name == "snapkv" else {} for name in names}
     described = signal_metadata(phases=("prefill",), patterns=patterns, budgets=(32,))
     model = described.model.model_copy(update={"layers": len(gains)})
     metadata = described.model_copy(update={"model": model, "layers": tuple(range(len(gains)))})
@@ -154,6 +155,15 @@ def test_a_pattern_that_explodes_is_named() -> None:
     assert "30% of the budget, 0% without it" in found.words
 
 
+def test_two_patterns_that_explode_in_one_layer_do_not_hide_each_other() -> None:
+    """Without either of them the other would still take the budget; a third that is odd, too, moves next to nothing."""
+    found = losing([15.0, 14.0, 1e-3, 1e-3, 1e-3, 0.2], [8.0] * 6).explosions("prefill", 32)
+    assert [(one.pattern, one.layer) for one in found] == [("snapkv", 0), ("streaming", 0)]
+    assert [one.gain for one in found] == pytest.approx([15, 14])
+    assert found[1].share == pytest.approx(14 / 22)
+    assert [one.without for one in found] == pytest.approx([1e-3 / 8.001] * 2, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "gains",
     [
@@ -161,6 +171,7 @@ def test_a_pattern_that_explodes_is_named() -> None:
         [[0.001, 1.0, 0.001, 0.001], [8, 27, 30, 35.0]],  # a thousand times as bad, and 3% of the budget
         [[0.1, 15.0, 15.0, 15.0], [8, 27, 30, 35.0]],  # most are as bad
         [[0.0] * 4, [0.0] * 4],
+        [[2e-5, -1e-5, -3e-5, -1e-5], [-2e-5, 1e-5, -1e-5, -2e-5]],  # chance, which has either sign
         [[-1e-3, -1e-3, -1e-3, 0.0], [0.0] * 4],
     ],
 )

@@ -18,7 +18,7 @@ from kvsearch.tasks.metrics.packages import optional
 from kvsearch.tasks.metrics.words import CHINESE_PUNCTUATION, FULL_WIDTH, f1
 
 LETTERS = "ABCD"
-_LAST_LETTER = re.compile(r"\b[A-D]\b(?!.*\b[A-D]\b)")
+_LAST_OF_FOUR, _LAST_OF_TEN = (re.compile(rf"\b[A-{end}]\b(?!.*\b[A-{end}]\b)") for end in "DJ")
 _NUMBER = re.compile(r"\d+\.\d+|\d+")
 _MARKS = str.maketrans(dict.fromkeys("\n:\"'.,?!{}", " "))
 _CHOICE_MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
@@ -64,7 +64,7 @@ def choice(reply: str, query: Query) -> float:
     text = reply.strip()
     if not text:
         return 0.0
-    if _last_letter(text) in labels:
+    if _found(_LAST_OF_FOUR, text) in labels:
         return 1.0
     if text[0] in LETTERS:
         return float(text[0] in labels)
@@ -80,11 +80,11 @@ def choice(reply: str, query: Query) -> float:
 def choice_of_function(reply: str, query: Query) -> float:
     """Score as `choice`, where the options are names of functions. Tables: code_debug.
 
-    The last letter that stands alone decides if it is right; else the reply, without quotes and the word option, has to
-    begin with letter or name, or to have them after a cue.
+    The last letter from A to J that stands alone decides if it is right; else the reply, without quotes and the word
+    option, has to begin with letter or name, or to have them after a cue.
     """
     labels = _labels(query)
-    if _last_letter(reply.strip()) in labels:
+    if _found(_LAST_OF_TEN, reply.strip()) in labels:
         return 1.0
     text = re.sub("[Oo]ption", " ", reply.strip().translate(_CODE_MARKS))
     text = _single_spaced(text)
@@ -119,8 +119,8 @@ def _labels(query: Query) -> tuple[str, ...]:
     return (*query.answers, *(LETTERS[options.index(answer)] for answer in query.answers))
 
 
-def _last_letter(text: str) -> str | None:
-    found = _LAST_LETTER.search(text)  # the last one of the first line that has any
+def _found(letter: re.Pattern[str], text: str) -> str | None:
+    found = letter.search(text)  # the last one of the first line that has any
     return found and found[0]
 
 

@@ -83,6 +83,8 @@ def test_a_letter_is_chosen(reply: str, right: bool) -> None:
         ("it is parse", False),  # no cue before it
         ("A", False),
         ("merge and parse", False),
+        ("(B) I think", False),  # the official scorer looks for a letter from A to J, and this one is I
+        ("B, I think", True),  # the reply begins with the letter
         ("", False),
     ],
 )
