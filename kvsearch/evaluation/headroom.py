@@ -3,15 +3,14 @@
 The oracle knows the questions: true importance of all questions asked of a context decides. If even the oracle loses
 the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot tell methods apart. What a
 method that does not know the questions could at most keep is decided by importance over many questions, those of other
-contexts among them.
+contexts among them. Importance is for the model's own reply where that is right, else for the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from statistics import fmean
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from kvsearch.arrays import Ints
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import ImportancePass, QuestionImportance
+from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
@@ -34,17 +33,18 @@ from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.strategies.compared import baselines, equal_uniform
-from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.encode import counter, encode, listed
-from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import Prompt, TaskPrompts, encode_tasks, listed
 from kvsearch.tasks.readings import readings
-from kvsearch.tasks.texts import is_blank
 
 ORACLE, ORACLE_UNIFORM, AGNOSTIC = "oracle", "oracle, uniform", "agnostic oracle"
 RECENT = (32, 8)  # recent entries that an oracle's allocation protects
 MANY = 24  # questions of other contexts that are asked of a context
+
+Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,20 +91,38 @@ def headroom(
     "oracle" is the best of several allocations for each context, by its score; "agnostic oracle" likewise, with
     importance over the questions of other contexts, too.
     """
-    count = counter(loaded.tokenizer)
-    examples = [(task, list(task.examples(samples, seed, count))) for task in tasks]
-    pairs = [(task, example, mine) for task, mine in examples for example in mine]
+    encoded = encode_tasks(loaded, tasks, samples, seed)
+    for task in encoded:
+        if task.coverage.excluded:
+            raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
+    forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
+    pairs = [(task, reading) for task in encoded for reading in readings(task.prompts, QUESTION_AGNOSTIC)]
     results: list[Sample] = []
     with running(loaded.model):
-        for task, example, mine in counted(pairs, len(pairs), progress):
-            prompts = encode(loaded.tokenizer, task, [example])
-            if prompts.coverage.excluded:
-                raise IncompatibleError(f"task {task.name}, example {example.key}: {listed(prompts.coverage.excluded)}")
-            others = [query for other in mine if other is not example for query in other.queries]
-            batch = readings(prompts.prompts, QUESTION_AGNOSTIC)
-            programs = dict(_programs(loaded, task, example, ratio, others))
-            results += _best(answer_all(loaded, prompts, batch, programs))
+        for task, reading in counted(pairs, len(pairs), progress):
+            asked = replied(task, reading.prompt, forced)
+            others = [
+                one for other in task.prompts if other is not reading.prompt for one in replied(task, other, forced)
+            ]
+            programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
+            results += _best(answer_all(loaded, task, [reading], programs))
     return results
+
+
+def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnswer]) -> list[Replied]:
+    """Return the questions of a prompt with what is teacher-forced after them.
+
+    Raises:
+        IncompatibleError: there is nothing to force, as the task names no right answer.
+    """
+    found = [(one, forced[task.task.name, prompt.key, one.number].ids) for one in prompt.questions]
+    for question, reply in found:
+        if not len(reply):
+            raise IncompatibleError(
+                f"task {task.task.name}, example {prompt.key}, question {question.number}: no right answer is known, "
+                "so nothing is important for it"
+            )
+    return [(question.ids, reply) for question, reply in found]
 
 
 def _best(samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -121,10 +139,10 @@ def _best(samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def _programs(
-    loaded: LoadedModel, task: Task, example: Example, ratio: float, others: Sequence[Query] = ()
+    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied] = ()
 ) -> Iterator[tuple[str, Program]]:
     """Yield what is compared; allocations of an oracle are called "oracle:NAME"."""
-    found = context_importance(loaded, PromptFormat.of(loaded.tokenizer, task), example, others)
+    found = context_importance(loaded, context, asked, others)
     layers, heads, length = found.known.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     snapkv, keydiff = create_policy("snapkv", {"sinks": 4}), create_policy("keydiff", {"sinks": 4, "window": 1})
@@ -178,33 +196,26 @@ def _fixed(budgets: Ints, _: int) -> Ints:
 
 
 def context_importance(
-    loaded: LoadedModel, prompt: PromptFormat, example: Example, others: Sequence[Query] = ()
+    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], others: Sequence[Replied] = ()
 ) -> ContextImportance:
-    """Measure the importance of an example's context for its questions, and for up to `MANY` of the `others`."""
-    passed = ImportancePass(loaded.model, [], prompt.context(example.context).to(loaded.device))
-
-    def asked(query: Query) -> tuple[QuestionImportance, Tensor, int]:
-        question = prompt.question(query.question, query.prefix)
-        usable = next(answer for answer in query.answers if not is_blank(answer))
-        answer = prompt.answer(usable, query.prefix)
-        tokens = torch.cat([question, answer], 1).to(loaded.device)
-        return passed.ask(tokens), tokens, question.shape[1]
+    """Measure the importance of a context, token ids [T], for what is asked of it and up to `MANY` of the `others`."""
+    if not asked:
+        raise InternalError("a context without questions has no importance")
+    passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
 
     own: list[Tensor] = []
     mass = effect = torch.zeros(1)
-    for query in example.queries:
-        found, tokens, start = asked(query)
+    for question, reply in asked:
+        tokens = torch.cat([question, reply])[None].to(loaded.device)
+        found = passed.ask(tokens)
         nothing = torch.zeros_like(found.importance, dtype=torch.bool)
-        effect = effect + passed.effects(tokens, start, found.logits, nothing)
+        effect = effect + passed.effects(tokens, len(question), found.logits, nothing)
         mass = mass + found.importance.sum((1, 2))
         own.append(found.importance)
-    if not own:
-        raise InternalError("an example without questions has no importance")
     known = torch.stack(own).amax(0)
     most, total, count = known, torch.stack(own).sum(0), len(own)
-    answerable = (query for query in others if not all(map(is_blank, query.answers)))
-    for query in islice(answerable, MANY):
-        importance = asked(query)[0].importance
+    for other in others[:MANY]:
+        importance = passed.ask(torch.cat(other)[None].to(loaded.device)).importance
         most, total, count = torch.maximum(most, importance), total + importance, count + 1
     whole = mass.clamp(min=1e-30)
     return ContextImportance(known, total / count, most, effect / whole, 1 / whole)

@@ -12,12 +12,22 @@ import torch
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.errors import IncompatibleError, InternalError
 from kvsearch.evaluation import headroom as module
-from kvsearch.evaluation.headroom import AGNOSTIC, ORACLE, ORACLE_UNIFORM, context_importance, headroom
+from kvsearch.evaluation.headroom import (
+    AGNOSTIC,
+    ORACLE,
+    ORACLE_UNIFORM,
+    Replied,
+    context_importance,
+    headroom,
+    replied,
+)
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
-from kvsearch.tasks.base import Example
-from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.runtime.forced_answers import forced_answers
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.encode import encode
 from tests import tiny
 from tests.budgets.exact import eviction_loss
 from tests.runtime.helpers import feed, running
@@ -31,9 +41,17 @@ def model(request: pytest.FixtureRequest) -> LoadedModel:
     return tiny.loaded(request.param)
 
 
+def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tuple[torch.Tensor, list[Replied]]:
+    """The context of an example and its questions, with the right replies."""
+    encoded = encode(model.tokenizer, task, [example])
+    return encoded.prompts[0].context, replied(
+        encoded, encoded.prompts[0], forced_answers(model, [encoded], QUESTION_AGNOSTIC, "given")
+    )
+
+
 def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
-        found = context_importance(model, PromptFormat(model.tokenizer, TASK.prompt), example)
+        found = context_importance(model, *given(model, example))
     assert found.known.dtype == torch.float32
     return (found.known * found.weights[:, None, None]).double().numpy()
 
@@ -63,7 +81,7 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
     ids = tiny.ids_of(example.context)
     lost = {}
     with running(model.model, NAME):
-        programs = dict(module._programs(model, TASK, example, 0.8))
+        programs = dict(module._programs(model, *given(model, example), 0.8))
         programs[ORACLE] = programs[f"{ORACLE}:effect, 32 recent"]
         for method in (ORACLE, ORACLE_UNIFORM, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
@@ -107,7 +125,7 @@ def test_allocations_of_an_oracle_hold_the_same(model: LoadedModel) -> None:
     example = TASK.rows[0]
     length = tiny.ids_of(example.context).shape[1]
     with running(model.model, NAME):
-        programs = dict(module._programs(model, TASK, example, 0.3, TASK.rows[1].queries))
+        programs = dict(module._programs(model, *given(model, example), 0.3, given(model, TASK.rows[1])[1]))
     for oracle, count in ((ORACLE, 8), (AGNOSTIC, 16)):
         tables = [programs[name].prefill.table(length) for name in programs if name.startswith(f"{oracle}:")]
         assert len(tables) == count
@@ -120,12 +138,12 @@ def test_the_best_allocation_of_each_context_is_the_oracle(model: LoadedModel) -
     samples = headroom(model, [TASK], 0.7, 1)
     one = samples[0]
     scores = {"oracle:a": (0.0, 1.0), "oracle:b": (1.0, 1.0), "agnostic oracle:c": (0.0, 0.0), "snapkv": (0.5, 0.0)}
-    given = [
+    made = [
         replace(one, method=method, question=number, score=score)
         for method, found in scores.items()
         for number, score in enumerate(found)
     ]
-    best = [(sample.method, sample.score) for sample in module._best(given)]
+    best = [(sample.method, sample.score) for sample in module._best(made)]
     assert best == [(ORACLE, 1.0), (ORACLE, 1.0), (AGNOSTIC, 0.0), (AGNOSTIC, 0.0), ("snapkv", 0.5), ("snapkv", 0.0)]
 
 
@@ -133,15 +151,14 @@ def test_questions_of_other_contexts_count_for_the_agnostic_oracle(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean and the largest over all questions; what the oracle knows stays as it is."""
-    row, other = TASK.rows[0], TASK.rows[1].queries[0]
+    (context, own), (_, others) = (given(model, row) for row in TASK.rows)
     with running(model.model, NAME):
-        prompt = PromptFormat(model.tokenizer, TASK.prompt)
-        alone = context_importance(model, prompt, row)
-        strange = context_importance(model, prompt, replace(row, queries=(other,)))
-        both = context_importance(model, prompt, row, [replace(other, answers=("",)), other])
+        alone = context_importance(model, context, own)
+        strange = context_importance(model, context, others)
+        both = context_importance(model, context, own, others)
         monkeypatch.setattr(module, "MANY", 0)
-        none = context_importance(model, prompt, row, [other])
-    asked = len(row.queries)
+        none = context_importance(model, context, own, others)
+    asked = len(own)
     torch.testing.assert_close(both.known, alone.known)
     torch.testing.assert_close(both.most, torch.maximum(alone.known, strange.known))
     torch.testing.assert_close(both.mean * (asked + 1), alone.mean * asked + strange.mean)
@@ -149,9 +166,46 @@ def test_questions_of_other_contexts_count_for_the_agnostic_oracle(
     torch.testing.assert_close(alone.most, alone.known)
 
 
+def test_what_the_oracle_looks_for_is_the_reply_that_is_right(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own where the metric takes it, else all answers in the form of the task; never the first of many."""
+    first, second = TASK.rows[0].queries
+    rows = (replace(TASK.rows[0], queries=(replace(first, written="lantern green"), second)),)
+
+    class Own(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return float(bool(reply) and query.question == second.question)
+
+    task = Own("own", rows)
+    looked: list[list[Replied]] = []
+    whole = module.context_importance
+
+    def noted(loaded: LoadedModel, context: torch.Tensor, asked: list[Replied], others: list[Replied]) -> object:
+        looked.append(asked)
+        return whole(loaded, context, asked, others)
+
+    monkeypatch.setattr(module, "context_importance", noted)
+    samples = headroom(model, [task], 0.7, 1)
+    said = [sample.reply for sample in samples if sample.method == "full"]
+    ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in looked)
+    assert written == "lantern green"
+    assert own == said[1] != second.answers[0]
+
+
+def test_a_question_without_a_right_reply(model: LoadedModel) -> None:
+    class Open(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return 0.0
+
+    row = replace(TASK.rows[0], queries=(Query("recall", (), 4),))
+    with pytest.raises(IncompatibleError, match="task open, example 0, question 0: no right answer is known"):
+        headroom(model, [Open("open", (row,))], 0.7, 1)
+
+
 def test_an_example_without_questions(model: LoadedModel) -> None:
     with pytest.raises(InternalError, match="without questions"):
-        importance_of(model, Example("t", "k", "the calm fox .", ()))
+        context_importance(model, tiny.ids_of("the calm fox .")[0], [])
 
 
 def test_an_example_that_cannot_be_asked(model: LoadedModel) -> None:
@@ -159,7 +213,7 @@ def test_an_example_that_cannot_be_asked(model: LoadedModel) -> None:
     row = TASK.rows[0]
     queries = (row.queries[0], replace(row.queries[1], answers=("",)))
     task = replace(TASK, rows=(replace(row, queries=queries),))
-    with pytest.raises(IncompatibleError, match="task listed, example 0: empty answer: 1"):
+    with pytest.raises(IncompatibleError, match="task listed: empty answer: 1"):
         headroom(model, [task], 0.7, 1)
 
 
@@ -177,7 +231,7 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])
     question = tiny.ids_of(asked)[0, 1:].tolist()
     read = [ids for ids in seen if len(ids) > 1]  # the rest are tokens of replies
-    assert [ids for ids in read if len(ids) > 40] == [context] * 2, "once for the importance, once for all methods"
+    assert [ids for ids in read if len(ids) > 40] == [context] * 3, "once for each of replies, importance, all methods"
     begun = [ids[: len(question)] for ids in read if len(ids) <= 40]
     assert len(begun) >= 2
     assert all(ids == question for ids in begun)
