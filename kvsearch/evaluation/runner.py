@@ -18,7 +18,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
-from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.prompts import cut
 from kvsearch.tasks.readings import Reading, questions_of, readings
 from kvsearch.tasks.scoring import score
 
@@ -123,8 +123,7 @@ def answer_joints(
     The samples are not scored: see `UNSCORED`.
     """
     ids, where, tokenizer = [reading.ids for reading in batch], f"task {prompts.task.name}", loaded.tokenizer
-    stops, decode = prompts.task.stops, prompts.format.decode
-    ended = (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+    ended = prompts.format.ended(prompts.task.stops)
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
     joints = compressed(loaded.model, programs, ids, pad, stop_tokens(loaded), ended, memory)
     while True:

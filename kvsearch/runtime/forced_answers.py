@@ -62,8 +62,7 @@ class Judge:
     @cached_property
     def ended(self) -> Finished | None:
         """Whether a reply has come to a stop text; None where the task has none."""
-        stops, decode = self.task.stops, self.format.decode
-        return (lambda reply: stop_at(decode(reply), stops) is not None) if stops else None
+        return self.format.ended(self.task.stops)
 
     def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
         """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right.

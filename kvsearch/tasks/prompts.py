@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,10 @@ class PromptFormat:
         """Return the text of a reply."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def ended(self, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
+        """Return what tells whether a reply, token ids, has come to a stop text; None without `stops`."""
+        return (lambda reply: stop_at(self.decode(reply), stops) is not None) if stops else None
 
     @property
     def _head(self) -> str:

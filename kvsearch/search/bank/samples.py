@@ -12,9 +12,10 @@ from torch import Tensor
 from kvsearch.errors import UsageError
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime.forced_answers import Asked, ForcedAnswer
+from kvsearch.runtime.replies import Finished
 from kvsearch.search.objectives import Objective
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
-from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.prompts import cut
 from kvsearch.tasks.readings import Reading, readings
 from kvsearch.tasks.scoring import score
 
@@ -67,19 +68,14 @@ class BankSample:
         return token_hash(self.prompt)
 
     @cached_property
-    def context_sha256(self) -> str:
-        """Of the context, the same under every protocol: splits must not share any."""
-        return token_hash(self.reading.prompt.context)
-
-    @cached_property
     def sha256(self) -> str:
         """Of all tokens before the reply, the same under every protocol."""
         return token_hash(self.reading.prompt.with_question(self.question))
 
-    def finished(self, reply: list[int]) -> bool:
-        """Tell whether a reply has come to a stop text of its task."""
-        stops = self.task.task.stops
-        return bool(stops) and stop_at(self.task.format.decode(reply), stops) is not None
+    @property
+    def finished(self) -> Finished | None:
+        """What tells whether a reply has come to a stop text of its task; None where it has none."""
+        return self.task.format.ended(self.task.task.stops)
 
     def score(self, reply: list[int]) -> float:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""

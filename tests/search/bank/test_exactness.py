@@ -173,7 +173,7 @@ def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol,
     found: list[list[list[int]]] = [[] for _ in candidates]
     with running(model.model):
         for sample in bank_samples([task], protocol):
-            stop, finished = stop_tokens(model), sample.finished if task.task.stops else None
+            stop, finished = stop_tokens(model), sample.finished
             for joint in compressed(model.model, programs, [sample.prompt], 0, stop, finished):
                 limits = [sample.limit] * len(joint.methods)
                 asked = [sample.asked] * len(joint.methods)
