@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsearch.calibration.options import SAMPLES
-from kvsearch.calibration.sample_files import has_samples
+from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY, read_bytes
 from kvsearch.plan.parsing import parse_json
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
-PROFILE = "profile.safetensors"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 

@@ -64,7 +64,7 @@ def calibrate_dynamic(
     how = {"protocol": options.protocol, "minimum": options.minimum}
     settings = {**options.texts(data), **allocation.parameters(), **how}
     seed, floor = options.seed, tables.floor(tables.length)
-    origin = profile_metadata(loaded, data, policy, allocation.name, seed, settings, tables.lengths, floor)
+    origin = profile_metadata(loaded, data, policy.spec, allocation.name, seed, settings, tables.lengths, floor)
     spread = {
         "ratio_deviation": tables.deviation(),
         "question_length": np.array(tables.lengths, dtype=np.int32),

@@ -5,7 +5,7 @@ The importance comes from the rows of the question and answer tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,11 +31,15 @@ class QuestionImportance:
     logits: Tensor  # [K, vocabulary]
 
 
+Look = tuple[Needs, Callable[[Observation], Any]]
+
+
 class RankedContext(NamedTuple):
-    """What is kept of the context in one layer."""
+    """What is kept of the context in one layer; `noted` is what a `look` made of it."""
 
     ranks: list[Tensor]  # [1, Hkv, T] int32 for each policy
     norms: Tensor  # [1, Hkv, G, T] fp32, L2 norms of the projected values
+    noted: Any
 
 
 class ImportancePass(DensePass[RankedContext]):
@@ -47,17 +51,27 @@ class ImportancePass(DensePass[RankedContext]):
         context: token ids [1, T].
         group: how the query heads of a kv head are aggregated, "sum" or "max".
         refusal: see `DensePass`.
+        look: what else to note of the context in every layer, and what that needs.
     """
 
     def __init__(
-        self, model: Any, policies: Sequence[Policy], context: Tensor, group: str = "sum", refusal: str | None = None
+        self,
+        model: Any,
+        policies: Sequence[Policy],
+        context: Tensor,
+        group: str = "sum",
+        refusal: str | None = None,
+        look: Look | None = None,
     ) -> None:
-        def look(prompt: Observation) -> RankedContext:
-            return RankedContext([rank_under(policy, prompt) for policy in policies], prompt.projected_norms("l2"))
+        more, note = look or (Needs(), lambda _: None)
+
+        def observe(prompt: Observation) -> RankedContext:
+            ranks = [rank_under(policy, prompt) for policy in policies]
+            return RankedContext(ranks, prompt.projected_norms("l2"), note(prompt))
 
         check_rotary(model, policies)
-        needs = [*(policy.needs() for policy in policies), Needs(projection=True)]
-        super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), look, context, refusal=refusal)
+        needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
+        super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), observe, context, refusal=refusal)
         self.group = group
 
     def ranks(self, policy: int = 0) -> Tensor:

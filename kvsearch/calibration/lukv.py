@@ -121,7 +121,7 @@ def calibrate_lukv(
         settings["choices"] = named
     tables = summary.tables
     origin = profile_metadata(
-        loaded, data, policy, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
+        loaded, data, policy.spec, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
     )
     return Profile(origin, summary.arrays())
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Option, Params, Seeded, with_params
+from kvsearch.config.options import Listed, Option, Params, Seeded, with_params
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.policies.probe import FEATURES
 from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:
@@ -33,14 +34,17 @@ Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 
 ANSWER_TOKENS = 128
-SAMPLES = "samples"  # folder in the directory of a PolyKV calibration: what is finished of it
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 UNRANKED = ("full",)
 # parameters that can decide what a policy keeps, with the values of papers and code: lukv measures the recall of each
 DECIDING: dict[str, dict[str, tuple[float, ...]]] = {"expected_attention": {"epsilon": (0.0, 0.02)}}
 RECALL_AT = (0.05, 0.1, 0.2)  # shares of a context that every head keeps
-LUKV, SHARED, CAKE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE"
+LUKV, SHARED, CAKE, PROBE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE", "Probe"
+TARGETS = ("answers", "reconstruction")
+# what a fitted ranking is compared with: the built-in policies that order all entries of a prompt by a score
+COMPARED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
 
+Names = Annotated[tuple[str, ...], Listed]
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
 ]
@@ -84,11 +88,11 @@ class CalibrationOptions(Seeded):
     own_params: ClassVar[bool] = True
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv or polykv.")] = "lukv"
+    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv, polykv or probe.")] = "lukv"
     policy: Annotated[
         str,
         Option(
-            "Eviction policy the budgets are for; polykv: of strategies without a route.",
+            "Eviction policy the budgets are for, or probe=DIR, a fitted one; polykv: of strategies without a route.",
             shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
         ),
     ] = "snapkv"
@@ -144,12 +148,14 @@ class CalibrationOptions(Seeded):
         Raises:
             UsageError: an unknown policy or parameter, or one that cannot be calibrated.
         """
+        from kvsearch.calibration.fitted import fitted_policy
         from kvsearch.policies import create_policy, policy_class
 
         if self.policy in UNRANKED:
             raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
-        policy_class(self.policy)
-        return create_policy(self.policy, {**self.protection.get(self.policy, {}), **self.params})
+        name, fitted = fitted_policy(self.policy)
+        policy_class(name)
+        return create_policy(name, {**self.protection.get(name, {}), **fitted, **self.params})
 
     def policies(self) -> list[Policy]:
         """Return all policies that are measured, `make_policy` among them; UsageError as it raises them."""
@@ -226,6 +232,58 @@ class LukvOptions(CalibrationOptions):
         pairs = [pair for context in data.contexts for pair in context.questions]
         most = sum(pair.max_new_tokens or self.answer_tokens for pair in pairs)
         return {"own_replies": len(pairs), "own_reply_tokens": most}
+
+
+class ProbeOptions(CalibrationOptions):
+    """A ranking that is fitted: what is asked of a context, and what the fit looks at.
+
+    `targets` are "answers" (questions with their answers) and "reconstruction" (the context itself, asked for again
+    chunk by chunk). `form` "network" also tries a small network for every head, "linear" regressions only; which of
+    them a head gets is chosen on contexts that none was fitted on.
+    """
+
+    unit: ClassVar[str] = "contexts"
+
+    method: Literal["probe"] = "probe"
+    policy: str = "probe"
+    features: Annotated[
+        Names, Option("What the fit looks at of an entry.", panel=PROBE, metavar="NAME,...", shown="all there are")
+    ] = FEATURES
+    targets: Annotated[
+        Names, Option("What entries are worth: for answers, reconstruction or both.", panel=PROBE, metavar="NAME,...")
+    ] = TARGETS
+    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
+    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
+    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.", panel=PROBE)] = 8
+    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
+    answer_tokens: AnswerTokens = ANSWER_TOKENS
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Self:
+        for key, known in (("features", FEATURES), ("targets", TARGETS)):
+            given = getattr(self, key)
+            wrong = next((name for name in given if name not in known), None)
+            refuse([((key,), f"{wrong!r} is unknown{suggest(str(wrong), known)}")] if wrong is not None else [])
+            refuse([((key,), "names nothing: leave it out, or name what to take")] if not given else [])
+        return self
+
+    def make_policy(self) -> Policy:
+        """There is none before it is fitted."""
+        raise UsageError("method probe makes a policy: it has none before")
+
+    def policies(self) -> list[Policy]:
+        """Return the policies that the fit is compared with."""
+        from kvsearch.policies import create_policy
+
+        return [create_policy(name) for name in COMPARED]
+
+    def resolved(self) -> dict[str, Any]:
+        """See `CalibrationOptions.resolved`."""
+        return {"method": self.method, **self.model_dump(mode="json", include=set(self.option_names()))}
+
+    def scope(self, data: CalibrationData) -> str:
+        """See `CalibrationOptions.scope`."""
+        return f"{len(data.contexts)} contexts with {data.questions} questions"
 
 
 class DynamicOptions(CalibrationOptions):

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.plan import ProfileMetadata
+from kvsearch.plan import PolicySpec, ProfileMetadata
 from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.origin import provenance
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.policies import Policy
 
 
 def profile_metadata(
     loaded: LoadedModel,
     data: CalibrationData,
-    policy: Policy,
+    policy: PolicySpec,
     method: str,
     seed: int,
     settings: Mapping[str, Any],
@@ -31,7 +30,7 @@ def profile_metadata(
     return ProfileMetadata(
         model=loaded.fingerprint,
         method=method,
-        policy=policy.spec,
+        policy=policy,
         length=max(lengths),
         questions=len(lengths),
         layers=describe(loaded.model).full_layers,

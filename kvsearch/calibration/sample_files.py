@@ -1,12 +1,12 @@
-"""The files in which a calibration keeps the samples it has finished: a name per batch and continuation."""
+"""The files of a calibration: its profile, and the samples it has finished, by batch and continuation."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from kvsearch.calibration.options import SAMPLES
-
+PROFILE = "profile.safetensors"
+SAMPLES = "samples"  # folder of a PolyKV calibration: what is finished of it
 _NAME = re.compile(r"\d{6,}-\d{4,}\.safetensors")
 
 

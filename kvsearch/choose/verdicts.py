@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
-from kvsearch.calibration.directory import PROFILE
+from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text

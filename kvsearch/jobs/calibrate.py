@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.directory import PROFILE, check_new, goes_on_in, questions
+from kvsearch.calibration.directory import check_new, goes_on_in, questions
 from kvsearch.calibration.options import (
-    SAMPLES,
     AdakvOptions,
     CakeOptions,
     CalibrationOptions,
     DynamicOptions,
     LavaOptions,
     LukvOptions,
+    ProbeOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.sample_files import has_samples
+from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
@@ -154,6 +154,10 @@ class CalibrateCake(CakeOptions, CalibrateOptions):
     """See `CakeOptions`."""
 
 
+class CalibrateProbe(ProbeOptions, CalibrateOptions):
+    """See `ProbeOptions`."""
+
+
 class CalibrateAdakv(AdakvOptions, CalibrateOptions):
     """See `AdakvOptions`."""
 
@@ -164,7 +168,7 @@ class CalibratePolykv(PolykvOptions, CalibrateOptions):
 
 METHODS: dict[str, type[CalibrateOptions]] = {
     "lukv": CalibrateLukv, "lava": CalibrateLava, "cake": CalibrateCake, "adakv": CalibrateAdakv,
-    "polykv": CalibratePolykv,
+    "polykv": CalibratePolykv, "probe": CalibrateProbe,
 }  # fmt: skip
 
 
@@ -218,6 +222,8 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         from kvsearch.runtime.plan_checks import warn_unfit
 
         policies = options.policies()
+        for policy in policies:
+            policy.check_model(loaded.fingerprint)
         warn_unfit(loaded.model, policies)
         named = ", ".join(policy.name for policy in policies)
         talk.say(f"calibrating {options.model} by {options.method} for {named} on {options.scope(texts)} "
@@ -241,7 +247,7 @@ def _checked(
 
     The questions of tasks are made for a tokenizer: with them the model, which is loaded.
     """
-    options.make_policy()
+    options.policies()
     if options.tflops is not None and not (tflops and isinstance(options, PolykvOptions)):
         raise UsageError("--tflops is for what --dry-run says of method polykv: leave it out")
     if isinstance(options, PolykvOptions):
@@ -325,6 +331,10 @@ def _measure(
 
         return calibrate_polykv(loaded, texts, options, options.policies(), progress, options.output, start)
     start()
+    if isinstance(options, ProbeOptions):
+        from kvsearch.calibration.probe.measure import calibrate_probe
+
+        return calibrate_probe(loaded, texts, options, progress)
     policy = options.make_policy()
     if isinstance(options, LukvOptions):
         from kvsearch.calibration.lukv import calibrate_lukv

@@ -272,6 +272,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
+    from kvsearch.calibration.fitted import fitted_policy
     from kvsearch.plan.schema import PHASES
     from kvsearch.policies import create_policy
     from kvsearch.search.evolve import Splits, prepare_search
@@ -293,7 +294,8 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
             raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
         policy: Any = next(iter(plans.values()))
     else:
-        policy = create_policy(options.policy or "snapkv", options.params)
+        name, fitted = fitted_policy(options.policy or "snapkv")
+        policy = create_policy(name, {**fitted, **options.params})
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
             talk.warn(

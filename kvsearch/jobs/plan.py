@@ -42,11 +42,13 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 
     def make(self, talk: Talk) -> Plan:
         """Make the plan; what can be checked without a model is checked before one is loaded."""
+        from kvsearch.calibration.fitted import fitted_policy
         from kvsearch.plan import phases_of
         from kvsearch.policies import create_policy
         from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
 
-        policy, allocation = create_policy(self.policy, self.settings), parse_allocation(self.allocation)
+        name, fitted = fitted_policy(self.policy)
+        policy, allocation = create_policy(name, {**fitted, **(self.settings or {})}), parse_allocation(self.allocation)
         phases, allocator, size = phases_of(self.phases), self.allocator(policy), self.size
         check_request(policy, size, allocation)
         self.check_output()
@@ -105,7 +107,7 @@ class ConvertOptions(PlanOptions):
 
     def make(self, talk: Talk) -> Plan:  # noqa: ARG002
         """Convert the plan, or that of the profile at the ratio."""
-        from kvsearch.calibration.directory import PROFILE
+        from kvsearch.calibration.sample_files import PROFILE
         from kvsearch.plan import Size, convert, load_profile
         from kvsearch.strategies.from_profile import plan_from_profile
 

@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvsearch.plan.canonical import canonical_json, sha256_of
-from kvsearch.plan.files import atomic_write, describe_validation_error, load_plan, save_plan
+from kvsearch.plan.files import atomic_write
 from kvsearch.plan.guard import round_half_up
+from kvsearch.plan.parsing import describe_validation_error
+from kvsearch.plan.saved import load_plan, save_plan
 from kvsearch.plan.schema import (
     PHASES,
     AllocationSpec,

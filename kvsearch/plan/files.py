@@ -1,4 +1,4 @@
-"""Reading and writing plan files; a write either completes or leaves what was there."""
+"""Reading and writing files; a write either completes or leaves what was there."""
 
 from __future__ import annotations
 
@@ -9,22 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
-from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
-
-__all__ = [
-    "atomic_write",
-    "describe_validation_error",
-    "load_plan",
-    "read_bytes",
-    "read_text",
-    "save_plan",
-    "write_fault",
-]
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
 _REMEDIES = {
@@ -34,28 +19,6 @@ _REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a writable place",
 }
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read and check a plan file.
-
-    Raises:
-        UsageError: there is no such file, or it is not a valid plan; the message then lists all that is wrong with it.
-        EnvironmentFault: the file cannot be read.
-    """
-    name = str(path)
-    data = require_header(parse_json(read_bytes(path), name), PLAN_FORMAT, PLAN_VERSION, name)
-    return _checked(data, name)
-
-
-def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
-    """Write a plan file; equal plans give equal bytes.
-
-    Raises:
-        UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
-        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
-    """
-    atomic_write(path, canonical_json(_checked(plan.model_dump(), f"the plan for {path}")), overwrite)
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -161,13 +124,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _checked(data: dict[str, object], name: str) -> Plan:
-    try:
-        return Plan.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, name)) from error
 
 
 def _reason(error: OSError) -> str:

@@ -24,6 +24,7 @@ from kvsearch.plan.origin import Provenance
 from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.plan.signals import SignalAxes, signal_problems
+from kvsearch.plan.weights import find_weights, put_weights
 
 Array = NDArray[Any]
 
@@ -137,6 +138,7 @@ def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) ->
         UsageError: `path` exists and `overwrite` is off, or is no regular file.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
+    put_weights([profile.metadata.policy], path)
     atomic_write(path, profile.to_bytes(), overwrite)
 
 
@@ -147,8 +149,14 @@ def load_profile(path: str | Path) -> Profile:
         UsageError: there is no such file, or it is not a valid profile; the message lists all that is wrong with it.
         EnvironmentFault: the file cannot be read.
     """
-    name = str(path)
-    header, arrays, problems = _read(read_bytes(path), name)
+    found = read_profile(read_bytes(path), str(path))
+    find_weights([found.metadata.policy], path)
+    return found
+
+
+def read_profile(data: bytes, name: str) -> Profile:
+    """Read and check the bytes of a profile file, called `name`; UsageError as `load_profile`."""
+    header, arrays, problems = _read(data, name)
     metadata: ProfileMetadata | None = None
     try:
         metadata = ProfileMetadata.model_validate(header)

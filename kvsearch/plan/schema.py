@@ -132,6 +132,13 @@ class Plan(Record):
         """List entries per kv head of each model layer, None where it keeps its full cache; UsageError as `phase`."""
         return self.phase(phase).budgets
 
+    @property
+    def policies(self) -> tuple[PolicySpec, ...]:
+        """The policies of all phases and layers, each once."""
+        phases = [phase for phase in (self.prefill, self.decode) if phase is not None]
+        specs = [layer.policy for phase in phases for layer in phase.layers if layer is not None]
+        return tuple(spec for number, spec in enumerate(specs) if spec not in specs[:number])
+
     def planned_layers(self, phase: Phase) -> tuple[int, ...]:
         """List the model layers that `phase` budgets, ascending; UsageError as `phase`."""
         return self.phase(phase).planned_layers

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.plan.schema import PolicySpec
+from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
 
@@ -182,6 +182,9 @@ class Policy(ABC):
         names = ("sinks", "protect" if hasattr(self, "protect") else "window", "recent")
         return [name for name in names if getattr(self, name, 0)]
 
+    def check_model(self, model: ModelFingerprint) -> None:  # noqa: B027 - most can be used on every model
+        """Raise IncompatibleError if the policy cannot be used on the model of this fingerprint."""
+
     # --- the end of the prompt ------------------------------------------------------------------------------------
 
     def needs(self) -> Needs:
@@ -277,7 +280,7 @@ class Policy(ABC):
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Return the hyper-parameters by name, as a plan stores them."""
         stated = dataclasses.asdict(self)
-        if "protect" in stated and stated["protect"] == self.observed:
+        if "protect" in stated and "window" in stated and stated["protect"] == self.observed:
             del stated["protect"]
         return stated
 

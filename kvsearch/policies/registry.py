@@ -31,6 +31,7 @@ BUILT_IN = {
     "expected_attention": "kvsearch.policies.expected_attention:ExpectedAttention",
     "criticalkv": "kvsearch.policies.criticalkv:CriticalKV",
     "knorm": "kvsearch.policies.knorm:Knorm",
+    "probe": "kvsearch.policies.probe:Probe",
     "duo_attention": "kvsearch.policies.duo_attention:DuoAttention",
 }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from kvsearch.errors import UsageError
 from kvsearch.plan import Plan, Profile
+from kvsearch.policies.probe import METHOD
 from kvsearch.report.dynamic import DynamicView, is_dynamic
 from kvsearch.report.lukv import LukvView
+from kvsearch.report.ranking import RankingView
 from kvsearch.report.screen import View
 from kvsearch.report.signals import SignalsView
 from kvsearch.signals.table import SignalTable
@@ -17,6 +19,10 @@ def profile_view(profile: Profile, ratio: float, plan: Plan | None = None) -> Vi
     Raises:
         UsageError: a plan is to be judged by a profile without the importance of entries.
     """
+    if profile.metadata.method == METHOD:
+        if plan is not None:
+            raise UsageError("--plan needs a LU-KV profile: this is a fitted ranking")
+        return RankingView(profile)
     has_signals = profile.metadata.signals is not None
     if plan is not None and (has_signals or is_dynamic(profile)):
         method = profile.metadata.method

@@ -15,8 +15,8 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.contexts import Use
 from kvsearch.plan.fields import Record, Sha256
-from kvsearch.plan.files import atomic_write, describe_validation_error, read_bytes
-from kvsearch.plan.parsing import parse_json, require_header
+from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
 
 CONTEXTS = "contexts.json"
 CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1

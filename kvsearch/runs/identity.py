@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.fields import Record
-from kvsearch.plan.files import describe_validation_error, read_bytes
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.runs.lock import this_command
 
 SCHEMA, CONFIG = "kvsearch.run/1", "config.json"

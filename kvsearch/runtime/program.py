@@ -98,6 +98,8 @@ class Program:
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
         clip = allocation is None
         program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation)
+        for policy in program.policies:
+            policy.check_model(plan.model)
         warn_unfit(model, program.policies)
         return program
 

@@ -11,13 +11,15 @@ from typing import Any
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.directory import PROFILE
+from kvsearch.calibration.fitted import fitted_policy
+from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.config.options import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
 from kvsearch.policies import create_policy
+from kvsearch.policies.probe import Probe
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import policy_class, policy_names, policy_of
 from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe
@@ -27,8 +29,8 @@ Settings = Mapping[str, Any]
 
 
 def method_names() -> list[str]:
-    """Return all names that `find_methods` knows; profiles are given as NAME=DIR."""
-    policies = [name for name in policy_names() if name not in METHODS and name != FULL]
+    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as probe=DIR."""
+    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, Probe.name)]
     return [*METHODS, *policies, RANDOM]
 
 
@@ -36,9 +38,10 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
 
     METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
-    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). NAME=DIR looks budgets up in a
-    calibrated profile, whose policy keeps its own settings; methods of the same policy take these where all profiles
-    agree. `settings` are KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
+    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). The policy probe is given with the
+    directory that fitted it: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated profile,
+    whose policy keeps its own settings; methods of the same policy take these where all profiles agree. `settings` are
+    KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
 
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
@@ -111,7 +114,7 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
 
 def _is_profile(item: str) -> bool:
     name, found, _ = item.partition("=")
-    return bool(found) and ":" not in name
+    return bool(found) and ":" not in name and name != Probe.name
 
 
 def _settings_of(profiles: Iterable[Method]) -> dict[str, Settings]:
@@ -127,8 +130,8 @@ def _method(item: str, alike: Mapping[str, Settings], common: Settings, own: Set
 
     `alike` are settings by policy, which others win over.
     """
-    name, own = item, {**own, **_inline(item)}
-    recipe = _recipe(":".join(piece for piece in item.split(":") if "=" not in piece))
+    name, plain, inline = item, *_inline(item)
+    own, recipe = {**own, **inline}, _recipe(plain)
     policy_keys, option_keys = _keys(recipe)
     known = [*policy_keys, *option_keys]
     for key in own:
@@ -147,19 +150,23 @@ def _label(item: str) -> str:
     return item if ":" in name else name.strip()
 
 
-def _inline(item: str) -> Settings:
-    """Return the settings in METHOD:KEY=VALUE, which come after a policy if there is one."""
-    pieces = item.split(":")[1:]
-    found: dict[str, Any] = {}
-    for piece in pieces:
-        if "=" not in piece and (found or piece != pieces[0]):
+def _inline(item: str) -> tuple[str, Settings]:
+    """Return METHOD or METHOD:POLICY, and the settings in :KEY=VALUE after it; POLICY may be probe=DIR."""
+    method, *pieces = item.split(":")
+    method, found = fitted_policy(method)
+    for number, piece in enumerate(pieces):
+        key, given, _ = piece.partition("=")
+        if number == 0 and (not given or key == Probe.name):
+            policy, found = fitted_policy(piece)
+            method = f"{method}:{policy}"
+        elif not given:
             raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
-        if "=" in piece:
+        else:
             key, value = parse_setting(piece, "method")
             if key in found:
                 raise UsageError(f"method {item}: {key} is given twice: give it once")
             found[key] = value
-    return found
+    return method, found
 
 
 def _recipe(name: str) -> Recipe:
@@ -167,7 +174,7 @@ def _recipe(name: str) -> Recipe:
     method, colon, policy = name.partition(":")
     if method == FULL:
         raise UsageError("the full cache is always there: leave the method full out")
-    if method not in METHODS and (colon or method not in method_names()):
+    if method not in METHODS and (colon or method not in (*method_names(), Probe.name)):
         known = list(METHODS) if colon else method_names()
         raise UsageError(f"unknown method {method!r}{suggest(method, known)}")
     recipe = METHODS.get(method, Recipe(method))

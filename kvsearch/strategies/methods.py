@@ -151,6 +151,7 @@ class Method:
             IncompatibleError: the profile is of another model.
             UsageError: the allocation cannot share the policy's entries, or the policy has no decode rule.
         """
+        self.policy.check_model(loaded.fingerprint)
         if isinstance(self.layout, Calibrated):
             metadata = self.layout.profile.metadata
             metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsearch.calibration.directory import PROFILE, profile_file
+from kvsearch.calibration.directory import profile_file
+from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import load_calibrated
 from kvsearch.jobs.groups import Loading

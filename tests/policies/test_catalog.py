@@ -62,6 +62,9 @@ def test_every_built_in_policy_is_described(name: str) -> None:
     assert not facts.formula.startswith(found.__name__)
     assert [parameter.name for parameter in facts.parameters] == [field.name for field in fields(found)]
     defaults = {parameter.name: parameter.default for parameter in facts.parameters}
+    if name == "probe":  # its weights decide
+        assert facts.decode is None
+        return
     assert create_policy(name, defaults) == create_policy(name)
     assert facts.phases == (() if name == "full" else ("prefill", "decode"))
     assert facts.decode is not None

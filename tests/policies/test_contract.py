@@ -8,6 +8,7 @@ from kvsearch.policies.keydiff import KeyDiff
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
 from tests.policies.contract import PolicyContract
+from tests.policies.probes import example
 
 
 class TestFullKV(PolicyContract):
@@ -46,6 +47,10 @@ class TestKeyDiff(PolicyContract):
 
 class TestKeyDiffProtected(PolicyContract):
     policy = KeyDiff(sinks=4, window=1)
+
+
+class TestProbe(PolicyContract):
+    policy = example("probe")
 
 
 class TestExpectedAttention(PolicyContract):

@@ -6,17 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.replay import replay
 from tests.policies.contract import properties, rope
+from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 
 
 @pytest.mark.parametrize("phases", ["decode", "both"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_replay_equals_token_by_token(name: str, phases: str) -> None:
-    policy = create_policy(name)
+    policy = example(name)
 
     @properties
     @given(scenes())

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
 from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of
@@ -28,6 +27,7 @@ from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, ROWS, SampleFiles, places, unfinished
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.calibration.sample_files import SAMPLES
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -150,7 +150,7 @@ def _profile(
         "entropy_rows": options.entropy_rows, "naive": options.naive, **options.for_strategies,
     }  # fmt: skip
     lengths = arrays[LENGTH].tolist()
-    origin = profile_metadata(loaded, data, base, "polykv", options.seed, settings, lengths, base.floor)
+    origin = profile_metadata(loaded, data, base.spec, "polykv", options.seed, settings, lengths, base.floor)
     axes = SignalAxes(
         patterns=tuple(policy.spec for policy in policies),
         phases=options.measured_phases,

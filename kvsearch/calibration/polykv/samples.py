@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measurement import Measurement
-from kvsearch.calibration.sample_files import sample_files
+from kvsearch.calibration.sample_files import SAMPLES, sample_files
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.sample_files import SAMPLES
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy

@@ -13,12 +13,11 @@ import yaml
 from safetensors.numpy import save
 from typer.testing import CliRunner
 
-from kvsearch.calibration.options import SAMPLES
 from kvsearch.calibration.polykv import measure
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.polykv.patterns import PAPER
 from kvsearch.calibration.polykv.samples import PLACES
-from kvsearch.calibration.sample_files import has_samples
+from kvsearch.calibration.sample_files import SAMPLES, has_samples
 from kvsearch.cli import app
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrate import CalibrateOptions, CalibratePolykv

@@ -1,0 +1,48 @@
+"""Reading and writing plan files, and the weights beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvsearch.errors import UsageError
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.files import atomic_write, check_target, read_bytes
+from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
+from kvsearch.plan.weights import find_weights, put_weights
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        UsageError: there is no such file, or it is not a valid plan; the message then lists all that is wrong with it.
+        EnvironmentFault: the file cannot be read.
+    """
+    name = str(path)
+    data = require_header(parse_json(read_bytes(path), name), PLAN_FORMAT, PLAN_VERSION, name)
+    plan = _checked(data, name)
+    find_weights(plan.policies, path)
+    return plan
+
+
+def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
+    """Write a plan file; equal plans give equal bytes.
+
+    Raises:
+        UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    checked = _checked(plan.model_dump(), f"the plan for {path}")
+    check_target(path)
+    put_weights(checked.policies, path)
+    atomic_write(path, canonical_json(checked), overwrite)
+
+
+def _checked(data: dict[str, object], name: str) -> Plan:
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, name)) from error

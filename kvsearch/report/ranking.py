@@ -1,0 +1,77 @@
+"""What `show` says of a fitted ranking: how much of what the oracle keeps it keeps, beside other policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvsearch.arrays import Floats
+from kvsearch.plan import Profile
+from kvsearch.report.lukv import origin
+from kvsearch.report.numbers import counted
+from kvsearch.report.screen import facts, screen_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, eq=False)
+class RankingView:
+    """The recall of a fitted ranking and of the policies that it was compared with, on contexts it never saw."""
+
+    profile: Profile
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the fit was told, and what it was compared with."""
+        return self.profile.metadata.provenance.settings
+
+    @property
+    def recall(self) -> Floats:
+        """Recall by policy and budget, mean over heads and layers, [P, B]."""
+        return np.asarray(self.profile.arrays["recall"].mean((2, 3)), np.float64)
+
+    def loses_to(self) -> str | None:
+        """Return the policy whose mean recall is highest, if it is not the fitted one."""
+        best = int(self.recall.mean(1).argmax())
+        return str(self.settings["rankings"][best]) if best else None
+
+    def remarks(self) -> Iterator[str]:
+        """Yield what to know before the ranking is used."""
+        fit, choose, report = self.settings["contexts"]
+        yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
+        if (better := self.loses_to()) is not None:
+            yield f"{better} ranks better than the fit on contexts that it never saw: use {better}, or fit on more"
+
+    def as_json(self) -> dict[str, Any]:
+        """See `View.as_json`."""
+        names, at = self.settings["rankings"], self.settings["at"]
+        return {
+            "metadata": self.profile.metadata.model_dump(mode="json"),
+            "recall": {name: dict(zip(map(str, at), row.tolist(), strict=True))
+                       for name, row in zip(names, self.recall, strict=True)},
+            "recall_by_layer": self.profile.arrays["recall"].mean(3).tolist(), "remarks": list(self.remarks()),
+        }  # fmt: skip
+
+    def parts(self) -> Iterator[RenderableType]:
+        """See `View.parts`."""
+        metadata, at = self.profile.metadata, self.settings["at"]
+        told = {**origin(metadata, "contexts"), "features": ", ".join(self.settings["features"]),
+                "asked for": ", ".join(self.settings["targets"])}  # fmt: skip
+        yield from facts(told)
+        columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
+        table = screen_table("importance kept, of what the oracle keeps; mean over heads and layers", columns)
+        for name, row in zip(self.settings["rankings"], self.recall, strict=True):
+            table.add_row(name, *(f"{value:.3f}" for value in row))
+        yield table
+        layers = self.profile.arrays["recall"].mean(3)  # [P, B, L]
+        table = screen_table(f"by layer at {at[0]:.0%}", ["layer", "probe", "the best other policy"])
+        for row, layer in enumerate(metadata.layers):
+            best = int(layers[1:, 0, row].argmax()) + 1
+            other = f"{layers[best, 0, row]:.3f} ({self.settings['rankings'][best]})"
+            table.add_row(str(layer), f"{layers[0, 0, row]:.3f}", other)
+        yield table
+        yield from self.remarks()

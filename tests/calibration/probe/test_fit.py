@@ -1,0 +1,76 @@
+"""Fits of a ranking against scikit-learn, and on a target that no linear fit can meet."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.linear_model import Ridge
+from torch import Tensor
+
+from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
+from kvsearch.policies.probe import Weights
+
+
+def predicted(fit: Fit, z: Tensor) -> Tensor:
+    heads, size = fit.linear.shape
+    arrays = {"center": torch.zeros(1, heads, size), "scale": torch.ones(1, heads, size)}
+    arrays |= {name: getattr(fit, name)[None] for name in Fit._fields}
+    return Weights((), (0,), arrays).log_importance(z[None], 0)[0]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(strength=st.sampled_from([1e-4, 1e-2, 1.0]), seed=st.integers(0, 99))
+def test_ridge_is_that_of_scikit_learn(strength: float, seed: int) -> None:
+    z, target = drawn(2, 60, 5, seed=seed), drawn(2, 60, seed=seed + 100)
+    z = (z - z.mean(1, keepdim=True)) / z.std(1, keepdim=True)
+    fit = fit_ridge(z, target, strength)
+    for head in range(2):
+        known = Ridge(alpha=strength * 60).fit(z[head].double().numpy(), target[head].double().numpy())
+        np.testing.assert_allclose(fit.linear[head].numpy(), known.coef_, atol=1e-5)
+        assert float(fit.bias[head]) == pytest.approx(known.intercept_, abs=1e-5)
+
+
+def test_a_network_fits_what_no_line_does() -> None:
+    z = drawn(2, 2000, 3)
+    target = 5 + 3 * torch.stack([z[0, :, 0] * z[0, :, 1], z[1, :, 2].abs()])
+    lost = [
+        (predicted(fit, z) - target).var(1) / target.var(1)
+        for fit in (fit_ridge(z, target, 1e-4), fit_network(z, target, 16, 400, 256, 1e-2, 0))
+    ]
+    assert lost[0].min() > 0.8
+    assert lost[1].max() < 0.2
+
+
+def test_a_seed_decides_a_network() -> None:
+    z, target = drawn(1, 100, 3), drawn(1, 100)
+    first, again, other = (fit_network(z, target, 4, 20, 32, 1e-2, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not torch.equal(first.hidden, other.hidden)
+
+
+def test_every_head_gets_its_own_fit() -> None:
+    z, target = drawn(3, 80, 4), drawn(3, 80)
+    fits = [fit_ridge(z, target, 1.0), fit_network(z, target, 5, 10, 32, 1e-2, 0)]
+    both = mixed(fits, torch.tensor([0, 1, 0]), 5)
+    for head, number in enumerate((0, 1, 0)):
+        torch.testing.assert_close(predicted(both, z)[head], predicted(fits[number], z)[head])
+
+
+def test_what_is_fitted() -> None:
+    found = log_importance(torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]))
+    assert found[0].tolist() == pytest.approx([math.log(1.001), math.log(0.001), math.log(0.501)], abs=1e-6)
+    assert found[1].tolist() == [0, 0, 0]
+
+
+def test_features_that_are_all_alike() -> None:
+    center, scale = standardised(torch.full((1, 5, 2), 3.0))
+    assert center.tolist() == [[3, 3]]
+    assert bool((scale > 0).all())

@@ -1,0 +1,53 @@
+"""Fitted rankings with given or random weights, known to this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
+from kvsearch.plan.weights import know
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.probe import METHOD
+from tests.plan.builders import metadata_dict, model_dict
+
+SCORES = ("value_norm", "expected_attention", "snapkv", "keydiff")  # a number each, whatever the model's size
+
+
+def ranking(
+    features: Sequence[str] = SCORES,
+    width: int = 2,
+    layers: Sequence[int] = (0,),
+    heads: int = 1,
+    size: int | None = None,
+    model: ModelFingerprint | None = None,
+    **arrays: Any,
+) -> Profile:
+    """The profile of a ranking of `size` numbers per entry; random weights where none are given."""
+    rng, count = np.random.default_rng(0), len(features) if size is None else size
+    shapes = {
+        "center": (count,), "scale": (count,), "linear": (count,), "hidden": (count, width), "hidden_bias": (width,),
+        "output": (width,), "bias": (),
+    }  # fmt: skip
+    found = {name: rng.normal(size=(len(layers), heads, *shape)) for name, shape in shapes.items()}
+    found["scale"] = np.abs(found["scale"]) + 0.5
+    found |= arrays
+    told = metadata_dict(method=METHOD, layers=list(layers), model=model_dict(layers=max(layers) + 1, kv_heads=heads))
+    told["provenance"]["settings"] = {"features": list(features)}
+    metadata = ProfileMetadata.model_validate(told)
+    update: dict[str, Any] = {"policy": PolicySpec(name=METHOD)} | ({} if model is None else {"model": model})
+    return Profile(metadata.model_copy(update=update), {n: np.asarray(a, np.float32) for n, a in found.items()})
+
+
+def fitted(profile: Profile | None = None, **params: Any) -> Policy:
+    """The policy with these weights."""
+    data = (ranking(layers=range(8)) if profile is None else profile).to_bytes()
+    return create_policy(METHOD, {"weights": know(data, Path("tests")), **params})
+
+
+def example(name: str) -> Policy:
+    """A built-in policy by its name, with its defaults and, if it is fitted, with small random weights."""
+    return fitted() if name == METHOD else create_policy(name)
