@@ -39,9 +39,9 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
 
     METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
     options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). The policy probe is given with the
-    directory that fitted it: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated profile,
-    whose policy keeps its own settings; methods of the same policy take these where all profiles agree. `settings` are
-    KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
+    directory that fitted it: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated
+    profile, whose policy keeps its own settings; methods of the same policy take these where all profiles agree.
+    `settings` are KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
 
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.

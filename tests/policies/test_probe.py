@@ -54,9 +54,8 @@ def test_the_score_is_the_exponential_of_a_small_network() -> None:
 
 
 def test_a_linear_fit_has_no_hidden_units() -> None:
-    profile = ranking(
-        ("value_norm",), width=0, layers=(3,), linear=[[[2.0]]], center=[[[0.0]]], scale=[[[1.0]]], bias=[[0.0]]
-    )
+    arrays = {"linear": [[[2.0]]], "center": [[[0.0]]], "scale": [[[1.0]]], "bias": [[0.0]]}
+    profile = ranking(("value_norm",), width=0, layers=(3,), **arrays)
     found = fitted(profile).score(observation())
     torch.testing.assert_close(found, observation().values.norm(dim=-1) ** 2, rtol=1e-3, atol=1e-3)
 

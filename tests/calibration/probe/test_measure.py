@@ -51,7 +51,7 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
     view = RankingView(profile)
-    assert list(view.remarks())[0] == "fitted on 4 contexts, chosen on 1, reported on 1"
+    assert next(view.remarks()) == "fitted on 4 contexts, chosen on 1, reported on 1"
     assert set(view.as_json()["recall"]) == {"probe", *COMPARED}
 
 

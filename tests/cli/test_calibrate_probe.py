@@ -1,0 +1,92 @@
+"""Fitting a ranking from the command line, and everything that is done with it, on short contexts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvsearch.plan import weights
+from tests.cli.conftest import Run, invoke
+from tests.cli.test_bad_input import USAGE, refused
+from tests.cli.test_calibrate_dynamic import short
+
+__all__ = ["short"]
+
+
+@pytest.fixture(scope="module")
+def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("probe") / "run"
+    code, _, talk = invoke(
+        "calibrate", "bundled", "--method", "probe", "-o", directory, "--data", short, "--form", "linear",
+        "--entries", 300,
+    )  # fmt: skip
+    assert code == 0, talk
+    assert "fitted on 1 context, chosen on 1, reported on 1" in talk
+    assert f"next: kvsearch calibrate bundled --policy probe={directory} -o DIR" in talk
+    return directory
+
+
+def test_it_is_shown(run: Run, ranking: Path) -> None:
+    code, out, _ = run("show", ranking)
+    assert code == 0
+    assert "importance kept, of what the oracle keeps" in out
+    code, out, _ = run("show", ranking, "--json")
+    assert set(json.loads(out)["recall"]["probe"]) == {"0.05", "0.1", "0.2"}
+
+
+def test_a_plan_of_it_runs_in_another_folder(
+    run: Run, ranking: Path, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, talk = run(
+        "calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", "--data", short
+    )
+    assert code == 0, talk
+    code, _, talk = run("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "plan.json")
+    assert code == 0, talk
+    monkeypatch.setattr(weights, "_known", {})  # as in a process of its own
+    code, out, talk = run(
+        "generate", "bundled", "--plan", tmp_path / "plan.json", "--prompt", "code of ash ?", "--context",
+        "the code of ash is red . " * 20, "--max-new-tokens", 2, "--json",
+    )  # fmt: skip
+    assert code == 0, talk
+    assert json.loads(out)["entries"] < 24 * 120
+    (beside,) = tmp_path.glob("probe-*.safetensors")
+    beside.rename(tmp_path / "elsewhere.safetensors")
+    monkeypatch.setattr(weights, "_known", {})
+    refused(run, USAGE, f"needs the weights {beside.name} beside it", "show", tmp_path / "plan.json")
+
+
+def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
+    code, out, talk = run(
+        "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
+        "--samples", 1, "--length", 512, "--tasks", "synthetic:single", "--json",
+    )  # fmt: skip
+    assert code == 0, talk
+    names = [method["name"] for method in json.loads(out)["blocks"][0]["methods"]]
+    assert names == ["uniform", f"probe={ranking}", f"adakv:probe={ranking}"]
+    code, _, talk = run(
+        "plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json"
+    )
+    assert code == 0, talk
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("calibrate", "bundled", "--policy", "probe", "-o", "x"), "policy probe is fitted: give probe=DIR"),
+        (("calibrate", "bundled", "--policy", "probe=none", "-o", "x"), "there is no file none"),
+        (("calibrate", "bundled", "--method", "probe", "--features", "keys", "-o", "x"), "did you mean 'key'"),
+        (("evaluate", "bundled", "--methods", "probe", "--budgets", "9"), "policy probe is fitted: give probe=DIR"),
+    ],
+)
+def test_what_cannot_be_fitted_or_used(run: Run, arguments: tuple[str, ...], problem: str) -> None:
+    refused(run, USAGE, problem, *arguments)
+
+
+def test_too_few_contexts(run: Run, short: Path, tmp_path: Path) -> None:
+    refused(
+        run, USAGE, "there are 2: give at least 3, better dozens",
+        "calibrate", "bundled", "--method", "probe", "--data", short, "--questions", 4, "-o", tmp_path / "x",
+    )  # fmt: skip
