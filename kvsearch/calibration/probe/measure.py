@@ -38,7 +38,7 @@ RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
 LEAST_CONTEXTS = 3
 REPEAT = "Repeat the text above, word for word."
-CHUNK = 256  # tokens of the context that are asked for at a time
+CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
 
 
 class Parts(NamedTuple):
@@ -85,14 +85,15 @@ def calibrate_probe(
         UsageError: fewer than three contexts, or one too short.
         IncompatibleError: the model computes NaN, or a context and what is asked of it do not fit its positions.
     """
-    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens)
-    check_lengths(loaded, prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
+    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
+    check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
     parts = split(prompts, options.seed)
     repeat = PromptFormat(loaded.tokenizer, data.prompt).question(REPEAT)
+    chunk = _chunk(loaded, prompts, repeat) if "reconstruction" in options.targets else 0
     others = options.policies()
     with running(loaded.model):
         work = (
-            _measured(loaded, prompt, options, repeat, others if part is parts.report else [])
+            _measured(loaded, prompt, options, (repeat, chunk), others if part is parts.report else [])
             for part in parts
             for prompt in part
         )
@@ -156,11 +157,23 @@ class _Sample:
         return Weights(self.options.features, layers, {"center": center, "scale": scale, **arrays})
 
 
+def _chunk(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], repeat: Tensor) -> int:
+    """Return how many tokens of the contexts can be asked for at a time; UsageError if next to none."""
+    limit, longest = describe(loaded.model).max_positions, max(prompt.length for prompt in prompts)
+    room = limit - longest - repeat.shape[1] if limit else CHUNK
+    if room < LEAST_CHUNK:
+        raise UsageError(
+            f"a context of {longest} tokens leaves no room to ask for it again ({loaded.name} takes {limit}): give "
+            f"--max-length {limit - CHUNK - repeat.shape[1]}, or --targets answers"
+        )
+    return min(CHUNK, room)
+
+
 def _measured(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
     options: ProbeOptions,
-    repeat: Tensor,
+    again: tuple[Tensor, int],
     policies: Sequence[Policy],
 ) -> MeasuredContext:
     """Read a context and ask of it all that is to be asked."""
@@ -172,7 +185,7 @@ def _measured(
 
     ids = prompt.ids.to(loaded.device)
     passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, (needs_of(options.features), look))
-    asked = [found.importance for found in map(passed.ask, _questions(prompt, options, repeat, ids))]
+    asked = [found.importance for found in map(passed.ask, _questions(prompt, options, again, ids))]
     importance = torch.stack(asked).amax(0)[..., free]
     features = [context.noted for context in passed.noted]
     if not bool(importance.isfinite().all()) or not all(bool(x.isfinite().all()) for x in features):
@@ -181,12 +194,15 @@ def _measured(
     return MeasuredContext(features, importance, torch.stack(ranks) if ranks else torch.empty(0))
 
 
-def _questions(prompt: CalibrationPrompt, options: ProbeOptions, repeat: Tensor, ids: Tensor) -> Iterator[Tensor]:
-    """Yield what is asked of a context, ids [1, K]."""
+def _questions(
+    prompt: CalibrationPrompt, options: ProbeOptions, again: tuple[Tensor, int], ids: Tensor
+) -> Iterator[Tensor]:
+    """Yield what is asked of a context, ids [1, K]; `again` is how it is asked for, and how many tokens at a time."""
+    repeat, size = again
     if "answers" in options.targets:
         yield from (after.tokens.to(ids.device) for after in prompt.continuations)
     if "reconstruction" in options.targets:
-        yield from (torch.cat([repeat.to(ids.device), chunk], 1) for chunk in torch.split(ids, CHUNK, 1))
+        yield from (torch.cat([repeat.to(ids.device), chunk], 1) for chunk in torch.split(ids, size, 1))
 
 
 def recall_of(importance: Floats) -> Floats:
