@@ -185,7 +185,23 @@ class CalibrationOptions(Seeded):
         return {}
 
 
-class LukvOptions(CalibrationOptions):
+class AnsweredOptions(CalibrationOptions):
+    """What methods have that measure importance: what is forced after a question, and how query heads add up."""
+
+    answers: Annotated[Answers, replace(ANSWERS, panel=LUKV)] = "own"
+    answer_tokens: AnswerTokens = ANSWER_TOKENS
+    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
+
+    def work(self, data: CalibrationData) -> dict[str, int]:
+        """See `CalibrationOptions.work`."""
+        if self.answers == "given":
+            return {}
+        pairs = [pair for context in data.contexts for pair in context.questions]
+        most = sum(pair.max_new_tokens or self.answer_tokens for pair in pairs)
+        return {"own_replies": len(pairs), "own_reply_tokens": most}
+
+
+class LukvOptions(AnsweredOptions):
     """What LU-KV's paper leaves open, and its ablations.
 
     `normalization` makes layers comparable, which the paper asks for without saying how. "effect" measures it: a
@@ -213,28 +229,17 @@ class LukvOptions(CalibrationOptions):
         Option("What makes layers comparable: effect, layer, layer_max, output, residual or none.", panel=LUKV),
     ] = "effect"
     aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.", panel=LUKV)] = "ratios"
-    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
     gap: Annotated[
         bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
     ] = True
     minimum: Minimum = 0.01
-    answers: Annotated[Answers, replace(ANSWERS, panel=LUKV)] = "own"
-    answer_tokens: AnswerTokens = ANSWER_TOKENS
 
     def scope(self, data: CalibrationData) -> str:
         """See `CalibrationOptions.scope`."""
         return f"{data.questions} questions" + (" by the model's own replies" if self.answers == "own" else "")
 
-    def work(self, data: CalibrationData) -> dict[str, int]:
-        """See `CalibrationOptions.work`."""
-        if self.answers == "given":
-            return {}
-        pairs = [pair for context in data.contexts for pair in context.questions]
-        most = sum(pair.max_new_tokens or self.answer_tokens for pair in pairs)
-        return {"own_replies": len(pairs), "own_reply_tokens": most}
 
-
-class ProbeOptions(CalibrationOptions):
+class ProbeOptions(AnsweredOptions):
     """A ranking that is fitted: what is asked of a context, and what the fit looks at.
 
     `targets` are "answers" (questions with their answers) and "reconstruction" (the context itself, asked for again
@@ -255,8 +260,6 @@ class ProbeOptions(CalibrationOptions):
     form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
     entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
     protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.", panel=PROBE)] = 8
-    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
-    answer_tokens: AnswerTokens = ANSWER_TOKENS
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:

@@ -21,7 +21,7 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import COMPARED, ProbeOptions
 from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
@@ -87,11 +87,13 @@ def calibrate_probe(
     """
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
     check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
-    parts = split(prompts, options.seed)
     repeat = PromptFormat(loaded.tokenizer, data.prompt).question(REPEAT)
     chunk = _chunk(loaded, prompts, repeat) if "reconstruction" in options.targets else 0
     others = options.policies()
     with running(loaded.model):
+        if options.answers == "own" and "answers" in options.targets:
+            prompts = with_own_replies(loaded, prompts, options.answer_tokens)
+        parts = split(prompts, options.seed)
         work = (
             _measured(loaded, prompt, options, (repeat, chunk), others if part is parts.report else [])
             for part in parts
