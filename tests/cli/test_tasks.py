@@ -63,7 +63,7 @@ def test_every_option_of_tasks_has_its_flag() -> None:
 
 
 def test_what_is_typed_arrives() -> None:
-    assert json.loads(invoke(probe)[1]) == {"tasks": "synthetic"}
+    assert json.loads(invoke(probe)[1]) == {"tasks": None}  # which are then those of the model
     typed = [
         "--tasks", "ruler+gsm8k", "--length", "4096, 8192", "--split", "select", "--data", "me/it", "--data-revision",
         "v1", "--prompts", "p", "--haystack", "h", "--squad", "s", "--hotpot", "q", "--depths", "0,50", "--shots", "0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvsearch.policies import create_policy
+from tests.policies.probes import fitted
 
 SMALL = {
     f"{name}{params or ''}": create_policy(name, params)
@@ -35,4 +36,4 @@ SMALL = {
         ("knorm", {}),
         ("duo_attention", {"sinks": 1, "window": 3}),
     ]
-}
+} | {"probe": fitted(sinks=1, protect=2, refresh=3)}

@@ -19,6 +19,7 @@ from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from tests.policies.contract import DIM, properties, rope
+from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 from tests.runtime.policies import SMALL
 
@@ -209,4 +210,4 @@ def test_statistics_while_decoding_are_those_of_the_prompt() -> None:
 def test_every_policy_is_covered() -> None:
     assert {policy.name for policy in SMALL.values()} == set(BUILT_IN)
     for name in BUILT_IN:
-        create_policy(name)
+        example(name)
