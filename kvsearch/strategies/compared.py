@@ -17,6 +17,7 @@ from kvsearch.plan import PHASES, Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.contexts import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
+from kvsearch.plan.weights import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
@@ -114,6 +115,7 @@ def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
     for method in methods:
         for policy in () if method.name in (FULL, RANDOM) else method.program.policies:
             stated = policy.parameters()
+            stated.pop(WEIGHTS, None)  # what a policy is, not how it is set
             if protects and hasattr(policy, "protect"):
                 stated["protect"] = policy.protect
             for name, value in stated.items():

@@ -36,6 +36,7 @@ from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENC
 from kvsearch.tasks.longbench.task import LongBenchTask
 from tests import tiny
 from tests.examples import at_most
+from tests.policies.probes import fitted, ranking
 
 HEADS = (4, 2)
 
@@ -488,3 +489,10 @@ def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
 def test_no_two_names_stand_for_the_same() -> None:
     definitions = [sha256_of(one(name).definition(Size(64), "prefill")) for name in METHODS]
     assert len(set(definitions)) == len(METHODS)
+
+
+def test_other_weights_are_no_other_setting(model: LoadedModel) -> None:
+    one, other = (fitted(ranking(model=model.fingerprint, bias=[[bias]])) for bias in (0.0, 1.0))
+    uniform = [Program.uniform(model.model, policy, lambda length: length) for policy in (one, other)]
+    assert one != other
+    assert different_settings([ReadyMethod(str(n), program, {}) for n, program in enumerate(uniform)]) is None
