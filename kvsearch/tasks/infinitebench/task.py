@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.dataset_task import DatasetTask
 from kvsearch.tasks.fields import IsList
 from kvsearch.tasks.hub import Dataset, checked, load_rows, usable
 from kvsearch.tasks.infinitebench.specs import INFINITEBENCH_TASKS, SPECS, TEMPLATES, Spec
-from kvsearch.tasks.metrics import METRICS, find_metric
 from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.splits import part
 from kvsearch.tasks.templates import Template, find_template
 from kvsearch.tasks.texts import is_blank
 
@@ -41,7 +40,7 @@ class InfiniteBenchRow(BaseModel):
 
 
 @dataclass(frozen=True)
-class InfiniteBenchTask:
+class InfiniteBenchTask(DatasetTask):
     """A dataset of InfiniteBench ("longbook_sum_eng").
 
     `source` is a file, a folder with the unpacked files, or a dataset id of the hub; `prompts` a JSON file of prompts
@@ -53,38 +52,19 @@ class InfiniteBenchTask:
         EnvironmentFault: a package that the metric needs is missing; on reading, the hub cannot be reached.
     """
 
-    name: str
     source: str | Path = REPOSITORY
-    revision: str | None = None
-    prompts: Path | None = None
-    split: str = ALL
-    shares: Shares = SHARES
 
-    chat = True
-    stops: tuple[str, ...] = ()
+    chat: ClassVar[bool] = True
+    stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.name not in INFINITEBENCH_TASKS:
             raise UsageError(f"unknown InfiniteBench dataset {self.name!r}{suggest(self.name, INFINITEBENCH_TASKS)}")
-        check_split(self.split, self.shares)
-        find_metric(self.metric)
-        _ = self.template
+        super().__post_init__()
 
     @property
     def spec(self) -> Spec:
         return SPECS[self.name]
-
-    @property
-    def prompt(self) -> str:
-        return self.template.separator + PLACE
-
-    @property
-    def metric(self) -> str:
-        return self.spec.metric
-
-    @property
-    def category(self) -> str:
-        return self.spec.category
 
     @cached_property
     def template(self) -> Template:
@@ -97,18 +77,6 @@ class InfiniteBenchTask:
         rows = checked(load_rows(dataset, self.source, self.revision), InfiniteBenchRow, self._where)
         kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
         return tuple(self._example(position, row) for position, row in kept)
-
-    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
-
-    def score(self, reply: str, query: Query) -> float:
-        """Return the dataset's metric."""
-        return METRICS[self.metric](reply, query)
-
-    @property
-    def _where(self) -> str:
-        return f"{self.name} of {self.source}"
 
     def _fault(self, row: InfiniteBenchRow) -> str | None:
         if not row.context.strip():

@@ -12,15 +12,15 @@ from pydantic import BaseModel
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.dataset_task import DatasetTask
 from kvsearch.tasks.fields import IsList
 from kvsearch.tasks.hub import Dataset, checked, load_rows, usable
 from kvsearch.tasks.longbench.specs import LONGBENCH_E, LONGBENCH_TASKS, SPECS, Spec
 from kvsearch.tasks.longbench.templates import TEMPLATES
 from kvsearch.tasks.means import Scored, mean_by
-from kvsearch.tasks.metrics import METRICS, find_metric, first_line
-from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.metrics import first_line
+from kvsearch.tasks.splits import part
 from kvsearch.tasks.templates import Template, find_template
 from kvsearch.tasks.texts import is_blank
 
@@ -40,7 +40,7 @@ class LongBenchRow(BaseModel):
 
 
 @dataclass(frozen=True)
-class LongBenchTask:
+class LongBenchTask(DatasetTask):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e").
 
     `source` is a file, a folder with the unpacked data.zip, or a dataset id of the hub; `prompts` a JSON file of
@@ -51,20 +51,13 @@ class LongBenchTask:
         EnvironmentFault: a package that the metric needs is missing; on reading, the hub cannot be reached.
     """
 
-    name: str
     source: str | Path = REPOSITORY
-    revision: str | None = None
-    prompts: Path | None = None
-    split: str = ALL
-    shares: Shares = SHARES
 
     def __post_init__(self) -> None:
         known = (*LONGBENCH_TASKS, *LONGBENCH_E)
         if self.name not in known:
             raise UsageError(f"unknown LongBench dataset {self.name!r}{suggest(self.name, known)}")
-        check_split(self.split, self.shares)
-        find_metric(self.metric)
-        _ = self.template
+        super().__post_init__()
 
     @property
     def dataset(self) -> str:
@@ -74,18 +67,6 @@ class LongBenchTask:
     @property
     def spec(self) -> Spec:
         return SPECS[self.dataset]
-
-    @property
-    def prompt(self) -> str:
-        return self.template.separator + PLACE
-
-    @property
-    def metric(self) -> str:
-        return self.spec.metric
-
-    @property
-    def category(self) -> str:
-        return self.spec.category
 
     @property
     def chat(self) -> bool:
@@ -111,19 +92,11 @@ class LongBenchTask:
         kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
         return tuple(self._example(position, row) for position, row in kept)
 
-    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
-
     def score(self, reply: str, query: Query) -> float:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
         if self.spec.first_line:
             reply = first_line(reply)
-        return METRICS[self.metric](reply, query)
-
-    @property
-    def _where(self) -> str:
-        return f"{self.name} of {self.source}"
+        return super().score(reply, query)
 
     def _fault(self, row: LongBenchRow) -> str | None:
         if not row.context.strip():
