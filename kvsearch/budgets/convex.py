@@ -7,10 +7,11 @@ sums of the result are the least concave majorant of the true ones and equal the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import UsageError
@@ -26,6 +27,18 @@ class Blocks:
     head: Ints
     size: Ints
     slope: Floats
+
+    def of_heads(self, some: NDArray[np.bool_]) -> Blocks:
+        """Return the blocks of `some` of the heads, [heads]."""
+        mine = some[self.head]
+        return Blocks(self.head[mine], self.size[mine], self.slope[mine])
+
+
+def merged(parts: Sequence[Blocks], small_first: bool = True) -> Blocks:
+    """Return the blocks of different heads in one order, see `sorted_blocks`."""
+    head, size, slope = (np.concatenate([getattr(part, name) for part in parts]) for name in ("head", "size", "slope"))
+    order = np.lexsort((head, size * small_first, -slope))
+    return Blocks(head[order], size[order], slope[order])
 
 
 def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = True) -> Blocks:
@@ -47,9 +60,7 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = Tr
     starts = inside & (first | (gains != np.roll(gains, 1, axis=1)))
     head, start = np.nonzero(starts)
     stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
-    size, slope = stop - start, gains[head, start]
-    order = np.lexsort((head, size * small_first, -slope))
-    return Blocks(head[order], size[order], slope[order])
+    return merged([Blocks(head, stop - start, gains[head, start])], small_first)
 
 
 def check_importance(importance: ArrayLike) -> Floats:

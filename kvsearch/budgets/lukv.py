@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.arrays import Ints
-from kvsearch.budgets.convex import check_importance, sorted_blocks
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.convex import check_importance, merged, sorted_blocks
 from kvsearch.budgets.split import spend_leftover
 from kvsearch.errors import UsageError
 from kvsearch.plan import GRID
@@ -48,8 +49,37 @@ class MarginalSolver:
         self._floors, self._caps = _head_bounds(floors, caps, self.shape, self.length)
         self._prefix = np.zeros((len(rows), self.length + 1))
         np.cumsum(rows, axis=1, out=self._prefix[:, 1:])
-        self._blocks = sorted_blocks(rows, self._floors, self._caps, small_first=split == "best")
-        self._ends = self.least + np.concatenate([[0], np.cumsum(self._blocks.size)])
+        self.blocks = sorted_blocks(rows, self._floors, self._caps, small_first=split == "best")
+        self._ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
+
+    @classmethod
+    def of_layers(cls, solvers: Sequence[MarginalSolver], chosen: Ints) -> MarginalSolver:
+        """Return the solver of a table whose layers come from those of `solvers`, `chosen` [L] says which."""
+        made = copy(solvers[0])
+        source = np.repeat(chosen, made.shape[1])  # of each head
+        made._prefix, made._floors = made._prefix.copy(), made._floors.copy()
+        parts = []
+        for number in np.unique(chosen):
+            solver, mine = solvers[number], source == number
+            made._prefix[mine], made._floors[mine] = solver._prefix[mine], solver._floors[mine]
+            parts.append(solver.blocks.of_heads(mine))
+        made.blocks = merged(parts, small_first=made.split == "best")
+        made._ends = made.least + np.concatenate([[0], np.cumsum(made.blocks.size)])
+        return made
+
+    @property
+    def floors(self) -> Ints:
+        """Least entries per head, [L, Hkv]."""
+        return self._floors.reshape(self.shape)
+
+    def kept_by_head(self, budgets: Ints) -> Floats:
+        """Return the importance that each head keeps, by budgets [L, Hkv]: float64 [L, Hkv]."""
+        flat = budgets.ravel()
+        return self._prefix[np.arange(len(flat)), flat].reshape(self.shape)
+
+    def kept(self, budgets: Ints) -> float:
+        """Return the importance that all heads keep together, by budgets [L, Hkv]."""
+        return float(self.kept_by_head(budgets).sum())
 
     @property
     def least(self) -> int:
@@ -80,13 +110,13 @@ class MarginalSolver:
         taken = np.searchsorted(self._ends, wanted, side="right") - 1
         whole, reached = self._floors.copy(), 0
         for row in np.argsort(wanted, kind="stable"):
-            np.add.at(whole, self._blocks.head[reached : taken[row]], self._blocks.size[reached : taken[row]])
+            np.add.at(whole, self.blocks.head[reached : taken[row]], self.blocks.size[reached : taken[row]])
             reached = int(taken[row])
             solved[row], left = whole, int(wanted[row] - self._ends[reached])
             if left and self.split == "best":
-                solved[row] = spend_leftover(self._prefix, self._caps, self._blocks, reached, whole, left)
+                solved[row] = spend_leftover(self._prefix, self._caps, self.blocks, reached, whole, left)
             elif left:
-                solved[row, self._blocks.head[reached]] += left
+                solved[row, self.blocks.head[reached]] += left
         return solved.reshape(-1, *self.shape)
 
 

@@ -1,0 +1,221 @@
+"""Rankings and budgets together: which policy each layer evicts by, and what its heads keep, in one greedy pass.
+
+Every policy ranks the same entries of a layer, so what the layer keeps of its importance at any budget is known under
+each of them. Inside a layer LU-KV's blocks are taken in their order, which makes that a concave curve for each policy.
+The least concave curve above all of them is the layer's envelope. Its corners are corners of the policies' curves: at
+each of them the layer has one policy, and all of its heads are at the end of a block. The pieces of all envelopes,
+sorted by slope, are one allocation for every total (marginal analysis: Fox 1966, Operations Research 14).
+
+No choice of policies and budgets keeps more than the envelopes promise. At the end of a piece the solution keeps just
+that, so it is optimal; inside of one it is the best of those described at `JointSolver.solve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.lukv import MarginalSolver
+from kvsearch.errors import UsageError
+
+
+class JointBudgets(NamedTuple):
+    """A policy for each layer and a budget for each head; what they keep, and a bound on what any choice keeps."""
+
+    policies: Ints  # [L], indices of the policies
+    budgets: Ints  # [L, Hkv]
+    kept: float  # importance
+    bound: float
+
+
+class _Curve(NamedTuple):
+    """What a layer keeps under one policy after 0, 1, ... of its blocks, [blocks + 1], and the head of each block."""
+
+    entries: Ints
+    kept: Floats
+    head: Ints  # [blocks], inside the layer
+    size: Ints  # [blocks]
+
+
+@dataclass(frozen=True)
+class _Corners:
+    """The corners of a layer's envelope, in order: where they are, under which policy, after how many of its blocks."""
+
+    entries: Ints
+    kept: Floats
+    policy: Ints
+    blocks: Ints
+
+    @property
+    def size(self) -> Ints:
+        return np.diff(self.entries)
+
+    @property
+    def slope(self) -> Floats:
+        return np.diff(self.kept) / np.diff(self.entries)
+
+
+class JointSolver:
+    """Allocates any total over the heads of a model and chooses a policy for every layer, by measured importance.
+
+    Args:
+        importance: [P, L, Hkv, T] importance >= 0 of the same entries in the order of each of P policies, protected
+            entries first.
+        floors: least entries per head under each policy, broadcasts to [P, L, Hkv].
+        caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
+
+    Raises:
+        UsageError: importance is negative, not finite or not [P, L, Hkv, T]; floors are outside [0, caps].
+    """
+
+    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
+        rows = np.asarray(importance, dtype=np.float64)
+        if rows.ndim != 4 or not rows.size:
+            raise UsageError(f"importance must be [policies, layers, kv heads, entries], got shape {list(rows.shape)}")
+        low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
+        self.singles = [MarginalSolver(one, least, caps) for one, least in zip(rows, low, strict=True)]
+        self.shape, self.length = self.singles[0].shape, self.singles[0].length
+        curves = [_curves(solver) for solver in self.singles]
+        self._curves = [[curves[policy][layer] for policy in range(len(rows))] for layer in range(self.shape[0])]
+        self._corners = [_envelope(layer) for layer in self._curves]
+        size = np.concatenate([corners.size for corners in self._corners])
+        slope = np.concatenate([corners.slope for corners in self._corners])
+        layer = np.repeat(np.arange(self.shape[0]), [len(corners.size) for corners in self._corners])
+        order = np.lexsort((layer, size, -slope))
+        self._layer, self._slope = layer[order], slope[order]
+        self._ends = sum(int(corners.entries[0]) for corners in self._corners) + np.cumsum([0, *size[order]])
+
+    @property
+    def least(self) -> int:
+        """The smallest total that can be met: each layer under the policy with the smallest floors."""
+        return int(self._ends[0])
+
+    @property
+    def most(self) -> int:
+        """The largest total that can be met: the sum of the caps."""
+        return int(self._ends[-1])
+
+    @property
+    def whole_totals(self) -> Ints:
+        """Totals at which no piece of an envelope is split, ascending: there the solution is optimal."""
+        return self._ends.copy()
+
+    def solve(self, total: int) -> JointBudgets:
+        """Allocate one total, exactly.
+
+        Where it splits a piece of a layer's envelope, the layer gets each policy in turn that could still keep more,
+        all others theirs, and the budgets are LU-KV's under these. The best of them by true importance is the result,
+        or that of a single policy everywhere where this keeps more; so it is never below one.
+
+        Raises:
+            UsageError: the total is outside [least, most].
+        """
+        return self.solve_many([total])[0]
+
+    def solve_many(self, totals: Sequence[int] | Ints) -> list[JointBudgets]:
+        """Allocate each total on its own; see `solve`."""
+        wanted = [int(total) for total in totals]
+        for total in wanted:
+            if not self.least <= total <= self.most:
+                raise UsageError(
+                    f"total {total} is outside the budgets' reach: at least {self.least}, at most {self.most}"
+                )
+        alone = [self._alone(policy, wanted) for policy in range(len(self.singles))]
+        return [self._solve(total, [one[total] for one in alone if total in one]) for total in wanted]
+
+    def _alone(self, policy: int, totals: Sequence[int]) -> dict[int, JointBudgets]:
+        """Return the solutions of a single policy by total, for those that it can meet."""
+        solver, everywhere = self.singles[policy], np.full(self.shape[0], policy)
+        able = [total for total in dict.fromkeys(totals) if total >= solver.least]
+        tables = solver.solve_many(able)
+        return {
+            total: JointBudgets(everywhere, table, solver.kept(table), np.inf)
+            for total, table in zip(able, tables, strict=True)
+        }
+
+    def _solve(self, total: int, alone: Sequence[JointBudgets]) -> JointBudgets:
+        taken = int(np.searchsorted(self._ends, total, side="right")) - 1
+        places = np.bincount(self._layer[:taken], minlength=self.shape[0])
+        policies = np.array([corners.policy[at] for corners, at in zip(self._corners, places, strict=True)])
+        promised = sum(float(corners.kept[at]) for corners, at in zip(self._corners, places, strict=True))
+        left = total - int(self._ends[taken])
+        if not left:
+            return JointBudgets(policies, self._at_corners(places), promised, promised)
+        cut, slope = int(self._layer[taken]), float(self._slope[taken])
+        bound = promised + slope * left
+        best = max(alone, key=lambda one: one.kept, default=None)
+        for policy, most in self._worth_trying(cut, int(places[cut]), slope, bound):
+            if best is not None and most <= best.kept:
+                break
+            chosen = policies.copy()
+            chosen[cut] = policy
+            solver = MarginalSolver.of_layers(self.singles, chosen)
+            if solver.least <= total:
+                table = solver.solve(total)
+                one = JointBudgets(chosen, table, solver.kept(table), bound)
+                best = one if best is None or one.kept > best.kept else best
+        assert best is not None  # the policies of the corners can meet the total: it is no less than they hold
+        return best._replace(bound=bound)
+
+    def _worth_trying(self, layer: int, place: int, slope: float, bound: float) -> Iterator[tuple[int, float]]:
+        """Yield policies of a layer whose envelope is cut after a corner, with what they could keep, the most first.
+
+        With the policies of all other layers as they are, no budgets keep more than `bound` less the distance between
+        the line through the cut piece and the policy's curve.
+        """
+        corners = self._corners[layer]
+        entries, kept = float(corners.entries[place]), float(corners.kept[place])
+        gaps = [float((kept + slope * (one.entries - entries) - one.kept).min()) for one in self._curves[layer]]
+        first = int(corners.policy[place])  # of equal ones the policy that the layer has
+        for policy in sorted(range(len(gaps)), key=lambda policy: (gaps[policy], policy != first)):
+            yield policy, bound - max(gaps[policy], 0.0)
+
+    def _at_corners(self, places: Ints) -> Ints:
+        table = np.zeros(self.shape, dtype=np.int64)
+        for layer, (corners, place) in enumerate(zip(self._corners, places, strict=True)):
+            policy, blocks = int(corners.policy[place]), int(corners.blocks[place])
+            curve = self._curves[layer][policy]
+            table[layer] = self.singles[policy].floors[layer]
+            np.add.at(table[layer], curve.head[:blocks], curve.size[:blocks])
+        return table
+
+
+def _curves(solver: MarginalSolver) -> list[_Curve]:
+    """Return what each layer keeps as its blocks are taken in their order."""
+    layers, heads = solver.shape
+    blocks, floors = solver.blocks, solver.floors
+    held = solver.kept_by_head(floors).sum(axis=1)
+    order = np.argsort(blocks.head // heads, kind="stable")
+    ends = np.searchsorted(blocks.head[order] // heads, np.arange(layers + 1))
+    found = []
+    for layer in range(layers):
+        mine = order[ends[layer] : ends[layer + 1]]
+        size = blocks.size[mine]
+        entries = int(floors[layer].sum()) + np.cumsum([0, *size])
+        kept = held[layer] + np.cumsum(np.concatenate([[0.0], size * blocks.slope[mine]]))
+        found.append(_Curve(entries, kept, blocks.head[mine] % heads, size))
+    return found
+
+
+def _envelope(curves: Sequence[_Curve]) -> _Corners:
+    """Return the corners of the least concave curve above those of all policies."""
+    from sklearn.isotonic import isotonic_regression
+
+    entries = np.concatenate([curve.entries for curve in curves])
+    kept = np.concatenate([curve.kept for curve in curves])
+    policy = np.repeat(np.arange(len(curves)), [len(curve.entries) for curve in curves])
+    blocks = np.concatenate([np.arange(len(curve.entries)) for curve in curves])
+    order = np.lexsort((policy, -kept, entries))  # of equal budgets what keeps most, of equal ones the first policy
+    order = order[np.diff(entries[order], prepend=-1) > 0]
+    entries, kept, policy, blocks = entries[order], kept[order], policy[order], blocks[order]
+    corner = np.ones(len(entries), dtype=bool)
+    if len(entries) > 2:
+        width = np.diff(entries)
+        pooled = isotonic_regression(np.diff(kept) / width, sample_weight=width.astype(np.float64), increasing=False)
+        corner[1:-1] = np.diff(pooled) != 0
+    return _Corners(entries[corner], kept[corner], policy[corner], blocks[corner])

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.joint import JointSolver
+from kvsearch.budgets.lukv import MarginalSolver
+from kvsearch.errors import UsageError
+from tests.budgets.exact import exact_budgets
+
+# Of one layer with one head: the first ranking finds 6 at once and 4 last, the second 1, 9 and then nothing.
+EARLY, LATE = [6.0, 0, 0, 4], [1.0, 9, 0, 0]
+
+
+def value(importance: Floats, chosen: Ints, budgets: Ints) -> float:
+    rows = importance[chosen, np.arange(importance.shape[1])]  # [L, Hkv, T]
+    kept = np.arange(rows.shape[-1]) < budgets[..., None]
+    return float(np.where(kept, rows, 0.0).sum())
+
+
+def optimum(importance: Floats, total: int, floors: Ints) -> float:
+    """Try every choice of policies, each with the best of all budgets."""
+    policies, layers = importance.shape[:2]
+    best = -np.inf
+    for choice in itertools.product(range(policies), repeat=layers):
+        chosen = np.array(choice)
+        low = floors[chosen, np.arange(layers)]
+        if low.sum() <= total:
+            rows = importance[chosen, np.arange(layers)]
+            best = max(best, value(importance, chosen, exact_budgets(rows, total, low)))
+    return best
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> tuple[Floats, Ints]:
+    """[P, L, Hkv, T] and floors [P, L, Hkv]: the same entries in other orders, many of them equal."""
+    policies, layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    length = draw(st.integers(2, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    shape = (layers, heads, length)
+    table = rng.integers(0, 4, shape).astype(float) if draw(st.booleans()) else rng.standard_exponential(shape)
+    order = rng.random((policies, *shape)).argsort(axis=-1)
+    floors = np.broadcast_to(rng.integers(0, 3, (policies, 1, 1)), (policies, layers, heads))
+    return np.take_along_axis(np.broadcast_to(table, order.shape), order, axis=-1), floors
+
+
+def test_the_policy_of_a_layer_changes_with_its_budget() -> None:
+    solver = JointSolver(np.array([EARLY, LATE]).reshape(2, 1, 1, 4))
+    found = [solver.solve(total) for total in range(5)]
+    assert [one.kept for one in found] == [0, 6, 10, 10, 10]
+    assert [one.policies.tolist() for one in found][1:3] == [[0], [1]]
+    assert [one.budgets.tolist() for one in found] == [[[total]] for total in range(5)]
+
+
+def test_a_layer_inside_a_piece_keeps_the_policy_that_is_better_there() -> None:
+    importance = np.array([[1.0, 0, 0, 9], [0.0, 6, 0, 4]]).reshape(2, 1, 1, 4)
+    solver = JointSolver(importance)
+    assert solver.whole_totals.tolist() == [0, 2, 4]
+    assert solver.solve(1).policies.tolist() == [0]  # keeps 1, the other one 0
+    assert (solver.solve(1).kept, solver.solve(1).bound) == (1.0, 3.0)
+    assert solver.solve(3).policies.tolist() == [1]  # keeps 6, the other one 1
+    assert (solver.solve(3).kept, solver.solve(3).bound) == (6.0, 8.0)
+
+
+def test_each_layer_has_the_ranking_that_suits_it() -> None:
+    good, bad = [5.0, 5, 0, 0, 0, 0], [0.0, 0, 0, 0, 5, 5]
+    importance = np.array([[good, bad], [bad, good]])[:, :, None]
+    found = JointSolver(importance).solve(4)
+    assert found.policies.tolist() == [0, 1]
+    assert found.budgets.tolist() == [[2], [2]]
+    assert found.kept == found.bound == 20
+
+
+def test_floors_belong_to_policies() -> None:
+    # the better ranking protects three entries of each head, which the total does not have
+    importance = np.array([[1.0, 1, 1, 1, 1], [5.0, 0, 0, 0, 0]])[:, None, None]
+    solver = JointSolver(importance, floors=np.array([0, 3])[:, None, None])
+    assert (solver.least, solver.most) == (0, 5)
+    assert solver.solve(2).policies.tolist() == [0]
+    assert solver.solve(3).policies.tolist() == [1]
+
+
+@given(rankings())
+def test_nothing_keeps_more_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
+    importance, floors = drawn
+    solver = JointSolver(importance, floors)
+    for total in solver.whole_totals.tolist():
+        found = solver.solve(total)
+        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
+        assert found.kept == pytest.approx(optimum(importance, total, floors))
+
+
+@given(rankings(), st.data())
+def test_every_total_is_exact_within_the_bounds_and_never_below_a_single_policy(
+    drawn: tuple[Floats, Ints], data: st.DataObject
+) -> None:
+    importance, floors = drawn
+    caps = data.draw(st.integers(int(floors.max()), importance.shape[-1]))
+    solver = JointSolver(importance, floors, caps)
+    for total, found in enumerate(solver.solve_many(range(solver.least, solver.most + 1)), solver.least):
+        assert found.budgets.sum() == total
+        assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
+        assert (found.budgets <= caps).all()
+        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
+        for policy, rows in enumerate(importance):
+            alone = MarginalSolver(rows, floors[policy], caps)
+            if total >= alone.least:
+                assert found.kept >= alone.kept(alone.solve(total)) - 1e-9
+
+
+@given(rankings())
+def test_the_bound_holds_for_every_choice(drawn: tuple[Floats, Ints]) -> None:
+    importance, floors = drawn
+    solver = JointSolver(importance, floors)
+    for total in range(solver.least, solver.most + 1):
+        assert optimum(importance, total, floors) <= solver.solve(total).bound + 1e-9
+
+
+@given(rankings())
+def test_one_policy_is_lukv(drawn: tuple[Floats, Ints]) -> None:
+    importance, floors = drawn
+    joint, alone = JointSolver(importance[:1], floors[:1]), MarginalSolver(importance[0], floors[0])
+    for total in range(joint.least, joint.most + 1):
+        assert joint.solve(total).kept == pytest.approx(alone.kept(alone.solve(total)))
+
+
+def test_layers_of_several_solvers_make_one() -> None:
+    rng = np.random.default_rng(0)
+    importance = rng.standard_exponential((3, 4, 2, 30))
+    solvers = [MarginalSolver(rows, floors=floor) for floor, rows in enumerate(importance)]
+    chosen = np.array([2, 0, 1, 2])
+    mixed = MarginalSolver.of_layers(solvers, chosen)
+    whole = MarginalSolver(importance[chosen, np.arange(4)], floors=np.repeat(chosen[:, None], 2, axis=1))
+    assert mixed.least == whole.least
+    assert (mixed.solve_many(range(whole.least, 200)) == whole.solve_many(range(whole.least, 200))).all()
+    assert solvers[0].solve(100).tolist() == MarginalSolver(importance[0]).solve(100).tolist()  # as it was
+
+
+@pytest.mark.parametrize(
+    ("importance", "problem"),
+    [
+        (np.ones((2, 3, 4)), "must be .policies, layers, kv heads, entries."),
+        (np.full((1, 1, 1, 3), np.nan), "finite"),
+        (np.ones((0, 1, 1, 3)), "must be .policies"),
+    ],
+)
+def test_bad_importance_is_refused(importance: Floats, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        JointSolver(importance)
+
+
+@pytest.mark.parametrize("total", [1, 9])
+def test_a_total_out_of_reach_is_refused(total: int) -> None:
+    with pytest.raises(UsageError, match="at least 2, at most 8"):
+        JointSolver(np.ones((2, 1, 2, 4)), floors=1).solve(total)
