@@ -136,7 +136,7 @@ def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads:
     logits = how.of(query, keys)
     if bias is not None:
         logits = logits + bias
-    weights = how.softmax(logits.unflatten(2, (-1, rows)).squeeze(1), heads).view_as(logits)
+    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, block.end), heads).view_as(logits)
     return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 
