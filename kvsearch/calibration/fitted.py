@@ -9,26 +9,30 @@ from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.weights import WEIGHTS, know
-from kvsearch.policies.probe import Probe, profile_of
+from kvsearch.policies.fitted import Fitted
+from kvsearch.policies.registry import FITTED, policy_class
 
 
 def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the policy that "probe=DIR" or a plain name stands for, and the parameters that this says.
+    """Return the policy that NAME=DIR, as in "probe=DIR", or a plain name stands for, and the parameters this says.
 
-    DIR is a directory that `calibrate --method probe` wrote, or its profile.
+    DIR is a directory with the policy's weights, or their file there.
 
     Raises:
-        UsageError: another policy than probe with a directory, no such profile, or one without weights of a ranking.
+        UsageError: another policy than the fitted ones with a directory, no such file, or one without weights of it.
     """
-    name, found, source = text.partition("=")
-    if not found and name == Probe.name:
-        raise UsageError("policy probe is fitted: give probe=DIR, a directory that `calibrate --method probe` wrote")
-    if not found:
+    name, given, source = text.partition("=")
+    if name not in FITTED:
+        if given:
+            known = " and ".join(f"{one}=DIR" for one in FITTED)
+            raise UsageError(f"policy {text!r}: only {known} is read from a directory")
         return name, {}
-    if name != Probe.name:
-        raise UsageError(f"policy {text!r}: only {Probe.name}=DIR is read from a directory")
+    policy = policy_class(name)
+    assert issubclass(policy, Fitted)
+    if not given:
+        raise UsageError(f"policy {name} is fitted: give {name}=DIR, a directory that {policy.made_by} wrote")
     path = Path(source)
-    path = path / PROFILE if path.is_dir() else path
+    path = path / (policy.published or PROFILE) if path.is_dir() else path
     digest = know(read_bytes(path), path)
-    profile_of(digest)
+    policy.check_weights(digest)
     return name, {WEIGHTS: digest}

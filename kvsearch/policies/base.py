@@ -76,6 +76,7 @@ class Observation:
     token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
     layer: int = 0
     sinks: Tensor | None = None  # [Hkv, G] fp32, or [B, 1, G] of one kv head each: logits that are no entry (gpt-oss)
+    heads: Tensor | None = None  # [B] kv head of each row, where rows are of one head each; default: all, in order
     _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -149,7 +150,7 @@ class Policy(ABC):
     `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
     many, and then it is not stated in plans.
 
-    While decoding, a policy that is `online` reads one attention row per step (`row`) and keeps its own running state
+    While decoding, a policy that is `online` reads one attention row per step (`row`) or none, and keeps its own state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
     """
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from kvsearch.errors import InternalError
 from kvsearch.policies.tensors import Tensor, torch
+
+if TYPE_CHECKING:
+    from kvsearch.policies.base import Observation
 
 Change = Callable[[Tensor], Tensor]
 
@@ -77,6 +81,7 @@ class Step:
     newest: Tensor  # [S] slot of the step's own token
     seen: Tensor  # [S] tokens so far, this one included
     attention: Tensor | None  # [S, C] fp32, the step's attention row as `Policy.row` wants it; 0 in empty slots
+    look: Callable[[], Observation] | None = None  # at the step's own token alone
 
     @property
     def row(self) -> Tensor:
@@ -84,6 +89,13 @@ class Step:
         if self.attention is None:
             raise InternalError("a policy read an attention row that it did not declare")
         return self.attention
+
+    @property
+    def arrived(self) -> Observation:
+        """The step's own token as an observation of one entry for each segment, keys [S, 1, 1, D]."""
+        if self.look is None:
+            raise InternalError("a policy looked at the step's token where it cannot be seen")
+        return self.look()
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""

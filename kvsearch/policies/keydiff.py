@@ -34,6 +34,15 @@ class KeyDiff(Policy):
 
 def _difference(keys: Tensor, real: Tensor) -> Tensor:
     """Return the negative cosine of keys [..., T, D] to the mean direction of the `real` ones [..., T] bool, fp32."""
+    return difference(keys.float().masked_fill(~real[..., None], 0.0), anchor(keys, real))
+
+
+def anchor(keys: Tensor, real: Tensor) -> Tensor:
+    """Return the mean direction of the `real` [..., T] bool of keys [..., T, D], [..., D] fp32."""
     keys = keys.float().masked_fill(~real[..., None], 0.0)  # what else lies there may be anything, NaN included
-    anchor = F.normalize(keys, dim=-1, eps=EPSILON).sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
-    return -F.cosine_similarity(keys, anchor, dim=-1, eps=EPSILON)
+    return F.normalize(keys, dim=-1, eps=EPSILON).sum(-2) / real.sum(-1).clamp(min=1)[..., None]
+
+
+def difference(keys: Tensor, mean: Tensor) -> Tensor:
+    """Return the negative cosine of keys [..., T, D] to the direction `mean` [..., D], [..., T] fp32."""
+    return -F.cosine_similarity(keys.float(), mean[..., None, :], dim=-1, eps=EPSILON)

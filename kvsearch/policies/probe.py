@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from kvsearch.errors import InternalError, UsageError
+from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.keydiff import KeyDiff
+from kvsearch.policies.fitted import Fitted, heads_of, profile_of
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
-if TYPE_CHECKING:
-    from kvsearch.plan import ModelFingerprint, Profile
-
 METHOD = "probe"  # of the profile that has the weights
+OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff")
 ARRAYS = ("center", "scale", "linear", "hidden", "hidden_bias", "output", "bias")
 SINKS, WINDOW = 4, 8  # of the policies whose scores are features
 LEAST = 1e-8
 MOST_LOG = 60.0  # scores stay finite in fp32
+ANCHOR = "anchor"  # running state: the mean direction of the prompt's keys
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,23 @@ class Weights:
     layers: tuple[int, ...]  # the model layer of each row
     arrays: dict[str, Tensor]  # center, scale, linear [L, Hkv, F]; hidden [L, Hkv, F, K]; ...; bias [L, Hkv]
 
-    def log_importance(self, x: Tensor, layer: int) -> Tensor:
-        """Return the fitted log importance of entries with features [B, Hkv, T, F] in a model layer, [B, Hkv, T]."""
-        part = {name: array[self.layers.index(layer)].to(x.device) for name, array in self.arrays.items()}
-        z = (x - part["center"][:, None]) / part["scale"][:, None]
-        score = (z @ part["linear"][..., None])[..., 0] + part["bias"][:, None]
+    def log_importance(self, x: Tensor, layer: int, seen: Observation | None = None) -> Tensor:
+        """Return the fitted log importance of entries with features [B, Hkv, T, F] in a model layer, [B, Hkv, T].
+
+        `seen` is where the entries are from, if its rows may be of one kv head each.
+        """
+        part = {name: self.of(name, layer, seen) for name in self.arrays}
+        z = (x - part["center"][..., None, :]) / part["scale"][..., None, :]
+        score = (z @ part["linear"][..., None])[..., 0] + part["bias"][..., None]
         if part["hidden"].shape[-1]:
-            inner = F.gelu(z @ part["hidden"] + part["hidden_bias"][:, None])
+            inner = F.gelu(z @ part["hidden"] + part["hidden_bias"][..., None, :])
             score = score + (inner @ part["output"][..., None])[..., 0]
         return score
+
+    def of(self, name: str, layer: int, seen: Observation | None = None) -> Tensor:
+        """Return an array in a model layer, by kv head [1, Hkv, ...], or as `seen` has its rows [B, 1, ...]."""
+        array = self.arrays[name][self.layers.index(layer)]
+        return array[None] if seen is None else heads_of(array, seen)
 
 
 def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
@@ -87,72 +96,90 @@ _FEATURES: dict[str, Any] = {
     "value_norm": lambda observation: (observation.value_norms(2) + LEAST).log(),
     "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
     "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
-    "keydiff": KeyDiff(sinks=SINKS).score,
+    "keydiff": keydiff.KeyDiff(sinks=SINKS).score,
 }
 
 
 @dataclass(frozen=True)
-class Probe(Policy):
+class Probe(Fitted):
     """score[i] = exp(fitted log importance of entry i), an estimate of max_k A[k, i] |v_i W_O| over later queries k.
 
     The fit is a regression per kv head on the entry's key, value and simple scores, by `calibrate --method probe`;
     `weights` is the SHA-256 of its file, which lies beside every plan that uses it.
+
+    While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
+    from its own key, value and value norm, and its cosine to the mean key of the prompt. What the scores of SnapKV and
+    ExpectedAttention would be cannot be known, as no window of queries comes after it: they are taken to be those of
+    the average entry of the fit. With a `refresh` all entries are scored anew every so many steps instead, with
+    SnapKV's and ExpectedAttention's scores of the last queries.
     """
 
     name: ClassVar[str] = "probe"
     source: ClassVar[str] = "kvsearch; cf. KVzap, arXiv 2601.07891, which fits hidden states to KVzip's scores"
 
-    weights: str
-    sinks: int = 4
-    protect: int = 8
-    refresh: int = 32
+    made_by: ClassVar[str] = "`calibrate --method probe`"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.weights) == 64, "weights is the SHA-256 of a file that `calibrate --method probe` wrote")
+    refresh: int = 0
+
+    @classmethod
+    def check_weights(cls, digest: str) -> None:
+        """See `Fitted.check_weights`."""
+        profile_of(digest, METHOD)
 
     def needs(self) -> Needs:
         return needs_of(self.fitted.features)
 
     def score(self, observation: Observation) -> Tensor:
         """Return the fitted importance, [B, Hkv, T] fp32."""
-        fitted = self.fitted
-        if observation.layer not in fitted.layers:
-            raise UsageError(f"policy probe: its weights are for layers {fitted.layers}, not {observation.layer}")
-        found = fitted.log_importance(features_of(observation, fitted.features), observation.layer)
+        fitted = self._on(observation)
+        found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)
         return found.clamp(-MOST_LOG, MOST_LOG).exp()
+
+    @property
+    def online(self) -> bool:
+        return not self.refresh
+
+    def start(self, observation: Observation) -> State:
+        """Return the scores of the prompt's entries, and the mean direction of its keys where that is looked at."""
+        state = super().start(observation)
+        if "keydiff" in self.fitted.features:
+            state.heads[ANCHOR] = keydiff.anchor(observation.keys, observation.valid[:, None])
+        return state
+
+    def arriving(self, step: Step) -> Tensor:
+        """See `Fitted.arriving`."""
+        seen = step.arrived
+        fitted, parts, first = self._on(seen), list[Tensor](), 0
+        average = fitted.of("center", seen.layer, seen)[..., None, :].expand(len(seen.keys), -1, -1, -1)  # [S, 1, 1, F]
+        for name in fitted.features:
+            if name == "keydiff":
+                part = keydiff.difference(seen.keys, step.cached.state.heads[ANCHOR][:, None])[..., None]
+            elif name in OF_ATTENTION:
+                part = average[..., first : first + 1]
+            else:
+                part = features_of(seen, (name,))
+            parts.append(part)
+            first += part.shape[-1]
+        found = fitted.log_importance(torch.cat(parts, -1), seen.layer, seen)
+        return found[:, 0, 0].clamp(-MOST_LOG, MOST_LOG).exp()
 
     @property
     def fitted(self) -> Weights:
         """The weights; UsageError if they are not here."""
         return _weights(self.weights)
 
-    def check_model(self, model: ModelFingerprint) -> None:
-        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint."""
-        profile_of(self.weights).metadata.model.require(model, "the fitted ranking of policy probe")
+    def _on(self, observation: Observation) -> Weights:
+        """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
+        found = _weights(self.weights, observation.keys.device)
+        if observation.layer not in found.layers:
+            raise UsageError(f"policy probe: its weights are for layers {found.layers}, not {observation.layer}")
+        return found
 
 
 @lru_cache(maxsize=16)
-def profile_of(digest: str) -> Profile:
-    """Return the profile that has the weights of this SHA-256.
-
-    Raises:
-        UsageError: they are not here, or the file is no profile of a probe.
-    """
-    from kvsearch.plan.profile import read_profile
-    from kvsearch.plan.weights import known_weights
-
-    path, data = known_weights(digest)
-    found = read_profile(data, str(path))
-    if found.metadata.method != METHOD:
-        raise UsageError(f"{path} has no weights of a ranking: it is a {found.metadata.method} profile")
-    return found
-
-
-@lru_cache(maxsize=16)
-def _weights(digest: str) -> Weights:
-    profile = profile_of(digest)
+def _weights(digest: str, device: Any = "cpu") -> Weights:
+    profile = profile_of(digest, METHOD)
     features = profile.metadata.provenance.settings["features"]
     assert isinstance(features, tuple)
-    arrays = {name: torch.from_numpy(profile.arrays[name].copy()).float() for name in ARRAYS}
+    arrays = {name: torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in ARRAYS}
     return Weights(tuple(map(str, features)), profile.metadata.layers, arrays)

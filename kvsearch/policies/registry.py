@@ -14,6 +14,7 @@ from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
+FITTED = ("probe",)  # whose weights lie in a file; they are given as NAME=DIR
 BUILT_IN = {
     "full": "kvsearch.policies.full:FullKV",
     "streaming": "kvsearch.policies.streaming:StreamingLLM",

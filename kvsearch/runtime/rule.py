@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ class StepRule:
 
     def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         if self.policy.online:
-            return self.policy.step(step)
+            return self.policy.step(replace(step, look=partial(self._arrived, step, rows, logits)))
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # protected until it is scored
         if self.due.all():
@@ -185,13 +186,25 @@ class StepRule:
         """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
+        observation = self._seen(step, rows, order, logits)
+        scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
+        protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
+        scores = scores.masked_fill(protected, float("inf"))
+        return torch.empty_like(scores).scatter_(-1, order, scores)
+
+    def _arrived(self, step: Step, rows: Tensor, logits: Logits) -> Observation:
+        """Return the step's own token as policies see it, an entry for each segment."""
+        return self._seen(step, rows, step.newest[:, None], logits)
+
+    def _seen(self, step: Step, rows: Tensor, order: Tensor, logits: Logits) -> Observation:
+        """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
+        cached, queries = step.cached, None
         index = cached.positions.gather(-1, order)
-        queries = None
         if self.queries is not None and self.queries.shape[2]:
             batch, _, count, dim = self.queries.shape
             queries = self.queries.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
         sinks = logits.sinks_of(cached.heads)
-        observation = Observation(
+        return Observation(
             keys=entries_at(cached.keys, order)[:, None],
             values=entries_at(cached.values, order)[:, None],
             valid=index >= 0,
@@ -206,15 +219,13 @@ class StepRule:
             token_count=step.seen,
             layer=self.layer,
             sinks=None if sinks is None else sinks[:, None],
+            heads=cached.heads,
         )
-        scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
-        scores = scores.masked_fill(protected_slots(index, step.seen, limits.sinks, limits.recent), float("inf"))
-        return torch.empty_like(scores).scatter_(-1, order, scores)
 
     def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:
         """Compute statistics of the query rows for segments: sequences, kv heads and tokens so far, [S] each."""
         start = self.policy.needs().query_statistics_from
-        if start is None:
+        if start is None or self.policy.online:
             return {}
         if self.queries is None:
             raise InternalError("query statistics without the rows behind them")

@@ -19,9 +19,8 @@ from kvsearch.naming import suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.probe import Probe
 from kvsearch.policies.random import RandomEviction
-from kvsearch.policies.registry import policy_class, policy_names, policy_of
+from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
 from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe
 
 BETA = "beta"  # the option of the pyramid
@@ -29,8 +28,8 @@ Settings = Mapping[str, Any]
 
 
 def method_names() -> list[str]:
-    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as probe=DIR."""
-    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, Probe.name)]
+    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
+    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
     return [*METHODS, *policies, RANDOM]
 
 
@@ -38,8 +37,8 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
 
     METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
-    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). The policy probe is given with the
-    directory that fitted it: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated
+    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). A fitted policy is given with the
+    directory of its weights: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated
     profile, whose policy keeps its own settings; methods of the same policy take these where all profiles agree.
     `settings` are KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
 
@@ -114,7 +113,7 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
 
 def _is_profile(item: str) -> bool:
     name, found, _ = item.partition("=")
-    return bool(found) and ":" not in name and name != Probe.name
+    return bool(found) and ":" not in name and name not in FITTED
 
 
 def _settings_of(profiles: Iterable[Method]) -> dict[str, Settings]:
@@ -156,7 +155,7 @@ def _inline(item: str) -> tuple[str, Settings]:
     method, found = fitted_policy(method)
     for number, piece in enumerate(pieces):
         key, given, _ = piece.partition("=")
-        if number == 0 and (not given or key == Probe.name):
+        if number == 0 and (not given or key in FITTED):
             policy, found = fitted_policy(piece)
             method = f"{method}:{policy}"
         elif not given:
@@ -174,7 +173,7 @@ def _recipe(name: str) -> Recipe:
     method, colon, policy = name.partition(":")
     if method == FULL:
         raise UsageError("the full cache is always there: leave the method full out")
-    if method not in METHODS and (colon or method not in (*method_names(), Probe.name)):
+    if method not in METHODS and (colon or method not in (*method_names(), *FITTED)):
         known = list(METHODS) if colon else method_names()
         raise UsageError(f"unknown method {method!r}{suggest(method, known)}")
     recipe = METHODS.get(method, Recipe(method))

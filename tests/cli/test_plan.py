@@ -10,7 +10,7 @@ import pytest
 from kvsearch.budgets.dynamic import allocation_names
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan
-from kvsearch.policies.registry import BUILT_IN
+from kvsearch.policies.registry import BUILT_IN, FITTED
 from tests.cli.conftest import Run
 
 
@@ -41,9 +41,9 @@ def test_every_pattern_runs_in_both_phases(run: Run, policy: str, tmp_path: Path
     code, _, talk = run(
         "plan", "uniform", "bundled", "--policy", policy, "--budget", 320, "--phases", "both", "-o", path
     )
-    if policy in ("full", "probe"):
+    if policy in ("full", *FITTED):
         assert code == 2
-        assert ("full never evicts" if policy == "full" else "policy probe is fitted: give probe=DIR") in talk
+        assert ("full never evicts" if policy == "full" else f"policy {policy} is fitted: give {policy}=DIR") in talk
         return
     assert code == 0, talk
     code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 2)

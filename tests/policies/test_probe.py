@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.policies import Observation, create_policy
+from kvsearch.models.architecture import unrotate
+from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of, needs_of
 from kvsearch.runtime.collector import plain_queries
 from tests import tiny
+from tests.policies.contract import DIM, rope
 from tests.policies.probes import fitted, ranking
 from tests.runtime.layers import Layer, Scene
 
@@ -83,3 +85,63 @@ def test_protection_is_stated_as_it_is() -> None:
     policy = fitted(protect=0)
     assert policy.parameters()["protect"] == 0
     assert (policy.recent_count, fitted().recent_count) == (0, 8)
+
+
+def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tuple[int, int], dict[int, float]]]:
+    """Decode all tokens of a scene; the scores of what is held at the end by position, for each sequence and head."""
+    layer = Layer(scene)
+    _, holder = layer.decode(policy, policy)
+    found = {}
+    for block in holder.store.blocks:
+        for row, name in enumerate(block.names.tolist()):
+            cached = block.in_use()
+            state = next(iter(cached.state.entries.values()))[row]
+            pairs = zip(cached.positions[row].tolist(), state.tolist(), strict=True)
+            found[divmod(name, scene.heads)] = {position: score for position, score in pairs if position >= 0}
+    return layer, found
+
+
+def test_a_new_token_is_scored_when_it_comes() -> None:
+    """By its own head's regression, from its key, value and the cosine to the prompt's mean key."""
+    dim = DIM
+    profile = ranking(FEATURES, size=2 * dim + 4, heads=2, layers=(3,))
+    scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
+    layer, found = scored_while_decoding(fitted(profile, sinks=0, protect=1), scene)
+    keys, values, a = layer.key, layer.value, profile.arrays
+    prompt = fitted(profile).score(layer.observation(fitted(profile)))
+    for (row, head), scores in found.items():
+        pads = scene.pads[row]
+        assert set(scores) == set(range(13 - pads))
+        for position, score in scores.items():
+            column = position + pads
+            if position < 9 - pads:
+                assert score == pytest.approx(float(prompt[row, head, column]), rel=1e-4)
+                continue
+            cos, sin = (table[None] for table in rope(torch.tensor([position])))
+            key = unrotate(keys[row : row + 1, head : head + 1, column : column + 1], cos, sin)[0, 0, 0]
+            mean = torch.nn.functional.normalize(keys[row, head, pads:9], dim=-1).mean(0)
+            cosine = torch.nn.functional.cosine_similarity(keys[row, head, column], mean, dim=0)
+            value = values[row, head, column]
+            x = np.concatenate([key, value, [math.log(value.norm() + 1e-8)], [0, 0], [-cosine]])
+            z = (x - a["center"][0, head]) / a["scale"][0, head]
+            z[2 * dim + 1 : 2 * dim + 3] = 0
+            inner = z @ a["hidden"][0, head] + a["hidden_bias"][0, head]
+            gelu = inner * 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
+            wanted = z @ a["linear"][0, head] + gelu @ a["output"][0, head] + a["bias"][0, head]
+            assert score == pytest.approx(math.exp(wanted), rel=1e-3)
+
+
+def test_scored_anew_a_head_has_its_own_regression() -> None:
+    """With `refresh`: the second head ranks by short values, the first by long ones."""
+    arrays = {"linear": [[[1.0], [-1.0]]], "center": [[[0.0], [0.0]]], "scale": [[[1.0], [1.0]]], "bias": [[0.0, 0.0]]}
+    profile = ranking(("value_norm",), width=0, heads=2, layers=(3,), **arrays)
+    policy = fitted(profile, sinks=0, protect=1, refresh=1)
+    assert not policy.online
+    scene = Scene(2, 1, 6, (0,), 6, (4, 4), 1)
+    layer = Layer(scene)
+    _, holder = layer.decode(None, policy)
+    norms = layer.value[0].norm(dim=-1)
+    for head in range(2):
+        kept = set(holder.kept_positions(0, head)) - {11}
+        order = norms[head, :11].argsort(descending=head == 0).tolist()
+        assert kept == set(order[:3])

@@ -36,4 +36,7 @@ SMALL = {
         ("knorm", {}),
         ("duo_attention", {"sinks": 1, "window": 3}),
     ]
-} | {"probe": fitted(sinks=1, protect=2, refresh=3)}
+} | {
+    "probe": fitted(sinks=1, protect=2),
+    "probe, anew": fitted(sinks=1, protect=2, refresh=3),
+}

@@ -1,0 +1,89 @@
+"""What policies share whose weights lie in a file: which file it is, and scores that are made once, as entries come."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from kvsearch.errors import UsageError
+from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.ranking import scored
+from kvsearch.policies.tensors import Tensor, torch
+
+if TYPE_CHECKING:
+    from kvsearch.plan import ModelFingerprint, Profile
+
+SCORE = "score"  # the running state: of every entry, as it was made
+
+
+@dataclass(frozen=True)
+class Fitted(Policy):
+    """A policy that ranks by `weights`, the SHA-256 of a file that lies beside every plan and profile of the policy.
+
+    While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, when
+    it comes (`arriving`).
+    """
+
+    made_by: ClassVar[str]  # what writes a directory with weights, in words
+    published: ClassVar[str | None] = None  # the file of such a directory; None: a profile
+
+    weights: str
+    sinks: int = 4
+    protect: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.weights) == 64, f"weights is the SHA-256 of a file that {self.made_by} wrote")
+
+    @classmethod
+    @abstractmethod
+    def check_weights(cls, digest: str) -> None:
+        """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
+
+    def check_model(self, model: ModelFingerprint) -> None:
+        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint."""
+        fitted = profile_of(self.weights, self.name).metadata.model
+        fitted.require(model, f"the fitted ranking of policy {self.name}")
+
+    @property
+    def online(self) -> bool:
+        return True
+
+    def start(self, observation: Observation) -> State:
+        """Return the scores of the prompt's entries."""
+        return State({SCORE: scored(self, observation).clone()})
+
+    def step(self, step: Step) -> Tensor:
+        """Return the scores [S, C] fp32 of all entries; only that of the step's own token is made."""
+        scores = step.cached.state.entries[SCORE]
+        scores[torch.arange(len(scores), device=scores.device), step.newest] = self.arriving(step)
+        return scores
+
+    @abstractmethod
+    def arriving(self, step: Step) -> Tensor:
+        """Return the score of the step's own token, [S] fp32."""
+
+
+@lru_cache(maxsize=16)
+def profile_of(digest: str, method: str) -> Profile:
+    """Return the profile of a `method` that has the weights of this SHA-256.
+
+    Raises:
+        UsageError: they are not here, or the file is no profile of that method.
+    """
+    from kvsearch.plan.profile import read_profile
+    from kvsearch.plan.weights import known_weights
+
+    path, data = known_weights(digest)
+    found = read_profile(data, str(path))
+    if found.metadata.method != method:
+        raise UsageError(f"{path} has no weights of policy {method}: it is a {found.metadata.method} profile")
+    return found
+
+
+def heads_of(array: Tensor, observation: Observation) -> Tensor:
+    """Return what is by kv head, [Hkv, ...], beside the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
+    return array[None] if observation.heads is None or len(array) == 1 else array[observation.heads][:, None]
