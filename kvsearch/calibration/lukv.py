@@ -6,8 +6,9 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
+from kvsearch.plan.profile import KEPT
 from kvsearch.policies import Policy, create_policy
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
+KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class MeasuredQuestion:
     effect: NDArray[np.float64]  # [L] nats the answer loses without the layer's context; ones where not measured
     context: int
     kept: NDArray[np.float64]  # [C, len(RECALL_AT), L] importance that each of `choices` keeps at even budgets
+    curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each of R rivals keeps at every budget
 
 
 def choices(policy: Policy) -> dict[str, Policy]:
@@ -55,11 +59,15 @@ def choices(policy: Policy) -> dict[str, Policy]:
 
 
 def measure_importance(
-    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions
+    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions, rivals: Sequence[Policy] = ()
 ) -> Iterator[MeasuredQuestion]:
-    """Measure every question of `data`; the model must run the attention implementation "kvsearch"."""
+    """Measure every question of `data`; the model must run the attention implementation "kvsearch".
+
+    `rivals` rank the same importance in the same pass.
+    """
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-    check_lengths(prompts, policy, lambda length: floor_entries(length, policy, options.minimum))
+    for each in (policy, *rivals):
+        check_lengths(prompts, each, partial(floor_entries, policy=each, minimum=options.minimum))
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
         raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
     others = list(choices(policy).values())
@@ -67,10 +75,13 @@ def measure_importance(
         prompts = with_own_replies(loaded, prompts, options.answer_tokens)
     for prompt in prompts:
         refusal = prompt.refusal(loaded.name)
-        passed = ImportancePass(loaded.model, [policy, *others], prompt.ids.to(loaded.device), options.group, refusal)
+        passed = ImportancePass(
+            loaded.model, [policy, *others, *rivals], prompt.ids.to(loaded.device), options.group, refusal
+        )
         ranks = passed.ranks()
         order = torch.argsort(ranks, dim=-1)
         places = [passed.ranks(number + 1) for number in range(len(others))]
+        orders = [passed.ranks(1 + len(others) + number).argsort(-1) for number in range(len(rivals))]
         protected = ranks < policy.protected(prompt.length)
         for after in prompt.continuations:
             tokens = after.tokens.to(loaded.device)
@@ -83,8 +94,9 @@ def measure_importance(
                 effect = passed.effects(tokens, after.answer, found.logits, protected)
             scale = _scale(found, protected, options.normalization)
             kept = np.array([_kept(found.importance, place) for place in places])
+            curves = np.array([_kept_curve(found.importance.gather(-1, one).numpy()) for one in orders])
             yield MeasuredQuestion(
-                values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context, kept
+                values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context, kept, curves
             )
 
 
@@ -94,8 +106,11 @@ def calibrate_lukv(
     policy: Policy,
     options: LukvOptions | None = None,
     progress: Progress | None = None,
+    rivals: Sequence[Policy] = (),
 ) -> Profile:
     """Calibrate LU-KV for one model and one policy.
+
+    With `rivals` the profile also has what every head keeps under each policy, for joint plans.
 
     Raises:
         UsageError: a context is too short for the policy's protected entries, or importance cannot be averaged.
@@ -104,7 +119,7 @@ def calibrate_lukv(
     options = options or LukvOptions()
     kept, summary = [], _Summary(policy, options)
     with running(loaded.model):
-        questions = measure_importance(loaded, data, policy, options)
+        questions = measure_importance(loaded, data, policy, options, rivals)
         for measured in counted(questions, data.questions, progress):
             if options.normalization == "effect":
                 kept.append(measured)  # the weights come from all questions together
@@ -121,8 +136,9 @@ def calibrate_lukv(
         settings["choices"] = named
     tables = summary.tables
     origin = profile_metadata(
-        loaded, data, policy.spec, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length)
-    )
+        loaded, data, policy.spec, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length),
+        [rival.spec for rival in rivals],
+    )  # fmt: skip
     return Profile(origin, summary.arrays())
 
 
@@ -134,6 +150,7 @@ class _Summary:
         self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
         self._mean: NDArray[np.float64] | None = None
         self._kept: list[NDArray[np.float64]] = []  # [C, len(RECALL_AT)] shares of the comparable importance
+        self._by_policy: NDArray[np.float64] | None = None  # [1 + R, L, Hkv, KEPT_POINTS], a sum over the questions
 
     def add(self, measured: MeasuredQuestion, weights: NDArray[np.float64]) -> None:
         """Take in one question; `weights` [L] make its layers comparable."""
@@ -141,6 +158,10 @@ class _Summary:
         length = values.shape[-1]
         if measured.kept.size and (whole := values.sum()) > 0:
             self._kept.append(measured.kept @ weights / whole)
+        if len(measured.curves):
+            curves = np.concatenate([_kept_curve(measured.importance)[None], measured.curves])
+            curves *= weights[:, None, None]
+            self._by_policy = curves if self._by_policy is None else self._by_policy + curves
         recall = _sampled(recall_curve(measured.importance))
         oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
         self._curves.append(np.stack([recall, oracle, recall * mass]))
@@ -156,6 +177,8 @@ class _Summary:
         if self._mean is not None:
             solver = MarginalSolver(self._mean / len(tables.lengths), tables.floor(tables.length))
             arrays["evicted_ratio"] = profile_grid(solver)
+        if self._by_policy is not None:
+            arrays[KEPT] = (self._by_policy / len(tables.lengths)).astype(np.float32)
         if self._kept:
             arrays["choice_recall"] = np.mean(self._kept, axis=0).astype(np.float32)
         curves = np.mean(self._curves, axis=0).astype(np.float32)
@@ -174,9 +197,16 @@ def _kept(importance: Tensor, ranks: Tensor) -> list[NDArray[np.float64]]:
     return [importance.double().masked_fill(~kept, 0.0).sum((1, 2)).numpy() for kept in taken]
 
 
-def _sampled(curve: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Read a curve over budgets 0 ... T at 0%, 1%, ... 100% of T, linear between entries."""
-    position = np.linspace(0, curve.shape[-1] - 1, CURVE_POINTS)
+def _kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return what heads keep of ranked importance [L, Hkv, T] at budgets 0 ... T, read at `KEPT_POINTS` of them."""
+    kept = np.zeros((*importance.shape[:-1], importance.shape[-1] + 1))
+    np.cumsum(importance, axis=-1, dtype=np.float64, out=kept[..., 1:])
+    return _sampled(kept, KEPT_POINTS)
+
+
+def _sampled(curve: NDArray[np.float64], points: int = CURVE_POINTS) -> NDArray[np.float64]:
+    """Read a curve over budgets 0 ... T at `points` of them, 0%, 1%, ... 100% of T, linear between entries."""
+    position = np.linspace(0, curve.shape[-1] - 1, points)
     below = np.floor(position).astype(int)
     above = np.minimum(below + 1, curve.shape[-1] - 1)
     share = position - below

@@ -233,6 +233,41 @@ class LukvOptions(AnsweredOptions):
         bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
     ] = True
     minimum: Minimum = 0.01
+    rivals: Annotated[
+        Names,
+        Option(
+            "Policies that are measured in the same pass, beside --policy: `export` then chooses one for every layer.",
+            metavar="NAME,...",
+            panel=LUKV,
+            shown="none",
+        ),
+    ] = ()
+
+    def make_rivals(self) -> list[Policy]:
+        """Return the policies that are measured beside `make_policy`, with the method's protected entries.
+
+        Raises:
+            UsageError: an unknown policy, or one that is measured already.
+        """
+        found = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
+        measured = [self.make_policy(), *found]
+        for number, policy in enumerate(found, 1):
+            if policy in measured[:number]:
+                raise UsageError(f"policy {policy.name} is measured already: name each once in --policy and --rivals")
+        return found
+
+    def policies(self) -> list[Policy]:
+        """See `CalibrationOptions.policies`."""
+        return [*super().policies(), *self.make_rivals()]
+
+    def settings(self) -> dict[str, Any]:
+        """See `CalibrationOptions.settings`; rivals are in the profile's metadata."""
+        return {name: value for name, value in super().settings().items() if name != "rivals"}
+
+    def resolved(self) -> dict[str, Any]:
+        """See `CalibrationOptions.resolved`."""
+        rivals = [{"name": policy.name, "params": policy.parameters()} for policy in self.make_rivals()]
+        return {**super().resolved(), "rivals": rivals}
 
     def scope(self, data: CalibrationData) -> str:
         """See `CalibrationOptions.scope`."""

@@ -23,8 +23,12 @@ def profile_metadata(
     settings: Mapping[str, Any],
     lengths: Sequence[int],
     floor: int,
+    rivals: Sequence[PolicySpec] = (),
 ) -> ProfileMetadata:
-    """Describe a profile made now: of prompts of these `lengths`, `floor` entries per head kept of the longest."""
+    """Describe a profile made now: of prompts of these `lengths`, `floor` entries per head kept of the longest.
+
+    `rivals` are policies that were measured beside `policy`.
+    """
     from kvsearch.models.architecture import describe
 
     return ProfileMetadata(
@@ -35,5 +39,6 @@ def profile_metadata(
         questions=len(lengths),
         layers=describe(loaded.model).full_layers,
         floor=floor,
+        policies=(policy, *rivals) if rivals else None,
         provenance=provenance(method, seed, data.sha256, settings, ContextRecord(fitted=data.asked)),
     )

@@ -339,7 +339,7 @@ def _measure(
     if isinstance(options, LukvOptions):
         from kvsearch.calibration.lukv import calibrate_lukv
 
-        return calibrate_lukv(loaded, texts, policy, options, progress)
+        return calibrate_lukv(loaded, texts, policy, options, progress, options.make_rivals())
     if isinstance(options, CakeOptions):
         from kvsearch.calibration.cake_exponents import calibrate_cake
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvsearch.config.options import Option
+from kvsearch.calibration.directory import profile_file
+from kvsearch.config.options import Option, Repeated
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import BUDGET, Names
 from kvsearch.jobs.plan_files import PlanOptions, Sized
@@ -32,6 +33,16 @@ class ExportOptions(PlanOptions, Sized):
     job: ClassVar[str] = "export"
 
     profile: Annotated[Path, Option("Directory or file that `calibrate` wrote.", argument=True)]
+    join: Annotated[
+        tuple[Path, ...],
+        Repeated,
+        Option(
+            "Another lukv profile, of another policy on the same texts: every layer takes the policy that keeps most; "
+            "repeatable.",
+            metavar="DIR",
+            repeated=True,
+        ),
+    ] = ()
     ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1.")] = None
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
     length: Annotated[int | None, Field(ge=1), Option("Prompt length the integer budgets are for.")] = None
@@ -59,7 +70,12 @@ class ExportOptions(PlanOptions, Sized):
     inverse_route: Annotated[bool, Option("A control: the worst pattern.", panel=PANEL)] = False
     inverse_budgets: Annotated[bool, Option("A control: least for the most sensitive.", panel=PANEL)] = False
     policy: Annotated[
-        str | None, Option("With --route none: the pattern of all layers.", panel=PANEL, shown="as calibrated")
+        str | None,
+        Option(
+            "With --route none: the pattern of all layers; of a lukv profile with --rivals: only this one.",
+            panel=PANEL,
+            shown="as calibrated",
+        ),
     ] = None
     exclude: Annotated[
         Names | None,
@@ -79,21 +95,40 @@ class ExportOptions(PlanOptions, Sized):
 
     def make(self, talk: Talk) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
-        from kvsearch.calibration.directory import profile_file
         from kvsearch.plan import load_profile
         from kvsearch.strategies.from_profile import plan_from_profile
 
         profile = load_profile(profile_file(self.profile))
-        if profile.metadata.signals is not None:
+        if profile.metadata.signals is not None and not self.join:
             return self._of_signals(profile, talk)
-        of_polykv = ((name, option) for name, (_, option) in self.offered().items() if option.panel == PANEL)
+        several = bool(self.join) or profile.metadata.policies is not None
+        of_polykv = (
+            (name, option)
+            for name, (_, option) in self.offered().items()
+            if option.panel == PANEL and not (several and name == "policy")
+        )
         unused = [option.called(name) for name, option in of_polykv if _is_given(getattr(self, name))]
         if unused:
             raise UsageError(
                 f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
                 f"{profile.metadata.method}"
             )
-        return plan_from_profile(profile, self.size)
+        return self._joint(profile, talk) if several else plan_from_profile(profile, self.size)
+
+    def _joint(self, profile: Profile, talk: Talk) -> Plan:
+        """Choose a policy for every layer, and budgets."""
+        from kvsearch.plan import load_profile
+        from kvsearch.strategies.joint import joint_plan, policy_curves
+
+        curves = policy_curves([profile, *(load_profile(profile_file(path)) for path in self.join)])
+        if self.policy is not None:
+            curves = curves.only([self.policy])
+        elif seen := curves.fitted_here:
+            talk.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
+                      "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
+        found = joint_plan(curves, self.size)
+        talk.say(found.words)
+        return found.plan
 
     def _of_signals(self, profile: Profile, talk: Talk) -> Plan:
         from kvsearch.choose import verdicts
@@ -153,6 +188,9 @@ class ExportOptions(PlanOptions, Sized):
 @job(ExportOptions)
 def export(options: ExportOptions, talk: Talk) -> Plan:
     """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
+
+    Of several policies that were measured alike (`rivals` of the calibration, or `join`): every layer takes the policy
+    that keeps most of the measured importance, with budgets that are solved for together.
 
     Of a PolyKV profile: every layer takes the pattern that its signals prefer, and the share of the budget that its
     sensitivity asks for.

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
@@ -34,6 +41,7 @@ PROFILE_VERSION = 1
 GRID = 99
 TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
+KEPT = "kept"  # importance kept by policy, see `Profile`
 SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 
 _HEADER_KEY = "kvsearch"
@@ -46,6 +54,7 @@ class ProfileMetadata(Record):
 
     `length` is the calibration context in tokens; `layers` holds the model layer of each profile row, ascending.
     `signals` names the dimensions of signals by pattern; `policy` is then the one that strategies without a route use.
+    `policies` are those of the array "kept", where several were measured on the same contexts; `policy` is the first.
     """
 
     format: Literal["kvsearch.profile"] = "kvsearch.profile"
@@ -58,7 +67,30 @@ class ProfileMetadata(Record):
     layers: tuple[Index, ...] = Field(min_length=1)
     floor: Floor
     signals: SignalAxes | None = None
+    policies: tuple[PolicySpec, ...] | None = Field(default=None, min_length=2)
     provenance: Provenance
+
+    @model_serializer(mode="wrap")
+    def _without_one_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the policies out where one was measured: a file without them keeps its bytes."""
+        written: dict[str, Any] = handler(self)
+        if self.policies is None:
+            written.pop("policies", None)
+        return written
+
+    @property
+    def measured_policies(self) -> tuple[PolicySpec, ...]:
+        """The policies that were measured, `policy` first."""
+        return (self.policy,) if self.policies is None else self.policies
+
+    @field_validator("policies")
+    @classmethod
+    def _begins_with_the_policy(
+        cls, policies: tuple[PolicySpec, ...] | None, info: ValidationInfo
+    ) -> tuple[PolicySpec, ...] | None:
+        if policies is not None and info.data.get("policy", policies[0]) != policies[0]:
+            refuse([((), "must begin with the policy of the profile")])
+        return policies
 
     @property
     def seed(self) -> int:
@@ -87,8 +119,11 @@ class Profile:
 
     LU-KV (method "lukv") and static tables of dynamic rules ("lava", "cake", "adakv") have "evicted_ratio", float32
     [99, L, Hkv]: row i belongs to the global eviction ratio (i + 1) / 100, its entries are the local eviction ratios in
-    [0, 1] of each layer and kv head (arXiv 2602.08585). PolyKV (method "polykv") has the arrays of
-    `kvsearch.plan.signals`, which `kvsearch.signals.table.SignalTable` reads.
+    [0, 1] of each layer and kv head (arXiv 2602.08585). Where several policies were measured, "kept" [P, L, Hkv, K + 1]
+    is what each head keeps of the importance, in units that compare, at budgets of 0, 1/K, ... 1 of a context.
+
+    PolyKV (method "polykv") has the arrays of `kvsearch.plan.signals`, which `kvsearch.signals.table.SignalTable`
+    reads.
 
     Raises:
         UsageError: arrays of a wrong type, shape or value; all problems in one message.
@@ -138,7 +173,7 @@ def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) ->
         UsageError: `path` exists and `overwrite` is off, or is no regular file.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    put_weights([profile.metadata.policy], path)
+    put_weights(profile.metadata.measured_policies, path)
     atomic_write(path, profile.to_bytes(), overwrite)
 
 
@@ -150,7 +185,7 @@ def load_profile(path: str | Path) -> Profile:
         EnvironmentFault: the file cannot be read.
     """
     found = read_profile(read_bytes(path), str(path))
-    find_weights([found.metadata.policy], path)
+    find_weights(found.metadata.measured_policies, path)
     return found
 
 
@@ -200,8 +235,20 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
         yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
     elif metadata is not None and metadata.method in TABLED:
         yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
-    elif metadata is not None and metadata.method == SIGNALLED:
+    if metadata is not None and (metadata.policies is not None or KEPT in arrays):
+        yield from _kept_problems(arrays, metadata)
+    if metadata is not None and metadata.method == SIGNALLED:
         yield from signal_problems(arrays, metadata.signals, len(metadata.layers))
+
+
+def _kept_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:
+    """Find where what is kept under several policies does not fit to them."""
+    if metadata.policies is None or KEPT not in arrays:
+        yield f"arrays.{KEPT}: goes together with the policies of the header: restore the file"
+        return
+    shape, wanted = arrays[KEPT].shape, (len(metadata.policies), *metadata.shape)
+    if len(shape) != 4 or shape[:3] != wanted or shape[3] < 2:
+        yield f"arrays.{KEPT}: has shape {list(shape)}, must be {[*wanted, 'budgets']}"
 
 
 def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:

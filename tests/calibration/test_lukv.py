@@ -14,7 +14,7 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.lukv import MeasuredQuestion, calibrate_lukv, measure_importance
+from kvsearch.calibration.lukv import KEPT_POINTS, MeasuredQuestion, calibrate_lukv, measure_importance
 from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -415,3 +415,39 @@ def test_the_recall_of_both_values_where_a_parameter_decides(model: LoadedModel,
     better = bool(np.mean(expected[1]) > np.mean(expected[0]))
     assert advice == ["epsilon=0.0 recalls more than epsilon=0.02: calibrate with --set epsilon=0.0"] * better
     assert choice_lines(calibrate_lukv(model, one, POLICY, options)) == []
+
+
+def test_rivals_rank_the_same_importance_in_the_same_pass(
+    model: LoadedModel, data: CalibrationData, profile: Profile
+) -> None:
+    rivals = [create_policy("keydiff", {"sinks": 2, "window": 4}), create_policy("tova")]
+    several = calibrate_lukv(model, data, POLICY, rivals=rivals)
+    assert several.metadata.policies == (POLICY.spec, *(rival.spec for rival in rivals))
+    kept = several.arrays["kept"]
+    assert kept.shape == (3, 4, 2, KEPT_POINTS)
+    assert kept[..., 0].tolist() == np.zeros((3, 4, 2)).tolist()
+    assert kept[:, :, :, -1] == pytest.approx(np.broadcast_to(kept[0, :, :, -1], (3, 4, 2)), rel=1e-5)
+    assert kept[0, :, :, ::4] == pytest.approx(several.arrays["mass"], rel=1e-4, abs=1e-6)
+    assert {name for name in several.arrays if name != "kept"} == set(profile.arrays)
+    assert all((several.arrays[name] == array).all() for name, array in profile.arrays.items())
+
+
+def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: CalibrationData) -> None:
+    rival = create_policy("keydiff", {"sinks": 2, "window": 4})
+    several = calibrate_lukv(model, data, POLICY, LAYER, rivals=[rival])
+    alone = calibrate_lukv(model, data, rival, LAYER)
+    assert several.arrays["kept"][1, :, :, ::4] == pytest.approx(alone.arrays["mass"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "problem"),
+    [
+        (("snapkv",), "snapkv is measured already"),
+        (("keydiff", "keydiff"), "keydiff is measured already"),
+        (("full",), "evicts nothing"),
+        (("kediff",), "did you mean 'keydiff'"),
+    ],
+)
+def test_rivals_are_other_policies(rivals: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        LukvOptions(rivals=rivals).policies()

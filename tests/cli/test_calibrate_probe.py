@@ -58,6 +58,25 @@ def test_a_plan_of_it_runs_in_another_folder(
     refused(run, USAGE, f"needs the weights {beside.name} beside it", "show", tmp_path / "plan.json")
 
 
+def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, short: Path, tmp_path: Path) -> None:
+    code, _, talk = run(
+        "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short
+    )
+    assert code == 0, talk
+    assert "by lukv for snapkv, probe, keydiff on" in talk
+    code, _, talk = run("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
+    assert code == 0, talk
+    assert "of the measured importance is kept; " in talk
+    assert "probe: fitted on contexts that the budgets are measured on" in talk
+    plan = json.loads((tmp_path / "joint.json").read_text())
+    assert plan["total"] == sum(sum(layer["budget"]) for layer in plan["prefill"]["layers"])
+    assert plan["provenance"]["settings"]["policies"] == ["snapkv", "probe", "keydiff"]
+    code, _, talk = run("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
+    assert code == 0, talk
+    only = json.loads((tmp_path / "one.json").read_text())
+    assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
+
+
 def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
     code, out, talk = run(
         "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",

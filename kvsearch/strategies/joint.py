@@ -1,0 +1,228 @@
+"""A policy for every layer and the budgets of its heads, from what several policies keep of the same importance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvsearch.arrays import Floats, Ints
+from kvsearch.budgets.joint import JointBudgets, JointSolver
+from kvsearch.calibration.tables import floor_entries
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+from kvsearch.plan import Plan, PolicySpec, Profile, Size
+from kvsearch.plan.contexts import joined
+from kvsearch.plan.origin import provenance
+from kvsearch.plan.profile import KEPT
+from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.weights import WEIGHTS
+from kvsearch.policies.probe import profile_of
+from kvsearch.policies.registry import policy_of
+from kvsearch.strategies.build import Chosen, build_plan
+
+METHOD = "joint"
+SINGLE = "mass"  # the same curves of a profile of one policy, by whole percents
+MOST_STEPS = 4096  # of a budget, in which it is solved: longer prompts are rounded from these
+OWN = ("choices",)  # settings that belong to a policy, and not to how importance was measured
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyCurves:
+    """What every head keeps of the importance under each of P policies, in units that compare.
+
+    `kept` is [P, L, Hkv, K + 1] at budgets of 0, 1/K, ... 1 of a prompt. `profiles` are where it comes from, the first
+    one's layers count as it says.
+    """
+
+    policies: tuple[PolicySpec, ...]
+    kept: Floats
+    profiles: tuple[Profile, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """What the policies are called; equal names are numbered."""
+        names = [policy.name for policy in self.policies]
+        return [name if names.count(name) == 1 else f"{name}#{names[:at].count(name) + 1}"
+                for at, name in enumerate(names)]  # fmt: skip
+
+    def only(self, names: Sequence[str]) -> PolicyCurves:
+        """Return the curves of some policies; UsageError for a name that is none."""
+        for name in names:
+            if name not in self.names:
+                raise UsageError(f"policy {name!r} was not measured{suggest(name, self.names)}")
+        mine = [at for at, name in enumerate(self.names) if name in names]
+        return replace(self, policies=tuple(self.policies[at] for at in mine), kept=self.kept[mine])
+
+    @property
+    def fitted_here(self) -> list[str]:
+        """The policies that were fitted on contexts that the curves are of: they look better than they are."""
+        records = [profile.metadata.provenance.contexts for profile in self.profiles]
+        measured = [one for record in records if record is not None for one in record.fitted.ids or ()]
+        found = []
+        for name, policy in zip(self.names, self.policies, strict=True):
+            digest = policy.params.get(WEIGHTS)
+            fit = profile_of(digest).metadata.provenance.contexts if isinstance(digest, str) else None
+            if fit is not None and any(map(fit.used.has, measured)):
+                found.append(name)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """A plan, what it keeps of the measured importance, and what each policy alone keeps with its own best budgets.
+
+    All are shares of the model's importance. `alone` is by the names of the policies, None where the size is below what
+    a policy always keeps; `bound` is what no choice of policies and budgets exceeds.
+    """
+
+    plan: Plan
+    names: list[str]
+    policies: Ints  # [L], indices of `names`
+    kept: float
+    bound: float
+    alone: dict[str, float | None]
+
+    @property
+    def words(self) -> str:
+        """Which policies the layers have, and what that keeps."""
+        counts = [(name, int((self.policies == at).sum())) for at, name in enumerate(self.names)]
+        layers = ", ".join(f"{name} in {count}" for name, count in counts if count)
+        best = max(((kept, name) for name, kept in self.alone.items() if kept is not None), default=None)
+        told = "" if best is None else f"; {best[1]} in all of them keeps {best[0]:.4f}"
+        return f"layers: {layers}; {self.kept:.4f} of the measured importance is kept{told}"
+
+
+def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
+    """Return the curves of all policies of some profiles, which must have been measured alike.
+
+    Layers count as in the first profile: what the others measured of a layer is scaled to the same mass.
+
+    Raises:
+        UsageError: no profile of LU-KV with curves, profiles that were measured on other contexts, another model or
+            with other options, or a policy that is in two of them.
+    """
+    for number, profile in enumerate(profiles):
+        if KEPT not in profile.arrays and SINGLE not in profile.arrays:
+            raise UsageError(
+                f"profile {number + 1} is of method {profile.metadata.method}, which does not say what policies keep: "
+                "calibrate lukv"
+            )
+        _require_alike(profiles[0], profile, number)
+    policies = tuple(policy for profile in profiles for policy in profile.metadata.measured_policies)
+    for at, policy in enumerate(policies):
+        if policy in policies[:at]:
+            raise UsageError(f"policy {policy.name} is there twice with the same parameters: join other profiles")
+    curves = [_curves(profile) for profile in profiles]
+    steps = max(one.shape[-1] for one in curves) - 1
+    mass = curves[0][0, ..., -1].sum(axis=-1)  # [L]
+    return PolicyCurves(policies, np.concatenate([_scaled(_read(one, steps), mass) for one in curves]), tuple(profiles))
+
+
+def joint_plan(curves: PolicyCurves, size: Size) -> JointPlan:
+    """Return the plan that keeps most of the importance: a policy for every layer, and budgets that sum to `size`.
+
+    Raises:
+        UsageError: the size is below what all policies always keep, or is all of a prompt.
+    """
+    metadata = curves.profiles[0].metadata
+    shape, total, length = pool = size.pool(metadata)
+    heads = shape[0] * shape[1]
+    floors = np.array([_floor(curves, policy, length) for policy in curves.policies])
+    if total < floors.min() * heads:
+        least = curves.names[int(floors.argmin())]
+        raise UsageError(
+            f"{pool.mean:g} entries per kv head is below the {floors.min()} that even {least} always keeps (sinks, "
+            "recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
+        )
+    if total >= length * heads:
+        raise UsageError(
+            f"{pool.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; lower the "
+            "budget or give the --length of your prompts"
+        )
+    steps = min(length, MOST_STEPS)
+    gains = np.maximum(np.diff(_read(curves.kept, steps), axis=-1), 0.0)
+    least_steps = -(-floors * steps // length)
+    solver = JointSolver(gains, least_steps[:, None, None])
+    found = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))
+    chosen = floors[found.policies]
+    budgets = water_fill(found.budgets, total, np.broadcast_to(chosen[:, None], shape), length)
+    origin = metadata.provenance
+    settings = {
+        **{name: value for name, value in origin.settings.items() if name not in OWN},
+        "ratio": size.ratio, "budget": size.budget, "policies": tuple(curves.names),
+    }  # fmt: skip
+    contexts = joined(profile.metadata.provenance.contexts for profile in curves.profiles)
+    plan = build_plan(
+        metadata.model,
+        metadata.layers,
+        {"prefill": Chosen(tuple(curves.policies[at] for at in found.policies), budgets)},
+        provenance(METHOD, origin.seed, origin.data_sha256, settings, contexts),
+        int(chosen.min()),
+        size.scaling,
+        length,
+    )
+    return _told(plan, curves, solver, found)
+
+
+def _told(plan: Plan, curves: PolicyCurves, solver: JointSolver, found: JointBudgets) -> JointPlan:
+    """Put shares of the importance beside a plan."""
+    mass = max(float(curves.kept[0, ..., -1].sum()), np.finfo(np.float64).tiny)
+    total = int(found.budgets.sum())
+    alone = {
+        name: one.kept(one.solve(total)) / mass if one.least <= total else None
+        for name, one in zip(curves.names, solver.singles, strict=True)
+    }
+    return JointPlan(plan, curves.names, found.policies, found.kept / mass, found.bound / mass, alone)
+
+
+def _require_alike(first: Profile, other: Profile, number: int) -> None:
+    """Raise UsageError, naming the first difference, if two profiles were not measured alike."""
+    here, there = first.metadata, other.metadata
+    facts: dict[str, tuple[object, object]] = {
+        "the model": (here.model, there.model),
+        "the texts": (here.provenance.data_sha256, there.provenance.data_sha256),
+        "the questions": (here.questions, there.questions),
+        "the length of prompts": (here.length, there.length),
+        "the layers": (here.layers, there.layers),
+    }
+    names = sorted((here.provenance.settings.keys() | there.provenance.settings.keys()) - set(OWN))
+    facts |= {name: (here.provenance.settings.get(name), there.provenance.settings.get(name)) for name in names}
+    for what, (one, another) in facts.items():
+        if one != another:
+            told = f" ({one} and {another})" if isinstance(one, str | int | float) and what != "the texts" else ""
+            raise UsageError(
+                f"profile {number + 1} was not measured as the first one is: {what} differ{told}; calibrate them on "
+                "the same texts with the same options, or all at once with --rivals"
+            )
+
+
+def _curves(profile: Profile) -> Floats:
+    """Return what heads keep under each policy of a profile, [P, L, Hkv, K + 1]."""
+    if KEPT in profile.arrays:
+        return profile.arrays[KEPT].astype(np.float64)
+    return profile.arrays[SINGLE].astype(np.float64)[None]
+
+
+def _read(curves: Floats, steps: int) -> Floats:
+    """Read curves [..., K + 1] at budgets of 0, 1/steps, ... 1, linear between those that are known."""
+    position = np.linspace(0, curves.shape[-1] - 1, steps + 1)
+    below = np.minimum(position.astype(np.int64), curves.shape[-1] - 2)
+    share = position - below
+    read: Floats = (1 - share) * curves[..., below] + share * curves[..., below + 1]
+    return read
+
+
+def _scaled(curves: Floats, mass: Floats) -> Floats:
+    """Scale every layer of curves [P, L, Hkv, K + 1] to a mass, [L]; a layer without importance stays without."""
+    own = curves[..., -1].sum(axis=-1)
+    scaled: Floats = curves * np.divide(mass, own, out=np.zeros_like(own), where=own > 0)[..., None, None]
+    return scaled
+
+
+def _floor(curves: PolicyCurves, policy: PolicySpec, length: int) -> int:
+    """Return the entries that every head keeps under a policy."""
+    minimum = curves.profiles[0].metadata.provenance.settings.get("minimum", 0.0)
+    assert isinstance(minimum, int | float)
+    return floor_entries(length, policy_of(policy), minimum)

@@ -1,0 +1,203 @@
+"""From what several policies keep to a plan: each layer has the policy that keeps most, the total is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.arrays import Floats
+from kvsearch.errors import UsageError
+from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, load_profile, save_profile
+from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.profile import EVICTED_RATIO, KEPT
+from kvsearch.strategies import joint
+from kvsearch.strategies.joint import joint_plan, policy_curves
+from tests.plan.builders import metadata_dict, model_dict
+
+LENGTH = 100
+SNAPKV = {"name": "snapkv", "params": {"window": 5, "sinks": 0}}
+KEYDIFF = {"name": "keydiff", "params": {"window": 2, "sinks": 0}}
+
+
+def curve(at_once: float, points: int = 101) -> Floats:
+    """What a head keeps that finds nearly all it has in its first tenth, or of `at_once` only so much."""
+    return np.interp(np.linspace(0, 1, points), [0, 0.1, 1], [0, at_once, 1])
+
+
+def curves(*found: tuple[float, ...], mass: tuple[float, ...] | None = None, points: int = 101) -> Floats:
+    """[P, L, 2, K + 1] of policies that find so much in each layer, which has a mass."""
+    rows = np.array([[[curve(one, points)] * 2 for one in layers] for layers in found])
+    return rows * np.array(mass or (1.0,) * rows.shape[1])[:, None, None]
+
+
+def profile(kept: Floats, *policies: dict[str, Any], text: str = "a context", **changes: Any) -> Profile:
+    """A profile of several policies, or of one with the array of older ones."""
+    layers = kept.shape[1]
+    contexts = ContextRecord(fitted=ContextSet.of([context_hash(text)], 1))
+    metadata = metadata_dict(
+        model=model_dict(layers=layers, kv_heads=2), layers=list(range(layers)), length=LENGTH, floor=1,
+        policy=policies[0], **({"policies": policies} if len(policies) > 1 else {}),
+    )  # fmt: skip
+    metadata["provenance"] |= {"settings": {"minimum": 0.01, "normalization": "layer"}} | changes
+    metadata["provenance"]["contexts"] = contexts.model_dump()
+    even = np.repeat(np.arange(1, 100, dtype=np.float32) / 100, layers * 2).reshape(99, layers, 2)
+    arrays = {EVICTED_RATIO: np.minimum(even, 0.99)}
+    arrays |= {KEPT: kept.astype(np.float32)} if len(policies) > 1 else {"mass": kept[0].astype(np.float32)}
+    return Profile(ProfileMetadata.model_validate(metadata), arrays)
+
+
+TWO = curves((0.9, 0.2, 0.3), (0.2, 0.9, 0.3))
+
+
+def names(plan: Plan) -> list[str]:
+    assert plan.prefill is not None
+    return [layer.policy.name for layer in plan.prefill.layers if layer is not None]
+
+
+def test_every_layer_takes_the_policy_that_keeps_most() -> None:
+    found = joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(ratio=0.9))
+    assert names(found.plan)[:2] == ["snapkv", "keydiff"]
+    assert found.plan.total == 60 == sum(map(sum, filter(None, found.plan.budgets("prefill"))))
+    assert found.plan.floor == 2
+    assert found.plan.scaling == "proportional"
+    kept = {name: kept for name, kept in found.alone.items() if kept is not None}
+    assert set(kept) == {"snapkv", "keydiff"}
+    assert max(kept.values()) < found.kept <= found.bound
+    assert found.words.startswith("layers: snapkv in ")
+
+
+def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
+    kept = TWO[[0, 1]]
+    found = joint_plan(policy_curves([profile(kept, SNAPKV, KEYDIFF)]), Size(ratio=0.9))
+    rows = np.array([layer for layer in found.plan.budgets("prefill") if layer is not None])
+    read = sum(
+        kept[policy, layer, head, rows[layer, head]] for layer, policy in enumerate(found.policies) for head in range(2)
+    )
+    assert found.kept == pytest.approx(read / 6, rel=1e-6)
+
+
+def test_profiles_of_single_policies_are_joined() -> None:
+    apart = [profile(TWO[:1], SNAPKV), profile(TWO[1:] * 7, KEYDIFF)]  # in another unit
+    together = joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=12))
+    found = joint_plan(policy_curves(apart), Size(budget=12))
+    assert found.plan.prefill == together.plan.prefill
+    assert found.kept == pytest.approx(together.kept, rel=1e-5)
+    assert found.plan.provenance.method == joint.METHOD
+    assert found.plan.provenance.settings["policies"] == ("snapkv", "keydiff")
+
+
+def test_a_plan_knows_the_contexts_of_all_its_profiles() -> None:
+    both = policy_curves([profile(TWO[:1], SNAPKV), profile(TWO[1:], KEYDIFF, text="another")])
+    contexts = joint_plan(both, Size(budget=12)).plan.provenance.contexts
+    assert contexts is not None
+    assert all(contexts.fitted.has(context_hash(text)) for text in ("a context", "another"))
+
+
+def test_layers_count_as_the_first_profile_says() -> None:
+    unlike = profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV)
+    found = policy_curves([unlike, profile(TWO[1:], KEYDIFF)])
+    assert found.kept[:, :, :, -1].sum(axis=2) == pytest.approx(np.array([[6, 2, 4]] * 2), rel=1e-5)
+
+
+def test_only_one_of_the_policies() -> None:
+    both = policy_curves([profile(TWO, SNAPKV, KEYDIFF)])
+    found = joint_plan(both.only(["keydiff"]), Size(ratio=0.9))
+    assert set(names(found.plan)) == {"keydiff"}
+    assert found.kept == pytest.approx(joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
+    with pytest.raises(UsageError, match="'snapvk' was not measured; did you mean 'snapkv'"):
+        both.only(["snapvk"])
+
+
+def test_a_policy_that_protects_too_much_is_left_out() -> None:
+    found = joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=3))
+    assert found.alone["snapkv"] is None  # five entries in every head
+    assert found.plan.total == 18
+    with pytest.raises(UsageError, match="1 entries per kv head is below the 2 that even keydiff always keeps"):
+        joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=1))
+    with pytest.raises(UsageError, match="all of a 100-token prompt"):
+        joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=100))
+
+
+@given(
+    st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3), st.floats(0.02, 0.9), st.sampled_from([50, 100, 9000])
+)
+def test_totals_are_exact_and_floors_are_those_of_the_policies(
+    seed: int, count: int, layers: int, share: float, length: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    kept = np.sort(rng.random((count, layers, 2, 41)), axis=-1)
+    kept[..., 0], kept[..., -1] = 0, 1
+    policies = [{"name": "snapkv", "params": {"window": window, "sinks": 0}} for window in range(2, count + 2)]
+    size = Size(ratio=1 - share, length=length)
+    made = policy_curves([profile(kept, *policies)])
+    if size.total(length, 2 * layers) < max(2, length // 100) * 2 * layers:
+        with pytest.raises(UsageError, match="always keeps"):
+            joint_plan(made, size)
+        return
+    found = joint_plan(made, size)
+    rows = [layer for layer in (found.plan.prefill.layers if found.plan.prefill else ()) if layer is not None]
+    assert sum(sum(row.budget) for row in rows) == size.total(length, 2 * layers)
+    assert all(min(row.budget) >= int(str(row.policy.params["window"])) for row in rows)
+    assert max(max(row.budget) for row in rows) <= length
+    best = max((one for one in found.alone.values() if one is not None), default=0.0)
+    assert best - 1e-9 <= found.kept <= found.bound + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (profile(TWO[1:], KEYDIFF, data_sha256="0" * 64), "profile 2 .*: the texts differ"),
+        (
+            profile(TWO[1:], KEYDIFF, settings={"minimum": 0.01, "normalization": "none"}),
+            r"normalization differ \(layer and none\)",
+        ),
+        (profile(TWO[1:, :2], KEYDIFF), "the model differ"),
+        (profile(TWO[:1], SNAPKV), "policy snapkv is there twice"),
+    ],
+)
+def test_profiles_that_were_not_measured_alike_are_refused(other: Profile, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as error:
+        policy_curves([profile(TWO[:1], SNAPKV), other])
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_without_curves_is_refused() -> None:
+    whole = profile(TWO[:1], SNAPKV)
+    table = Profile(whole.metadata.model_copy(update={"method": "cake"}), {EVICTED_RATIO: whole.arrays[EVICTED_RATIO]})
+    with pytest.raises(UsageError, match="profile 2 is of method cake, which does not say what policies keep"):
+        policy_curves([whole, table])
+
+
+def test_several_policies_in_a_file(tmp_path: Path) -> None:
+    made = profile(TWO, SNAPKV, KEYDIFF)
+    save_profile(made, tmp_path / "profile.safetensors")
+    read = load_profile(tmp_path / "profile.safetensors")
+    assert read.metadata.measured_policies == made.metadata.measured_policies
+    assert (read.arrays[KEPT] == made.arrays[KEPT]).all()
+    alone = profile(TWO[:1], SNAPKV)
+    assert b"policies" not in alone.to_bytes()  # as older versions wrote it
+
+
+@pytest.mark.parametrize(
+    ("metadata", "arrays", "problem"),
+    [
+        ({"policies": None}, {}, "kept: goes together with the policies"),
+        ({}, {KEPT: np.zeros((3, 3, 2, 101), np.float32)}, r"has shape \[3, 3, 2, 101\], must be \[2, 3, 2"),
+    ],
+)
+def test_curves_that_do_not_fit_are_refused(metadata: dict[str, Any], arrays: dict[str, Any], problem: str) -> None:
+    made = profile(TWO, SNAPKV, KEYDIFF)
+    with pytest.raises(UsageError, match=problem):
+        Profile(made.metadata.model_copy(update=metadata), {**made.arrays, **arrays})
+
+
+def test_policies_begin_with_that_of_the_profile() -> None:
+    content = profile(TWO, SNAPKV, KEYDIFF).metadata.model_dump()
+    content["policies"] = content["policies"][::-1]
+    with pytest.raises(ValueError, match="must begin with the policy of the profile"):
+        ProfileMetadata.model_validate(content)
