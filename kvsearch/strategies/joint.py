@@ -17,8 +17,7 @@ from kvsearch.plan.contexts import joined
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import KEPT
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.weights import WEIGHTS
-from kvsearch.policies.probe import profile_of
+from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import policy_of
 from kvsearch.strategies.build import Chosen, build_plan
 
@@ -61,11 +60,11 @@ class PolicyCurves:
         records = [profile.metadata.provenance.contexts for profile in self.profiles]
         measured = [one for record in records if record is not None for one in record.fitted.ids or ()]
         found = []
-        for name, policy in zip(self.names, self.policies, strict=True):
-            digest = policy.params.get(WEIGHTS)
-            fit = profile_of(digest).metadata.provenance.contexts if isinstance(digest, str) else None
-            if fit is not None and any(map(fit.used.has, measured)):
-                found.append(name)
+        for name, spec in zip(self.names, self.policies, strict=True):
+            policy = policy_of(spec)
+            if isinstance(policy, Fitted) and policy.published is None:
+                fit = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                found += [name] if fit is not None and any(map(fit.used.has, measured)) else []
         return found
 
 
