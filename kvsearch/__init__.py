@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export
+    from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
     from kvsearch.jobs.validate import validate
     from kvsearch.plan import Plan, Profile, load_plan
@@ -31,12 +32,15 @@ _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "load_profile": "kvsearch.plan.profile",
-    **{verb: f"kvsearch.jobs.{verb}" for verb in ("calibrate", "evaluate", "evolve", "export", "select", "validate")},
+    **{
+        verb: f"kvsearch.jobs.{verb}"
+        for verb in ("calibrate", "evaluate", "evolve", "export", "run", "select", "validate")
+    },
 }  # fmt: skip
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "evaluate", "evolve",
-    "export", "load_plan", "load_profile", "select", "validate",
+    "export", "load_plan", "load_profile", "run", "select", "validate",
 ]  # fmt: skip
 
 

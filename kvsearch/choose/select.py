@@ -6,21 +6,21 @@ phases; what the one with the highest score in the second stage ends with is cho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import NamedTuple
 
-from kvsearch.choose.acceptance import Rule, Scores, accepted, recovered
+from kvsearch.choose.acceptance import Rule, Scores, recovered
 from kvsearch.choose.candidates import CandidateSet, Explored, find_candidates
+from kvsearch.choose.contest import Contest, prepare_contest, refuse_shared
 from kvsearch.choose.decomposition import Decomposition, between
-from kvsearch.choose.selection import ByBudgets, Kind, MethodResult, PhaseResult, QuestionCount, Reported, Selection
-from kvsearch.choose.splits import Questions, halves, shared_contexts, shared_questions
+from kvsearch.choose.selection import ByBudgets, PhaseResult, QuestionCount, Reported, Selection
+from kvsearch.choose.splits import Questions
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Evaluation, Settings
-from kvsearch.evaluation.plan_comparison import Keep, PlanEvaluation, prepare_plans
+from kvsearch.evaluation.plan_comparison import Keep, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.contexts import ContextRecord, Use, joined
@@ -28,7 +28,6 @@ from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile import SIGNALLED
 from kvsearch.runs.identity import RunConfig
 from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 
 
@@ -55,22 +54,14 @@ def prepare_selection(
     profile.metadata.model.require(loaded.fingerprint, "this profile")
     if not phases:
         raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
-    evaluations = []
-    for found in [find_candidates(loaded, profile, size, when, explored) for when in phases]:
-        prepared_plans = prepare_plans(loaded, found.plans, questions.selection, settings)
-        note = check_eviction(prepared_plans.evaluation, size)
-        noted = found if note is None else replace(found, notes=(*found.notes, note))
-        evaluations.append(_PhaseEvaluation(noted, prepared_plans))
-    prepared = PreparedSelection(loaded, profile, size, questions, settings, rule or Rule(), tuple(evaluations))
+    chosen = rule or Rule()
+    contests = tuple(
+        prepare_contest(loaded, found, questions.selection, settings, chosen, size)
+        for found in [find_candidates(loaded, profile, size, when, explored) for when in phases]
+    )
+    prepared = PreparedSelection(loaded, profile, size, questions, settings, chosen, contests)
     prepared.check()
     return prepared
-
-
-class _PhaseEvaluation(NamedTuple):
-    """One phase setting, with all of its plans ready to run on all questions of the selection split."""
-
-    found: CandidateSet
-    prepared: PlanEvaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,31 +74,22 @@ class PreparedSelection:
     questions: Questions
     settings: Settings
     rule: Rule
-    evaluations: tuple[_PhaseEvaluation, ...]
+    contests: tuple[Contest, ...]
 
     def check(self) -> None:
         """Raise UsageError if the stages or the report split have questions or contexts in common, or too few."""
-        chosen_by = self.evaluations[0].prepared
-        self._stages(chosen_by)
-        splits = {"selection": chosen_by.evaluation.encoded, "report": self._report_prompts}
-        for what, common in (("questions", shared_questions(splits)), ("contexts", shared_contexts(splits))):
-            if common:
-                raise UsageError(
-                    f"{len(common)} {what} are in the selection and in the report split: what a strategy is chosen by "
-                    "says nothing about it, give tasks with splits"
-                )
+        contest = self.contests[0]
+        contest.stages(contest.prepared)
+        refuse_shared({"selection": contest.encoded, "report": self._report_prompts})
 
     @property
     def replies(self) -> dict[str, int]:
         """The most replies of each stage and of the report, those of the full cache among them."""
-        finalists, counts = self.rule.top + self.rule.kept + 1, {"first": 0, "second": 0}
-        for one in self.evaluations:
-            first, second = self._stages(one.prepared)
-            counts["first"] += first.evaluation.replies
-            asked = sum(task.coverage.questions for task in second.evaluation.encoded)
-            counts["second"] += min(finalists, len(one.prepared.evaluation.methods)) * asked
+        counts: Counter[str] = Counter()
+        for one in self.contests:
+            counts.update(one.replies)
         reported = self.rule.top + 7  # full, even, best baseline, single, the other kind of budgets, two parts
-        return counts | {"report": reported * sum(task.coverage.questions for task in self._report_prompts)}
+        return dict(counts) | {"report": reported * sum(task.coverage.questions for task in self._report_prompts)}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage; with profile and size, a name says what it stands for.
@@ -125,44 +107,12 @@ class PreparedSelection:
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        results = [self._decided(one, keep, answered) for one in self.evaluations]
+        results = [one.decide(keep, answered=answered, shares=len(self.contests)) for one in self.contests]
         best = max(range(len(results)), key=lambda n: results[n].score)
-        chosen, found = results[best], self.evaluations[best].found
+        chosen, found = results[best], self.contests[best].found
         return Selection(
             self.loaded.name, self.size, self.settings.protocol, self.settings.seed, self.rule, tuple(results), chosen,
             found.even, self._plan(found, chosen, results), self._reported(chosen, found, keep),
-        )  # fmt: skip
-
-    def _decided(self, one: _PhaseEvaluation, keep: Keep | None, answered: bool) -> PhaseResult:
-        """Run both stages of a phase setting, and apply the rule."""
-        plans, seed = one.found, self.settings.seed
-        rule = replace(self.rule, level=self.rule.level / len(self.evaluations))
-        first = self._stages(one.prepared)[0].run_stage(f"{plans.phases}/first", keep, answered=answered)
-        before = Scores.of(first.comparison.samples, first.comparison.contexts)
-        finalists = before.ranked(list(plans.candidates))[: rule.top]
-        baselines = before.ranked(list(plans.baselines))[: rule.kept]
-        again = self._prepared(plans, (*finalists, *baselines), self.questions.selection)
-        second = self._stages(again)[1].run_stage(f"{plans.phases}/second", keep)
-        after = Scores.of(second.comparison.samples, second.comparison.contexts)
-        best = before.beside(after).ranked(baselines)[0]
-        leads = {name: second.gain(name, [best]) for name in finalists}
-        verdicts = accepted(after, leads, best, baselines, rule, seed)
-        winners = after.ranked([name for name, (_, good) in verdicts.items() if good])
-
-        def result(name: str) -> MethodResult:
-            score = second.score(name) if name in second.labels else None
-            kind: Kind = "candidate" if name in plans.candidates else "baseline"
-            return MethodResult(
-                name, kind, first.score(name), score, leads.get(name), *verdicts.get(name, (None, False))
-            )
-
-        def rank(found: MethodResult) -> tuple[bool, float]:
-            return found.second is None, -(found.second or found.first).mean
-
-        return PhaseResult(
-            plans.phases, tuple(sorted(map(result, plans.plans), key=rank)), second.score(FULL), best,
-            winners[0] if winners else None, rule.level, rule.margin, QuestionCount.of(first.comparison),
-            QuestionCount.of(second.comparison), (*plans.notes, *second.comparison.notes),
         )  # fmt: skip
 
     def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep | None) -> Reported:
@@ -230,20 +180,7 @@ class PreparedSelection:
     @property
     def _selection_prompts(self) -> list[TaskPrompts]:
         """What both stages ask, the same in every phase setting."""
-        return self.evaluations[0].prepared.evaluation.encoded
-
-    def _prepared(self, found: CandidateSet, names: Sequence[str], tasks: Sequence[Task]) -> PlanEvaluation:
-        plans = {name: found.plans[name] for name in names}
-        return prepare_plans(self.loaded, plans, tasks, self.settings)
-
-    def _stages(self, prepared: PlanEvaluation) -> tuple[PlanEvaluation, PlanEvaluation]:
-        """Divide the questions of an evaluation among the two stages."""
-        evaluation = prepared.evaluation
-        first, second = halves(evaluation.encoded, self.rule.share, self.settings.seed)
-        return (
-            replace(prepared, evaluation=replace(evaluation, encoded=first)),
-            replace(prepared, evaluation=replace(evaluation, encoded=second)),
-        )
+        return self.contests[0].encoded
 
     @cached_property
     def _report_prompts(self) -> list[TaskPrompts]:

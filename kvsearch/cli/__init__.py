@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 # what the list of commands says of each: the first sentence of its own help
 VERBS = {
+    "run": "Find the best plan of a size: fit rankings, measure budgets, choose on fresh questions, report on others.",
     "calibrate": "Measure which cache entries a model can live without, and write a profile.",
     "validate": "Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same"
     " size.",

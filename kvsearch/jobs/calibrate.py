@@ -32,7 +32,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan.parsing import list_problems
 from kvsearch.progress import Progress
 from kvsearch.runs.directory import begin
-from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.identity import RunConfig, read_config
 from kvsearch.runs.lock import locked
 
 if TYPE_CHECKING:
@@ -238,6 +238,27 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
 
             forget_samples(options.output)
     return profile
+
+
+def kept_profile(options: CalibrateOptions, talk: Talk) -> Profile:
+    """Return what `calibrate` finds, for a job that goes on where it stopped: a finished profile is only read.
+
+    Raises:
+        UsageError: the profile in `output` is of another calibration; see `calibrate`.
+    """
+    from kvsearch.plan.profile import load_profile
+    from kvsearch.runs.contexts import write_contexts
+
+    place = options.output / PROFILE
+    if not place.exists() or has_samples(options.output):
+        return calibrate(options, talk=talk)
+    texts, config, _ = _checked(options.model_copy(update={"force": True}), talk)
+    there = read_config(options.output)
+    found = "it has no configuration" if there is None else config.difference(there)
+    if found is not None:
+        raise UsageError(f"{options.output} holds another calibration: {found}; choose another --output")
+    write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration
+    return load_profile(place)
 
 
 def _checked(

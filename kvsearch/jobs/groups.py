@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo
 
 from kvsearch.config.options import JobOptions, Option, Seeded, above_zero
 from kvsearch.errors import UsageError
@@ -71,10 +71,20 @@ class Loading(JobOptions):
         """Return the options of `kvsearch.models.loading.load`; UsageError if they contradict each other."""
         return LoadOptions(**{name: getattr(self, name) for name in Loading.model_fields})
 
+    _loaded: Any = PrivateAttr(default=None)  # a LoadedModel
+
+    def with_model(self, loaded: LoadedModel) -> Self:
+        """Return the options with their model, which is then not loaded again: for the stages of a longer job."""
+        found = self.model_copy()
+        found._loaded = loaded
+        return found
+
     def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
         from kvsearch.models.loading import load
 
+        if self._loaded is not None:
+            return cast("LoadedModel", self._loaded)
         (talk or Silent()).before_loading()
         return load(name, replace(self.loading(), **instead))
 

@@ -187,10 +187,11 @@ def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     found = {}
     for prepared, place, _ in _prepared(options, talk):
         counted = {
-            found.phases: {
-                "candidates": len(found.candidates), "baselines": list(found.baselines), "notes": list(found.notes),
+            one.found.phases: {
+                "candidates": len(one.found.candidates), "baselines": list(one.found.baselines),
+                "notes": list(one.found.notes),
             }
-            for found, _ in prepared.evaluations
+            for one in prepared.contests
         }  # fmt: skip
         tasks = [task.name for task in prepared.questions.selection]
         asked = {"tasks": tasks, "most_replies": prepared.replies}

@@ -71,16 +71,16 @@ def decision(result: PhaseResult) -> str:
 def gap(selection: Selection) -> str:
     """Say what the report split says of the choice, in one sentence."""
     report, best = selection.report, selection.chosen.best
-    asked = f"{_asked(report.asked)} of the report split"
+    fresh = f"{asked(report.asked)} of the report split"
     if report.gain is None:
-        return f"on {asked} {best} scores {percent(report.scores[best].mean)}"
+        return f"on {fresh} {best} scores {percent(report.scores[best].mean)}"
     share = "no gap: the full cache is not above the best baseline"
     if report.share is not None:
         ends = (report.share.low, report.share.high)
         within = " to ".join("unbounded" if end is None else f"{percent(end, 0)}%" for end in ends)
         share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered (95% interval {within})"
     lead = interval(report.gain, "+.2f", noun=" points")
-    return f"{selection.chosen.winner} minus {best} on {asked}: {lead}; {share}"
+    return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
 
 
 def notes(selection: Selection) -> list[str]:
@@ -96,12 +96,15 @@ def tables(*selections: Selection) -> list[Table]:
 
     The selections are of one profile at several sizes, whose reports ask the same questions.
     """
-    found = []
-    for one in selections:
-        found += [table for result in one.results for table in _stages(one, result)]
-        found.append(_report_table(one))
+    found = [table for one in selections for table in stage_tables(one)]
     leading = [one for one in selections if one.chosen.leader is not None]
     return [*found, *([_top_table(leading), _budget_table(leading), _part_table(leading)] if leading else [])]
+
+
+def stage_tables(selection: Selection) -> list[Table]:
+    """Return both stages of every phase setting, and the report."""
+    stages = [table for result in selection.results for table in _stages(selection, result)]
+    return [*stages, _report_table(selection)]
 
 
 def _top_table(selections: Sequence[Selection]) -> Table:
@@ -158,7 +161,7 @@ def _named(report: Reported, name: str | None) -> str:
 
 
 def _where(selection: Selection) -> str:
-    return f"{selection.protocol}, {_asked(selection.report.asked)}"
+    return f"{selection.protocol}, {asked(selection.report.asked)}"
 
 
 def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
@@ -175,11 +178,11 @@ def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
                 accepted = "yes" if one.accepted else "no"
                 lead = [f"{_points(one)} {outcomes(one.lead)}", f"{one.chance:.3f}", accepted]
             second.append([*cells, *map(Cell, lead)])
-    title = f"first stage: {_asked(result.first)} ({where})"
+    title = f"first stage: {asked(result.first)} ({where})"
     header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]
     return [
         Table.plain(title, ["first stage", "kind", "score"], first, left),
-        Table(f"second stage: {_asked(result.second)}", header, [RowGroup("", second)], (decision(result),)),
+        Table(f"second stage: {asked(result.second)}", header, [RowGroup("", second)], (decision(result),)),
     ]
 
 
@@ -199,7 +202,7 @@ def _report_table(selection: Selection) -> Table:
         for name, score in report.scores.items()
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
-    title = f"report split: {_asked(report.asked)}, phases: {chosen.phases}"
+    title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
     return Table(title, header, [RowGroup("", rows)], (gap(selection), *notes(selection)))
 
 
@@ -207,8 +210,9 @@ def _points(one: MethodResult) -> str:
     return "" if one.lead is None else interval(one.lead, "+.2f", noun=" points")
 
 
-def _asked(asked: QuestionCount) -> str:
-    return f"{counted(asked.questions, 'question')} about {_contexts(asked)}"
+def asked(count: QuestionCount) -> str:
+    """Say how many questions about how many contexts were asked."""
+    return f"{counted(count.questions, 'question')} about {_contexts(count)}"
 
 
 def _contexts(asked: QuestionCount) -> str:

@@ -23,7 +23,7 @@ __all__ = ["CONFIG", "LEDGER", "begin", "check_directory", "is_unused", "run_in"
 LEDGER = "ledger.jsonl"
 NOUNS: dict[Job, str] = {
     "calibrate": "a calibration", "evaluate": "an evaluation", "validate": "a validation", "select": "a selection",
-    "evolve": "a search",
+    "evolve": "a search", "run": "a run",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.runs.lock import this_command
 
 SCHEMA, CONFIG = "kvsearch.run/1", "config.json"
-Job = Literal["calibrate", "evaluate", "validate", "select", "evolve"]
+Job = Literal["calibrate", "evaluate", "validate", "select", "evolve", "run"]
 _SHOWN = 40  # letters of a value in a message
 
 

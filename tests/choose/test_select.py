@@ -613,9 +613,9 @@ def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, pro
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
         prepare_selection(model, profile, Size(budget=59), questions, HOW, **late)
     both = Questions([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions.report)
-    (one,) = prepare_selection(model, profile, Size(budget=59), both, HOW, **late).evaluations
+    (one,) = prepare_selection(model, profile, Size(budget=59), both, HOW, **late).contests
     assert "4 of 8 prompts are so short" in one.found.notes[-1]
-    (one,) = prepare_selection(model, profile, Size(budget=50), questions, HOW).evaluations  # some give and take
+    (one,) = prepare_selection(model, profile, Size(budget=50), questions, HOW).contests  # some give and take
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.found.notes[-1])
 
 
@@ -625,7 +625,7 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
         prepare_selection(model, profile, SIZE, questions, how)
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
-    first, again, elsewhere = (each.config(each.evaluations[0].prepared.evaluation) for each in (one, other, third))
+    first, again, elsewhere = (each.config(each.contests[0].prepared.evaluation) for each in (one, other, third))
     assert first.difference(again) is None
     assert first.difference(elsewhere) == "seed is 4 there, 3 here"
 

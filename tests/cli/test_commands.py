@@ -34,9 +34,20 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 LOADING = ("--device", "--dtype", "--offline")
 GENERAL = ("--json", "--quiet", "--verbose", "--log-file", "--debug")
-WITH_MODEL = {"calibrate", "validate", "select", "evolve", "evaluate", "generate", "headroom", "lm-eval", "doctor"}
+WITH_MODEL = {
+    "run",
+    "calibrate",
+    "validate",
+    "select",
+    "evolve",
+    "evaluate",
+    "generate",
+    "headroom",
+    "lm-eval",
+    "doctor",
+}
 FORETELLING = {
-    "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "headroom", "lm-eval",
+    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "headroom", "lm-eval",
 }  # fmt: skip
 
 

@@ -1,0 +1,425 @@
+"""kvsearch run: from a model to its best plan in one command; it goes on where it was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from kvsearch.config.options import Option, one_of
+from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, kept_profile
+from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
+from kvsearch.jobs.groups import (
+    ASKED,
+    BUDGET,
+    TASKS,
+    Asking,
+    Loading,
+    Names,
+    Numbers,
+    TaskDetails,
+    WithModel,
+    WithTasks,
+    default_tasks,
+)
+from kvsearch.jobs.public import job
+from kvsearch.jobs.run_progress import Overall, StageTalk, overall
+from kvsearch.jobs.stages import kept_replies, on_interruption
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.fields import Entries, refuse
+
+if TYPE_CHECKING:
+    from kvsearch.choose.contenders import Tables
+    from kvsearch.choose.overall import Overall as Chosen
+    from kvsearch.choose.overall import OverallChoice
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.plan_comparison import Keep, KeptStage
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.plan import Size
+    from kvsearch.report.table import Table
+    from kvsearch.tasks.base import Task
+    from kvsearch.tasks.encode import TaskPrompts
+
+SIZE, FITTED = "How much is kept", "What is fitted"
+SIZES = ("budget", "ratio", "budgets")
+FIT, TABLES, CHOICE, PLAN, REPORT = "fit", "tables", "choice", "plan.json", "run.json"
+WRITTEN = (FIT, TABLES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
+RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe}
+Calibration = TypeVar("Calibration", bound=CalibrateOptions)
+
+
+class RunOptions(WithModel, WithTasks, Asking):
+    """The size, what plans are made of, and the questions that decide between them."""
+
+    job: ClassVar[str] = "run"
+    recipes: ClassVar[str | None] = "recipes/run"
+    example: ClassVar[str] = "budget: 128"
+
+    output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
+    budget: Annotated[Entries | None, replace(BUDGET, panel=SIZE)] = None
+    ratio: Annotated[
+        float | None, Option("Share of the prompt to evict, between 0 and 1, in place of a budget.", panel=SIZE)
+    ] = None
+    budgets: Annotated[
+        tuple[Entries, ...] | None,
+        Numbers,
+        Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZE),
+    ] = None
+    policies: Annotated[
+        Names,
+        Option("Built-in policies to calibrate LU-KV's budgets for.", metavar="NAME,...", panel=FITTED),
+    ] = ("snapkv", "keydiff", "expected_attention", "cake")
+    rankings: Annotated[
+        Names, Option("Rankings to fit, each then with LU-KV's budgets, too.", metavar="NAME,...", panel=FITTED)
+    ] = tuple(RANKINGS)
+    form: Annotated[
+        Literal["network", "linear"], Option("The largest fit of a ranking that is tried.", panel=FITTED)
+    ] = "network"
+    fit: Annotated[int, Field(ge=1), Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
+    measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 2
+    data: Annotated[
+        str | None,
+        Option(
+            "A calibration file to fit on in place of tasks; with --tasks longbench, infinitebench or gsm8k their "
+            "file, folder or dataset id.",
+            panel=TASKS,
+        ),
+    ] = None
+    samples: Annotated[
+        int, Field(ge=2), Option("Contexts per task to choose by, and as many others to report on.", panel=ASKED)
+    ] = 20
+    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
+
+    @model_validator(mode="after")
+    def _one_size(self) -> RunOptions:
+        given = [name for name in SIZES if getattr(self, name) is not None]
+        if len(given) > 1:
+            refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+        if self.budgets is not None and len(set(self.budgets)) < len(self.budgets):
+            refuse([(("budgets",), "has a budget twice: give each once")])
+        return self
+
+    @classmethod
+    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """See `JobOptions.merged`; one size takes the place of others."""
+        return {**one_of(stated, given, SIZES), **given}
+
+    @property
+    def sizes(self) -> list[Size]:
+        """The sizes that were asked for; UsageError if there is none, or one out of range."""
+        from kvsearch.plan import Size
+
+        if self.budgets is not None:
+            return [Size(budget) for budget in self.budgets]
+        if self.budget is None and self.ratio is None:
+            raise UsageError(
+                "how much may be kept? Give --budget (entries per kv head), several with --budgets, or --ratio (the "
+                "share to evict)"
+            )
+        return [Size(self.budget, self.ratio)]
+
+    def plan_file(self, size: Size) -> Path:
+        """Return where the plan of a size is written."""
+        return self.output / (PLAN if self.budgets is None else f"plan-{size}.json")
+
+    @property
+    def asked_tasks(self) -> str:
+        """The spec of what is asked."""
+        return self.tasks or default_tasks(self.model)
+
+    def questions(self, split: str) -> list[Task]:
+        """Return what is asked of a split; a file to fit on is not for the default tasks."""
+        from kvsearch.tasks.catalog import find_tasks
+
+        details = self if self.tasks is not None else self.model_copy(update={"data": None})
+        return find_tasks(self.asked_tasks, details.task_options(split))
+
+    def calibration(self, kind: type[Calibration], place: Path, samples: int, seed: int, **more: Any) -> Calibration:
+        """Return the options of a stage that calibrates, on contexts of the tasks' split train or on --data."""
+        shared = {name: getattr(self, name) for name in (*Loading.model_fields, "max_length")}
+        if self.tasks is not None or self.data is None:
+            details = {name: getattr(self, name) for name in TaskDetails.model_fields}
+            shared |= {name: value for name, value in details.items() if value is not None}
+            shared |= {"tasks": self.asked_tasks, "samples": samples}
+        else:
+            shared |= {"data": self.data}
+        method = kind.model_fields["method"].default
+        return kind.of(model=self.model, output=place, method=method, seed=seed, **shared, **more)
+
+    def fits(self) -> dict[str, CalibrateOptions]:
+        """Return the calibration of every ranking that is fitted, by its name."""
+        from kvsearch.naming import suggest
+
+        for name in self.rankings:
+            if name not in RANKINGS:
+                raise UsageError(f"unknown ranking {name!r}{suggest(name, list(RANKINGS))}")
+        return {
+            name: self.calibration(RANKINGS[name], self.output / FIT / name, self.fit, self.seed, form=self.form)
+            for name in self.rankings
+        }
+
+    def table(self, name: str, policy: str) -> CalibrateLukv:
+        """Return the calibration of LU-KV's table for a policy: on other contexts than what rankings are fitted on.
+
+        A ranking looks better than it is where it was fitted.
+        """
+        from kvsearch.choose.contenders import own_settings
+
+        place, params = self.output / TABLES / name, {} if name in RANKINGS else own_settings(name)
+        return self.calibration(CalibrateLukv, place, self.measure, self.seed + 1, policy=policy, params=params)
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A finished run: what was chosen at each size, and where its plan is; `asked`: whether anything was left to do."""
+
+    options: RunOptions
+    found: tuple[Chosen, ...]
+    asked: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found, by size."""
+        from kvsearch.report.run import as_json
+
+        return as_json(self.found, [self.options.plan_file(one.selection.size).name for one in self.found])
+
+    def tables(self) -> list[Table]:
+        """Return what was found as tables."""
+        from kvsearch.report.run import tables
+
+        return tables(self.found)
+
+    def remarks(self) -> Iterator[str]:
+        """Say what was chosen, how good that is, where it is, and what to do with it."""
+        from kvsearch.report.run import sentences
+
+        for one in self.found:
+            yield from sentences(one, several=len(self.found) > 1)
+        files = [self.options.plan_file(one.selection.size) for one in self.found]
+        if not self.asked:
+            yield "this run was finished: nothing was left to do"
+        yield f"wrote {', '.join(map(str, files))}"
+        model, first = self.options.model, files[0]
+        yield f"next: kvsearch show {first}"
+        yield f'next: kvsearch generate {model} --plan {first} --context @FILE --prompt "..."'
+
+
+@job(RunOptions)
+def dry_run(options: RunOptions, talk: Talk) -> dict[str, Any]:
+    """Return the stages with their costs, as JSON; errors as `run` before anything is measured."""
+    prepared = _Run.prepared(options, talk)
+    return {"model": options.model, "sizes": [one.as_json() for one in options.sizes], "stages": prepared.costs(talk)}
+
+
+@job(RunOptions)
+def run(options: RunOptions, talk: Talk) -> Ran:
+    """Fit rankings, measure budgets, choose the best plan on fresh questions and report it on others.
+
+    Writes plan.json (plan-N.json of several budgets) and run.json to `output`. Every stage is kept in a directory of
+    its own below it: the same call goes on where it stopped, and of a finished run it repeats the result.
+
+    Raises:
+        UsageError: options that do not go together, a size that evicts nothing or that no policy can keep, too few
+            contexts, or something else in `output`.
+        IncompatibleError: the model computes NaN, or its full cache scores next to nothing.
+        EnvironmentFault: the disk is full, or the model cannot be loaded here.
+    """
+    from kvsearch.runs.directory import begin, check_directory
+    from kvsearch.runs.identity import RunConfig
+    from kvsearch.runs.lock import locked
+
+    options.sizes  # noqa: B018 - told before anything is loaded
+    there = check_directory(options.output, "run")
+    prepared = _Run.prepared(options, talk)
+    config = RunConfig(job="run", options=options.recorded(), content=prepared.content())
+    different = None if there is None else config.difference(there)
+    if different is not None and not options.force:
+        raise UsageError(
+            f"{options.output} holds another run: {different}; repeat its command to go on with it, choose another "
+            "--output, or --force to start anew"
+        )
+    again = f"what is finished is kept in {options.output}: give the same command again to go on"
+    with locked(options.output), on_interruption(talk, lambda: again):
+        if there is None or options.force:
+            begin(options.output, config, WRITTEN if options.force else ())
+        return prepared.run(talk)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A run whose model and questions fit together."""
+
+    options: RunOptions
+    loaded: LoadedModel
+    encoded: Mapping[str, list[TaskPrompts]]  # of the splits select and report, before anything was fitted
+
+    @classmethod
+    def prepared(cls, options: RunOptions, talk: Talk) -> _Run:
+        """Check all that can be before anything is measured; the sizes against the longest context."""
+        from kvsearch.choose.contenders import Tables, find_contenders
+        from kvsearch.choose.contest import refuse_shared
+        from kvsearch.plan.contexts import ContextSet
+        from kvsearch.tasks.encode import encode_tasks
+
+        sizes, splits = options.sizes, {split: options.questions(split) for split in ("select", "report")}
+        options.fits()
+        least = min(options.table(name, name).make_policy().floor for name in options.policies)
+        loaded = options.load(options.model, talk)
+        encoded = {
+            split: encode_tasks(loaded, tasks, options.samples, options.seed, options.max_length, ContextSet())
+            for split, tasks in splits.items()
+        }
+        refuse_shared(encoded)
+        found = cls(options.with_model(loaded), loaded, encoded)
+        for size in sizes:
+            if size.mean(found.longest) < least:
+                raise UsageError(
+                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), "
+                    f"{least} at least: keep more"
+                )
+            find_contenders(loaded, Tables({}, {}, {}), replace(size, length=found.longest))
+        return found
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that is chosen by."""
+        return max(len(prompt.context) for task in self.encoded["select"] for prompt in task.prompts)
+
+    def content(self) -> dict[str, Any]:
+        """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""
+        from kvsearch.evaluation.identity import environment, metric_of, rows_hash
+
+        left = {"batch", "max_memory", *Loading.model_fields}
+        stated = {name: value for name, value in self.options.recorded().items() if name not in left}
+        rows = {split: {one.task.name: rows_hash(one) for one in tasks} for split, tasks in self.encoded.items()}
+        metrics = {one.task.name: metric_of(one.task) for one in self.encoded["select"]}
+        return {**environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> dict[str, float]:
+        """The stages in their order, with about how many tokens the model reads in each."""
+        options, asked = self.options, self.encoded["select"]
+        length = sum(len(prompt.context) for task in asked for prompt in task.prompts) / sum(
+            len(task.prompts) for task in asked
+        )
+        whole = {name: self._tokens(split) for name, split in (("choice", "select"), ("report", "report"))}
+        stages = {f"{FIT}/{name}": 2.0 * options.fit * len(asked) * length for name in options.rankings}
+        for name in (*options.policies, *options.rankings):
+            stages[f"{TABLES}/{name}"] = 1.5 * options.measure * len(asked) * length
+        for size in options.sizes:
+            stages[f"{CHOICE}/{size}"] = sum(whole.values())
+        return stages
+
+    def _tokens(self, split: str) -> float:
+        """Return about how many tokens are read to ask a split of some 15 methods."""
+        prompts = [prompt for task in self.encoded[split] for prompt in task.prompts]
+        asked = sum(len(one.ids) + one.query.max_new_tokens for prompt in prompts for one in prompt.questions)
+        return sum(len(prompt.context) for prompt in prompts) + 15.0 * asked
+
+    def costs(self, talk: Talk) -> dict[str, Any]:
+        """Return what every stage costs, as far as that can be told before the first one has run."""
+        options, found = self.options, dict[str, Any]()
+        for name, fit in options.fits().items():
+            found[f"{FIT}/{name}"], _ = calibration_dry_run(self._new(fit), talk=talk)
+        for name in options.policies:
+            found[f"{TABLES}/{name}"], _ = calibration_dry_run(self._new(options.table(name, name)), talk=talk)
+        for name in options.rankings:  # over a ranking that is not there yet: as over any other
+            found[f"{TABLES}/{name}"] = {"as": f"{TABLES}/{options.policies[0]}"}
+        asked = {
+            split: {
+                "contexts": sum(task.coverage.contexts for task in tasks),
+                "questions": sum(task.coverage.questions for task in tasks),
+            }
+            for split, tasks in self.encoded.items()
+        }
+        for size in options.sizes:
+            found[f"{CHOICE}/{size}"] = asked
+        tokens = self.work
+        return {name: {**cost, "tokens": round(tokens[name])} for name, cost in found.items()}
+
+    def _new(self, options: Calibration) -> Calibration:
+        """Return options of a stage with the model, as of one that begins anew."""
+        return options.model_copy(update={"force": True}).with_model(self.loaded)
+
+    def run(self, talk: Talk) -> Ran:
+        """Do all stages."""
+        from kvsearch.plan import save_plan
+        from kvsearch.runs.contexts import write_contexts
+        from kvsearch.runs.directory import write_json
+        from kvsearch.runtime.plan_checks import check_plan
+
+        options, asked = self.options, not (self.options.output / REPORT).exists()
+        with overall(talk, self.work) as stages:
+            tables = self._tables(stages)
+            found, hashes = [], {}
+            for size in options.sizes:
+                with stages.stage(f"{CHOICE}/{size}", f"choosing at {size.words}, then the report") as stage:
+                    choice = self._choice(tables, size)
+                    found.append(choice.run(self._keep(choice, stage)))
+                    hashes = choice.hashes
+        for one in found:
+            place = options.plan_file(one.selection.size)
+            check_plan(one.selection.plan, f"the plan for {place}")
+            save_plan(one.selection.plan, place, overwrite=True)
+        result = Ran(options, tuple(found), asked)
+        write_contexts(options.output, hashes)
+        write_json(options.output / REPORT, result.as_json())
+        return result
+
+    def _tables(self, stages: Overall) -> Tables:
+        """Fit the rankings, then measure LU-KV's table for every policy and every ranking."""
+        from kvsearch.choose.contenders import Tables
+        from kvsearch.errors import IncompatibleError
+        from kvsearch.plan import Profile
+
+        options, rankings = self.options, dict[str, Profile]()
+        built_in, fitted = dict[str, Profile](), dict[str, Profile]()
+        for name, fit in options.fits().items():
+            with stages.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
+                rankings[name] = kept_profile(fit.with_model(self.loaded), stage)
+        for name in (*options.policies, *options.rankings):
+            policy = f"{name}={options.output / FIT / name}" if name in rankings else name
+            with stages.stage(f"{TABLES}/{name}", f"measuring budgets for {name}") as stage:
+                try:
+                    profile = kept_profile(options.table(name, policy).with_model(self.loaded), stage)
+                except IncompatibleError as error:  # some policies need what a model does not have
+                    if name in rankings:
+                        raise
+                    stage.warn(f"no budgets for {name}: {error}")
+                    continue
+                (fitted if name in rankings else built_in)[name] = profile
+        return Tables(built_in, fitted, rankings)
+
+    def _choice(self, tables: Tables, size: Size) -> OverallChoice:
+        """Prepare the choice at a size, on contexts that nothing was fitted on."""
+        from kvsearch.choose.acceptance import Rule
+        from kvsearch.choose.contenders import find_contenders
+        from kvsearch.choose.contest import prepare_contest
+        from kvsearch.choose.overall import OverallChoice
+
+        options, known = self.options, tables.contexts
+        settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
+        found = find_contenders(self.loaded, tables, size)
+        contest = prepare_contest(self.loaded, found, options.questions("select"), settings, Rule(), size)
+        choice = OverallChoice(contest, size, options.questions("report"))
+        choice.check()
+        return choice
+
+    def _keep(self, choice: OverallChoice, talk: StageTalk) -> Keep:
+        """Return what keeps the replies of both stages and of the report."""
+        place, steps = self.options.output / CHOICE / str(choice.size), choice.replies
+
+        def keep(stage: str, evaluation: Evaluation) -> KeptStage:
+            name = stage.rpartition("/")[2]
+            before = sum(list(steps.values())[: list(steps).index(name)])
+            part = talk.part(before / sum(steps.values()), steps[name] / sum(steps.values()))
+            config = choice.config(evaluation)
+            return kept_replies(place / name, config, evaluation.replies, False, part, name)
+
+        return keep

@@ -1,0 +1,194 @@
+"""kvsearch run on the bundled model: from nothing to a plan, in one command that goes on where it was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvsearch.jobs.run import RunOptions
+from kvsearch.plan import load_plan
+from kvsearch.runs.contexts import read_contexts
+from tests import tiny
+from tests.cli.conftest import Run, invoke
+from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
+
+CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
+FEW = ("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 1, "--samples", 4)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task file of short contexts in the bundled model's language."""
+    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=110, facts=3)
+
+
+def command(questions: Path, directory: Path, *more: object) -> tuple[object, ...]:
+    return ("run", "bundled", "--tasks", f"jsonl:{questions}", *FEW, "-o", directory, *more)
+
+
+@pytest.fixture(scope="module")
+def finished(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a finished run, and what it said."""
+    directory = tmp_path_factory.mktemp("run") / "best"
+    code, _, talk = invoke(*command(questions, directory, "--budgets", "40,60"))
+    assert code == 0, talk
+    return directory, talk
+
+
+def result(directory: Path) -> dict[str, bytes]:
+    """What a run leaves, but for when: command lines and seconds differ."""
+    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json")
+    fits = sorted(directory.glob("*.safetensors")) + sorted(directory.rglob("profile.safetensors"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in (*(directory / n for n in names), *fits)}
+
+
+def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
+    directory, talk = finished
+    sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
+    for budget in (40, 60):
+        plan, found = load_plan(directory / f"plan-{budget}.json"), sizes[str(budget)]
+        assert plan.total == budget * 24 == found["written"]["total"]
+        assert plan.provenance.method == "run"
+        (outcome,) = found["outcomes"]
+        kinds = {one["name"]: one["kind"] for one in outcome["standings"]}
+        assert {kinds[name] for name in ("probe", "lukv:probe", "adakv:probe")} == {"candidate"}
+        assert {kinds[name] for name in ("snapkv", "lukv:snapkv", "cake", "lava", "streaming")} == {"baseline"}
+        assert found["written"]["name"] in kinds
+        assert {"full", outcome["best"], found["written"]["name"]} <= found["report"]["scores"].keys()
+        assert found["loss"]["low"] <= found["loss"]["mean"] <= found["loss"]["high"]
+        assert f"{budget} entries per kv head: {outcome['decision']}" in talk
+        assert "full cache minus plan" in found["words"][1]
+        assert found["words"][1] in talk
+    assert f"next: kvsearch show {directory / 'plan-40.json'}" in talk
+    assert "1/5 fitting the ranking probe" in talk  # one fit, two tables, two sizes
+
+
+def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    asked = read_contexts(directory)
+    chosen, reported = set(asked.chosen), set(asked.reported)
+    fitted = {one for place in directory.glob("*/*/contexts.json") for one in read_contexts(place.parent).fitted}
+    assert len(chosen) == len(reported) == 4
+    assert not chosen & reported
+    assert not fitted & (chosen | reported)
+    record = load_plan(directory / "plan-40.json").provenance.contexts
+    assert record is not None
+    assert all(map(record.chosen.has, chosen))
+    assert all(map(record.reported.has, reported))
+    if json.loads((directory / "run.json").read_bytes())["sizes"]["40"]["written"]["name"] == "lukv:probe":
+        assert all(map(record.fitted.has, fitted))
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    before = result(directory)
+    code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
+    assert code == 0
+    assert "this run was finished: nothing was left to do" in talk
+    assert result(directory) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", ["tables/snapkv/config.json", "choice/40/second/ledger.jsonl"])
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    begun: str, run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    directory = tmp_path / "killed"
+    arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory, "--budgets", "40,60"))]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (directory / begun).exists() and process.poll() is None:
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not (directory / "run.json").exists()
+    finished_before = {path: path.stat().st_mtime_ns for path in directory.rglob("profile.safetensors")}
+    assert finished_before
+    code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
+    assert code == 0, talk
+    assert "was finished" not in talk
+    assert {path: path.stat().st_mtime_ns for path in finished_before} == finished_before
+    assert result(directory) == result(finished[0])
+
+
+def test_ctrl_c_says_how_to_go_on(run: Run, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsearch.jobs.run.kept_profile", interrupted)
+    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40))
+    assert (code, out) == (INTERRUPTED, "")
+    assert f"what is finished is kept in {tmp_path / 'run'}: give the same command again to go on" in talk
+
+
+def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_path: Path) -> None:
+    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
+    assert code == 0, talk
+    stages = json.loads(out)["stages"]
+    assert list(stages) == ["choice/40", "fit/probe", "tables/probe", "tables/snapkv"]
+    assert stages["fit/probe"]["recipe"]["method"] == "probe"
+    assert stages["fit/probe"]["questions"] == 8
+    assert stages["tables/snapkv"]["own_replies"] == 2
+    assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
+    assert all(stage["tokens"] > 0 for stage in stages.values())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
+    options = json.loads((finished[0] / "config.json").read_bytes())["options"]
+    again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))
+    assert again.recorded() == options
+    assert RunOptions.of(finished[0] / "config.json", output=Path("x"), ratio=0.9).budgets is None
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "how much may be kept? Give --budget"),
+        (("--budget", 40, "--ratio", 0.9), "--ratio: is in place of budget: give one of them"),
+        (("--budget", 40, "--budgets", "40,60"), "--budgets: is in place of budget: give one of them"),
+        (("--budgets", "40,40"), "--budgets: has a budget twice"),
+        (("--ratio", 1.5), "ratio 1.5 is outside (0, 1)"),
+        (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),
+        (("--budget", 5000), "is all of a"),
+        (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
+        (("--budget", 40, "--samples", 5000, "--policies", "nothing"), "unknown policy 'nothing'"),
+    ],
+)
+def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[object, ...], words: str) -> None:
+    refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_without_questions(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps({"name": "none", "prompt": " {question}", "contexts": []}))
+    refused(
+        run, USAGE, "contexts", "run", "bundled", "--data", data, "--budget", 40, "--length", 200, "--samples", 4,
+        "-o", tmp_path / "run",
+    )  # fmt: skip
+
+
+def test_directories_of_something_else(run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
+    directory, _ = finished
+    refused(run, USAGE, "holds something else than a calibration", "calibrate", "bundled", "-o", directory)
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(run, USAGE, "holds something else than a run", *command(questions, tmp_path, "--budget", 40))
+    words = "holds another run: options.budgets is [40, 60] there, [40, 70] here"
+    refused(run, USAGE, words, *command(questions, directory, "--budgets", "40,70"))
+
+
+def test_the_recipe_that_is_shipped() -> None:
+    found = RunOptions.of("bundled", model="bundled", output=Path("x"))
+    assert (found.budget, found.policies, found.form) == (51, ("snapkv", "cake"), "linear")
+    assert RunOptions.of("bundled", model="bundled", output=Path("x"), ratio=0.9).budget is None
