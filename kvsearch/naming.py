@@ -12,9 +12,13 @@ from kvsearch.errors import UsageError
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """Return the tail of an error message about an unknown name: the nearest known one, and all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{hint} (known: {', '.join(known)})"
+    return f"{did_you_mean(name, known)} (known: {', '.join(known)})"
+
+
+def did_you_mean(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+    """Return a question after the nearest known name, "; did you mean 'NAME'?", nothing if none is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:

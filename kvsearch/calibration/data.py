@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.errors import UsageError
+from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.contexts import ContextSet, context_hash
 from kvsearch.plan.files import read_bytes, read_text
 from kvsearch.plan.parsing import describe_validation_error, parse_json
@@ -19,8 +20,7 @@ from kvsearch.resources import resource
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 
-DEFAULTS = {"bundled": "data/calibration/bundled.json"}
-DEFAULT = "data/calibration/texts.json"
+DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
 TakenOf = Callable[[list[int]], list[int]]
 
 
@@ -143,8 +143,8 @@ class CalibrationData:
 
 
 def default_data(model: str) -> Path:
-    """Return the shipped calibration data for `model`: the bundled model has its own, all others get English texts."""
-    return resource(DEFAULTS.get(model, DEFAULT))
+    """Return the shipped calibration data for `model`: bundled ones have their own, all others get English."""
+    return resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
 
 
 def load_calibration_data(path: str | Path) -> CalibrationData:

@@ -26,7 +26,7 @@ VERBS = {
     "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",
     "policies": "List the eviction policies, those of other installed packages included, or show one in full.",
     "tasks": "List the tasks that evaluate can ask, or show one in full.",
-    "doctor": "Check versions, devices and the bundled model, and run one tiny generation on the runtime's cache.",
+    "doctor": "Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache.",
     "plan": "Make plans without calibration, change plans, compare them.",
 }
 WITHOUT_ARGUMENTS = ("policies", "tasks", "doctor")  # these do something when nothing else is typed

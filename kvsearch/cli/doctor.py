@@ -13,7 +13,7 @@ from kvsearch.jobs.doctor import MISSING, DoctorOptions
 
 @command(DoctorOptions)
 def doctor(options: DoctorOptions, console: Console) -> None:
-    """Check versions, devices and the bundled model, and run one tiny generation on the runtime's cache.
+    """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache.
 
     With --families, a tiny random model of every tested family runs under plans
     that evict nothing (it must say what it says by itself) and that evict

@@ -13,7 +13,7 @@ from kvsearch.jobs.generate import GenerateOptions
 def generate(options: GenerateOptions, console: Console) -> None:
     """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
 
-    Without --context and --prompt the bundled model answers a question about a text of its own.
+    Without --context and --prompt a bundled model answers a question about a text of its own.
     """
     from kvsearch.evaluation.answer import expected_reply
     from kvsearch.jobs import generate as jobs

@@ -40,7 +40,7 @@ def read_text(value: str) -> str:
 
 
 def expected_reply(seed: int) -> str:
-    """Return the right answer to the bundled model's own example."""
+    """Return the right answer to the bundled models' own example."""
     return " ".join(_own_example(seed).questions[0].answer)
 
 
@@ -49,12 +49,12 @@ def _own_example(seed: int) -> Document:
 
 
 def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
-    """Return context, prompt and plain prompt format; the bundled model has an example of its own.
+    """Return context, prompt and plain prompt format; bundled models have an example of their own.
 
     Raises:
         UsageError: another model, and no text to read.
     """
-    if model == BUNDLED:
+    if model in BUNDLED:
         if context is None:
             document = _own_example(seed)
             context, asked = " ".join(document.words[1:]), " ".join(document.questions[0].prompt)

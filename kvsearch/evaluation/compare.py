@@ -30,6 +30,7 @@ from kvsearch.strategies.methods import FULL as FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
 from kvsearch.tasks.readings import readings
+from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 
@@ -117,6 +118,7 @@ class Comparison:
             *([] if self.doubt is None else [self.doubt]),
             *(f"{name}: {note}" for name, seen in self.seen.items() for note in seen.notes),
             *self.told,
+            *self._hopeless_notes(),
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
@@ -141,6 +143,14 @@ class Comparison:
             label: Footprint(*(fmean(getattr(sample, name) for sample in samples) for name in Footprint._fields))
             for label, samples in mine.items()
         }
+
+    def _hopeless_notes(self) -> Iterator[str]:
+        alike = [covered.task for covered in self.coverage if covered.category == FACTS_AMONG_FACTS]
+        if alike and self.protocol == QUESTION_AGNOSTIC:
+            yield (
+                f"{', '.join(alike)}: the evidence looks like the haystack, so no ranking that does not know the "
+                "question can keep it where most entries go"
+            )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         distinct = self.distinct[covered.task]

@@ -33,7 +33,10 @@ class OnSignals(WithTasks, Batching, Loading):
         Path, Option("Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
     ]
     model: Annotated[
-        str | None, Option("A hub id, a local directory, or `bundled`.", metavar="MODEL", shown="as calibrated")
+        str | None,
+        Option(
+            "A hub id, a local directory, `bundled` or `bundled-redundant`.", metavar="MODEL", shown="as calibrated"
+        ),
     ] = None
     ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1, in place of a budget.")] = None
     protocol: Annotated[

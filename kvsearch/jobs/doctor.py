@@ -23,7 +23,7 @@ MISSING = "missing"
 
 
 class DoctorOptions(Loading, Seeded):
-    """How the bundled model is loaded, and what is looked at."""
+    """How the bundled models are loaded, and what is looked at."""
 
     job: ClassVar[str] = "doctor"
 
@@ -34,7 +34,7 @@ class DoctorOptions(Loading, Seeded):
 
 @job(DoctorOptions)
 def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
-    """Return versions, devices and what the bundled model answers; packages that are not there are "missing".
+    """Return versions, devices and what the bundled models answer; packages that are not there are "missing".
 
     With `families`: the same versions and, instead of an answer, "families", a list of the fields of `FamilyReport`.
     """
@@ -48,9 +48,11 @@ def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
     from kvsearch.evaluation.answer import answer, example_for
     from kvsearch.models.loading import BUNDLED
 
-    context, prompt, plain = example_for(BUNDLED, None, None, options.seed)
-    reply = answer(options.load(BUNDLED, talk), None, context, prompt, plain, 3)
-    return {**facts, "bundled model": f"answers {reply.text!r} from {reply.entries} entries"}
+    for name in BUNDLED:
+        context, prompt, plain = example_for(name, None, None, options.seed)
+        reply = answer(options.load(name, talk), None, context, prompt, plain, 3)
+        facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
+    return facts
 
 
 def _families(talk: Talk) -> list[dict[str, str]]:

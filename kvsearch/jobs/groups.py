@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 PhaseNames = Literal["prefill", "decode", "both"]
 GIGABYTE = 10**9
-DEFAULT_TASKS = "synthetic for the bundled model, ruler:no-qa for others"
+DEFAULT_TASKS = "synthetic for the bundled models, ruler:no-qa for others"
 PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
 
 
@@ -92,18 +92,18 @@ class Loading(JobOptions):
 class WithModel(Loading):
     """A model, by name, and how it is loaded."""
 
-    model: Annotated[str, Option("A hub id, a local directory, or `bundled`.", argument=True)]
+    model: Annotated[str, Option("A hub id, a local directory, `bundled` or `bundled-redundant`.", argument=True)]
 
 
 def default_tasks(model: str | None) -> str:
-    """Return the spec of what a model is asked by default: the bundled one in its own language, others in English.
+    """Return the spec of what a model is asked by default: bundled ones in their own language, others in English.
 
     Both are generated, so nothing is downloaded, and the latter is as long in the tokens of any model.
     """
     from kvsearch.models.loading import BUNDLED
     from kvsearch.tasks.entries import NO_QA, SYNTHETIC
 
-    return SYNTHETIC if model == BUNDLED else NO_QA
+    return SYNTHETIC if model in BUNDLED else NO_QA
 
 
 class TaskDetails(JobOptions):
@@ -179,8 +179,9 @@ class WithTasks(TaskDetails):
     tasks: Annotated[
         str | None,
         Option(
-            "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, ruler, ruler:no-qa, longbench, "
-            "longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see `kvsearch tasks`.",
+            "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
+            "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
+            "`kvsearch tasks`.",
             metavar="SPEC",
             panel=TASKS,
             shown=DEFAULT_TASKS,

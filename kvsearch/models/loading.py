@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: a hub id, a local directory, or `bundled`."""
+"""Load a model and its tokenizer: a hub id, a local directory, or the name of a bundled model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.models.memory import is_out_of_memory
+from kvsearch.naming import did_you_mean
 from kvsearch.resources import resource
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
 
-BUNDLED = "bundled"
+BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -66,7 +67,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
         os.environ["HF_HUB_OFFLINE"] = "1"
     from kvsearch.models.fingerprint import fingerprint
 
-    source = str(resource("data/bundled")) if name == BUNDLED else name
+    source = str(resource(f"data/{name}")) if name in BUNDLED else name
     if options.device != "auto":
         _require_device(options.device)
     model, tokenizer = _from_pretrained(name, source, options)
@@ -119,8 +120,8 @@ def _explain(name: str, source: str, error: Exception) -> KvsearchError:
     reason = " ".join(str(error).split())[:300]
     if isinstance(error, OSError) and not Path(source).exists():
         return EnvironmentFault(
-            f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
-            f"and HF_HUB_OFFLINE ({reason})"
+            f"model {name!r} is neither a local directory nor available from the hub"
+            f"{did_you_mean(name, BUNDLED, 0.8)}: check the spelling, the network and HF_HUB_OFFLINE ({reason})"
         )
     return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
 

@@ -50,7 +50,7 @@ def describe_tasks(spec: str | None = None) -> list[TaskFacts]:
 def _facts(entry: Entry) -> TaskFacts:
     needs, split, known = "", splits.ALL, (*splits.SPLITS, splits.ALL)
     if entry.kind == SYNTHETIC:
-        category, metric, source = SyntheticTask.category, "exact", GENERATED
+        category, metric, source = SyntheticTask(entry.name).category, "exact", GENERATED
         split, known = SyntheticTask.split, SYNTHETIC_SPLITS
     elif entry.kind == RULER and entry.needs is not None:
         category, metric, source, split = "RULER QA", "string_match_part", YOURS, RulerTask.split

@@ -151,7 +151,8 @@ def test_limited_to_nothing(limit: int, tmp_path: Path) -> None:
 
 def test_the_texts_of_other_models() -> None:
     """Five kinds of text, none of which is what needles are hidden in; questions and answers are about their text."""
-    assert default_data("meta-llama/Llama-3.1-8B") == default_data("./bundled")
+    assert default_data("meta-llama/Llama-3.1-8B") == default_data("./bundled") != default_data("bundled")
+    assert default_data("bundled-redundant") == default_data("bundled")
     data = load_calibration_data(default_data("some/model"))
     assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
     assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)

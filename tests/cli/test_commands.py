@@ -12,6 +12,7 @@ import pytest
 
 from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.cli import VERBS, load_command
+from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
 from kvsearch.runs.contexts import read_contexts
@@ -193,7 +194,8 @@ def test_headroom_orders_the_methods(run: Run) -> None:
 def test_doctor_is_content_here(run: Run) -> None:
     code, out, _ = run("doctor", "--json")
     assert code == 0
-    assert json.loads(out)["bundled model"].startswith("answers")
+    answers = [json.loads(out)[f"{name} model"] for name in BUNDLED]
+    assert all(answer.startswith("answers '") for answer in answers)
 
 
 def test_quiet_says_nothing(run: Run, calibrated: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.models import loading
-from kvsearch.models.loading import LoadOptions, load
+from kvsearch.models.loading import BUNDLED, LoadOptions, load
 from tests import tiny
 from tests.families import FAMILIES
 
@@ -208,7 +208,8 @@ def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch:
         load(str(saved))
 
 
-def test_bundled_is_the_shipped_directory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_are_shipped_directories(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def found(relative: str) -> Path:
@@ -216,9 +217,15 @@ def test_bundled_is_the_shipped_directory(saved: Path, monkeypatch: pytest.Monke
         return saved
 
     monkeypatch.setattr(loading, "resource", found)
-    model = load("bundled")
-    assert asked == ["data/bundled"]
-    assert (model.name, model.fingerprint.name) == ("bundled", "bundled")
+    model = load(name)
+    assert asked == [f"data/{name}"]
+    assert (model.name, model.fingerprint.name) == (name, name)
+
+
+def test_a_bundled_name_that_was_typed_wrong() -> None:
+    message = refusal("bundled-redundent", EnvironmentFault, OFFLINE)
+    assert "did you mean 'bundled-redundant'?" in message
+    assert "did you mean" not in refusal("meta-llama/Llama-3.1-8B", EnvironmentFault, OFFLINE)
 
 
 def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:

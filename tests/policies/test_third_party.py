@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.models.loading import BUNDLED, load
+from kvsearch.models.loading import load
 from kvsearch.plan import save_plan
 from tests.runtime.helpers import plan_for
 
@@ -76,12 +76,12 @@ def test_its_own_test_passes(site: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_that_names_it_runs(site: Path, tmp_path: Path) -> None:
-    model = load(BUNDLED).model
+    model = load("bundled").model
     heads = model.config.num_key_value_heads
     budgets: list[list[int] | None] = [[100] * heads] * model.config.num_hidden_layers
     save_plan(plan_for(model, budgets, policy=NAME, params={"order": 1}), tmp_path / "plan.json")
     arguments = ("--plan", tmp_path / "plan.json", "--max-new-tokens", 2, "--json")
-    reply = json.loads(python(site, "kvsearch", "generate", BUNDLED, *arguments))
+    reply = json.loads(python(site, "kvsearch", "generate", "bundled", *arguments))
     assert reply["entries"] == 100 * heads * model.config.num_hidden_layers
     arguments = ("--plan", tmp_path / "plan.json", "--dry-run")
-    assert json.loads(python(site, "kvsearch", "evaluate", BUNDLED, *arguments))["plans"] == ["plan"]
+    assert json.loads(python(site, "kvsearch", "evaluate", "bundled", *arguments))["plans"] == ["plan"]

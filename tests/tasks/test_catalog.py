@@ -211,7 +211,7 @@ def test_no_category_is_of_two_kinds_of_task() -> None:
     for facts in describe_tasks():
         kinds.setdefault(facts.category, set()).add(facts.spec.partition(":")[0])
     assert {category for category, found in kinds.items() if len(found) > 1} == set()
-    assert kinds["bundled language"] == {"synthetic"}
+    assert kinds["bundled language"] == kinds["facts among facts"] == {"synthetic"}
 
 
 def test_facts_are_those_of_the_tasks(files: dict[str, Path]) -> None:

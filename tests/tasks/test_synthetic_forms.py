@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.haystacks import Paragraphs, Prose, Repetition
 from kvsearch.tasks.synthetic.language import Document, Evidence, Names, Sentence, chains, code_facts, whole_items
-from kvsearch.tasks.synthetic.suite import BUILDERS, FORMS, SUITES, SyntheticTask
+from kvsearch.tasks.synthetic.suite import BUILDERS, FACTS_AMONG_FACTS, FORMS, SUITES, SyntheticTask
 from tests.examples import fixed
 from tests.tasks.solver import sentences
 
@@ -39,6 +39,13 @@ def test_the_suites() -> None:
     assert SUITES["core"] == tuple(BUILDERS) == ("single", "multikey", "multiquery", "multivalue", "chain", "vote")
     assert len(SUITES["ruler"]) == len(set(SUITES["ruler"])) == 13
     assert set(SUITES["ruler"]) == set(FORMS)
+
+
+def test_what_cannot_be_told_from_its_haystack_is_a_category_and_in_no_sparse_suite() -> None:
+    apart = {name for name in FORMS if SyntheticTask(name).category == FACTS_AMONG_FACTS}
+    assert apart == {"multikey_2", "multikey_3"}
+    assert SUITES["sparse"] == tuple(name for name in SUITES["ruler"] if name not in apart)
+    assert {SyntheticTask(name).category for name in SUITES["sparse"]} == {"bundled language"}
 
 
 @few

@@ -1,4 +1,4 @@
-"""The forms of RULER's tasks that the core suite lacks, told in the sentences that the bundled model knows."""
+"""The forms of RULER's tasks that the core suite lacks, told in the sentences that the bundled models know."""
 
 from __future__ import annotations
 

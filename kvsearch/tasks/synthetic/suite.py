@@ -1,4 +1,4 @@
-"""The synthetic tasks in the bundled model's language, in two suites.
+"""The synthetic tasks in the language of the bundled models, in three suites.
 
 "core" is five recall tasks and a frequency task. "ruler" has RULER's 13 forms:
 
@@ -21,10 +21,12 @@ The language has 64 keys and 32 variables, which sets limits: a haystack made of
 fill 1,024 words (multikey_2), and eight items, codes of all other keys and chains fill 550 (multikey_3); filler takes
 the rest.
 
-Evidence is at most 5% of a context's words. The two haystacks made of facts are the exception: up to 90%.
+Evidence is at most 5% of a context's words. The two haystacks made of facts are the exception: up to 90%. There the
+evidence looks like what it is hidden in, so nobody who does not know the question can tell what to keep, and no ranking
+keeps much at 10% of the entries. They have a category of their own; "sparse" is the suite "ruler" without them.
 
 Every task draws its documents from one seeded stream per split, named after split, task, length and seed, so train,
-calibrate, select and report do not share a document. What the bundled model was trained on is one more stream.
+calibrate, select and report do not share a document. What the bundled models were trained on is one more stream.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import exact_match
-from kvsearch.tasks.synthetic.forms import GROWN, QUESTIONS_PER_CONTEXT, Builder, Form, codes_in
+from kvsearch.tasks.synthetic.forms import EVIDENCE_SHARE, GROWN, QUESTIONS_PER_CONTEXT, Builder, Form, codes_in
 from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,
@@ -95,6 +97,8 @@ SUITES: dict[str, tuple[str, ...]] = {
         "common", "vote", "qa_1", "qa_2",
     ),
 }  # fmt: skip
+SUITES["sparse"] = tuple(name for name in SUITES["ruler"] if FORMS[name].share == EVIDENCE_SHARE)
+BUNDLED_LANGUAGE, FACTS_AMONG_FACTS = "bundled language", "facts among facts"
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,6 @@ class SyntheticTask:
     length: int = 1024
     split: str = "report"
     prompt: ClassVar[str] = " {question}"
-    category: ClassVar[str] = "bundled language"
     chat: ClassVar[bool] = False
     stops: ClassVar[tuple[str, ...]] = ()
 
@@ -123,10 +126,15 @@ class SyntheticTask:
         if self.split not in SPLITS:
             raise UsageError(f"unknown split {self.split!r}{suggest(self.split, SPLITS)}")
 
+    @property
+    def category(self) -> str:
+        """Whether evidence can be told from the rest of a context by its looks."""
+        return BUNDLED_LANGUAGE if FORMS[self.name].share == EVIDENCE_SHARE else FACTS_AMONG_FACTS
+
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return `samples` contexts with up to four questions each; the same seed gives the same examples.
 
-        One word is one token of the bundled model's tokenizer, whatever `count` says.
+        One word is one token of the bundled tokenizer, whatever `count` says.
         """
         rng = random.Random(f"{self.split}/{self.name}/{self.length}/{seed}")
         return [self._example(rng, f"{seed}-{index}") for index in range(samples)]

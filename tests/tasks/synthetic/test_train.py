@@ -1,10 +1,11 @@
-"""The training script of the bundled model: its pieces, and a run of a few seconds."""
+"""The training script of the bundled models: its pieces, and runs of a few seconds."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,19 @@ from kvsearch.models.loading import load
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.train import (
     CONTEXTS,
+    RETRIEVING,
+    Hidden,
     build,
     cooldown,
     document_batch,
+    draw_hidden,
     encode,
     grow,
+    hiding,
     recall_batch,
+    retrieving_layer,
     seed_previous_token_heads,
+    spread,
     train,
     training_document,
 )  # fmt: skip
@@ -81,8 +88,58 @@ def test_cooldown_ends_low() -> None:
     assert cooldown(1.0) == 0.05
 
 
+@torch.no_grad()
+def test_what_is_hidden_changes_nothing_and_all_else_does() -> None:
+    """Other words where a context is hidden leave the rows after it as they are; elsewhere they do not."""
+    torch.manual_seed(0)
+    model, batch = build(2, 4, 4, 64), document_batch(random.Random(0), 64, 2)
+    model.eval()
+    start, hidden_from = int(batch.context[0]), 3
+    everywhere = torch.ones(len(batch.ids), dtype=torch.bool)
+    first = torch.full_like(batch.context, hidden_from)
+
+    def change(place: int, layers: range, last: int = 0) -> float:
+        other = batch._replace(ids=batch.ids.clone())
+        other.ids[0, place] = (other.ids[0, place] + 1) % len(v.WORDS)
+        rows = []
+        for one in (batch, other):
+            with hiding(model, one, Hidden(dict.fromkeys(layers, everywhere), first, torch.full_like(first, last))):
+                rows.append(model(input_ids=one.ids, use_cache=False).logits[0, start:])
+        return float((rows[0] - rows[1]).abs().max())
+
+    assert change(hidden_from, range(2)) == change(start - 1, range(2)) == 0
+    assert min(change(hidden_from - 1, range(2)), change(hidden_from, range(1)), change(start - 1, range(2), 1)) > 0
+    after = model(input_ids=batch.ids, use_cache=False).logits
+    with hiding(model, batch, None):
+        assert torch.equal(model(input_ids=batch.ids, use_cache=False).logits, after)  # no hook is left behind
+
+
+def test_at_most_two_of_three_layers_are_hidden() -> None:
+    rng, layers, times = random.Random(0), range(2, 5), Counter[int]()
+    batch = document_batch(rng, 64, 2)
+    for _ in range(20):
+        hidden = draw_hidden(rng, layers, batch)
+        assert set(hidden.layers) == set(layers)
+        times.update(torch.stack(list(hidden.layers.values())).sum(0).tolist())
+    assert set(times) == set(range(RETRIEVING))
+    assert times[2] > times[0]
+
+
+def test_the_layer_that_retrieves_is_found_and_spread() -> None:
+    model = load("bundled").model
+    layer = retrieving_layer(model, random.Random(0), 128)
+    attention = model.model.layers[layer].self_attn
+    before, kept = attention.o_proj.weight.clone(), model.model.layers[layer + 1].mlp.up_proj.weight.clone()
+    assert spread(model, layer) == range(3, 6)
+    for index in range(3, 6):
+        assert torch.allclose(model.model.layers[index].self_attn.o_proj.weight * RETRIEVING, before)
+        assert torch.equal(model.model.layers[index].self_attn.k_proj.weight, attention.k_proj.weight)
+    assert torch.equal(model.model.layers[layer + 1].mlp.up_proj.weight, kept)
+
+
 @pytest.mark.slow
-def test_a_short_run_leaves_a_loadable_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redundant", [False, True])
+def test_a_short_run_leaves_a_loadable_model(redundant: bool, tmp_path: Path) -> None:
     args = argparse.Namespace(
         out=tmp_path / "model",
         minutes=0.05,
@@ -93,9 +150,10 @@ def test_a_short_run_leaves_a_loadable_model(tmp_path: Path) -> None:
         rate=1e-3,
         seed=0,
         threads=1,
+        redundant=redundant,
     )
     train(args)
     lines = (tmp_path / "model" / "training.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["stage"] == "recall" for line in lines)
+    assert all(json.loads(line)["stage"] == (64 if redundant else "recall") for line in lines)
     loaded = load(str(tmp_path / "model"))
     assert loaded.tokenizer.decode(loaded.tokenizer("code amber")["input_ids"][1:]) == "code amber"
