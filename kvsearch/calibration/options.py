@@ -44,6 +44,10 @@ TARGETS = ("answers", "reconstruction")
 # what a fitted ranking is compared with: the built-in policies that order all entries of a prompt by a score
 COMPARED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
 
+# recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
+# as many as under fitted rankings; with more, what is protected is most of what is kept
+PROTECTED = {name: {"protect": 8} for name in ("cake", "criticalkv", "lava", "pyramidkv", "snapkv", "vatp")}
+
 Names = Annotated[tuple[str, ...], Listed]
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")

@@ -1,85 +1,76 @@
 """What `kvsearch run` chooses from: plans by fitted rankings, and every single built-in policy with budgets of its own.
 
 Names are those of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a policy under the budgets of
-a method. Only what a fitted ranking or a solver over several policies brings is a candidate. A built-in policy is a
-baseline, also with the budgets that were calibrated for it: a candidate must be worth more than calibrated budgets.
+a method. Only what a fitted ranking or a choice between policies brings is a candidate. A built-in policy is a
+baseline, also with the budgets that keep most of its measured importance: a candidate must be worth more than these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.options import COMPARED
+from kvsearch.calibration.options import COMPARED, PROTECTED
 from kvsearch.choose.candidates import CandidateSet, content_hash
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan import PHASES, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.contexts import ContextRecord, joined
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.registry import policy_class, policy_of
+from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.strategies.direct import direct_plan
-from kvsearch.strategies.from_profile import plan_from_profile
+from kvsearch.strategies.joint import PolicyCurves, joint_plan
 from kvsearch.strategies.methods import METHODS, Recipe
 
 PHASE: Final = "prefill"
 BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv")
 LUKV: Final = "lukv"
+JOINT: Final = "joint"
 ALONE: Final = "uniform"  # of a policy, with even budgets
-PROTECT: Final = 8  # recent entries that stay, for policies that need not keep all they look at; as of fitted rankings
 
 
-def own_settings(name: str) -> dict[str, int]:
-    """Return the parameters that a built-in policy is measured and compared with, where they are not its defaults.
+class Measured(NamedTuple):
+    """What policies keep of the importance of the same contexts, and the profiles of those that were fitted."""
 
-    At small budgets what is protected is most of what is kept, so policies are compared with as much of it as fitted
-    rankings have.
-    """
-    return {"protect": PROTECT} if "protect" in {one.name for one in fields(policy_class(name))} else {}
-
-
-class Tables(NamedTuple):
-    """LU-KV's tables, by what they are over: policies that are built in, and rankings that were fitted.
-
-    `rankings` are the profiles of the fits themselves.
-    """
-
-    built_in: Mapping[str, Profile]
-    fitted: Mapping[str, Profile]
+    curves: PolicyCurves
     rankings: Mapping[str, Profile]
 
     @property
-    def contexts(self) -> ContextRecord | None:
-        """What all of them were fitted on; None where that is not known of one."""
-        profiles = (*self.built_in.values(), *self.fitted.values(), *self.rankings.values())
-        return joined(one.metadata.provenance.contexts for one in profiles)
+    def policies(self) -> dict[str, PolicySpec]:
+        """The policies that were measured, by name."""
+        return dict(zip(self.curves.names, self.curves.policies, strict=True))
 
     @property
-    def length(self) -> int:
-        """The longest prompt that was measured, in tokens: that of plans by ratio."""
-        return max(one.metadata.length for one in (*self.built_in.values(), *self.fitted.values()))
+    def built_in(self) -> list[str]:
+        """The names of those that were not fitted."""
+        return [name for name in self.curves.names if name not in self.rankings]
+
+    @property
+    def contexts(self) -> ContextRecord | None:
+        """What all of them were fitted or measured on; None where that is not known of one."""
+        return joined(one.metadata.provenance.contexts for one in (*self.curves.profiles, *self.rankings.values()))
 
 
 def find_contenders(
-    loaded: LoadedModel, tables: Tables, size: Size, more: Mapping[str, Plan] | None = None
+    loaded: LoadedModel, measured: Measured | None, size: Size, more: Mapping[str, Plan] | None = None
 ) -> CandidateSet:
     """Make candidates and baselines, all with the same total; `more` are candidates that were made elsewhere.
 
-    Plans that differ in nothing but their origin are there once, as a baseline if one of them is. Notes say what
-    cannot be used at this size or on this model.
+    Without measurements (None) there are only baselines whose budgets need none; `size` then says a length. Plans that
+    differ in nothing but their origin are there once, as a baseline if one of them is. Notes say what cannot be used at
+    this size or on this model.
 
     Raises:
         UsageError: no baseline can be used at `size`.
     """
-    maker = _Maker(loaded, tables, replace(size, length=size.length or tables.length))
     contents, notes = set[str](), list[str]()
 
-    def distinct(made: Iterator[tuple[str, Plan | str]]) -> dict[str, Plan]:
+    def distinct(made: Iterable[tuple[str, Plan | str]]) -> dict[str, Plan]:
         found = {}
         for name, plan in made:
             if isinstance(plan, str):
@@ -89,45 +80,50 @@ def find_contenders(
                 found[name] = plan
         return found
 
+    if measured is not None:
+        size = replace(size, length=size.length or measured.curves.profiles[0].metadata.length)
+    maker = _Maker(loaded, measured, size)
     baselines = distinct(maker.baselines())
     if not baselines:
         raise UsageError(f"{size.words}: no policy can be used at this size: {notes[0]}")
-    candidates = distinct(iter([*maker.candidates(), *(more or {}).items()]))
+    candidates = distinct([*maker.candidates(), *(more or {}).items()])
     origins = {name: {"strategy": name} for name in (*candidates, *baselines)}
     return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), origins, tuple(notes))
 
 
+@dataclass(frozen=True)
 class _Maker:
     """Makes the plans of one size; one that cannot be made is the reason, in words."""
 
-    def __init__(self, loaded: LoadedModel, tables: Tables, size: Size) -> None:
-        self.loaded, self.tables, self.size = loaded, tables, size
+    loaded: LoadedModel
+    measured: Measured | None
+    size: Size
 
     def baselines(self) -> Iterator[tuple[str, Plan | str]]:
-        """Make built-in policies with even budgets, with those of papers, and with calibrated ones."""
+        """Make built-in policies with even budgets, with those of papers, and with measured ones."""
         for name in BUILT_IN:
             yield name, self._direct(self._policy(name), Recipe(name))
         for method, recipe in METHODS.items():
             if method != ALONE:
                 yield method, self._direct(self._policy(recipe.policy), recipe)
-        for name, profile in self.tables.built_in.items():
-            yield f"{LUKV}:{name}", self._looked_up(profile)
+        for name in [] if self.measured is None else self.measured.built_in:
+            yield f"{LUKV}:{name}", self._solved([name])
 
     def candidates(self) -> Iterator[tuple[str, Plan | str]]:
-        """Make fitted rankings with even budgets, with AdaKV's, and with calibrated ones."""
-        for name, profile in self.tables.fitted.items():
-            policy = policy_of(profile.metadata.policy)
-            fitted = self.tables.rankings[name].metadata.provenance.contexts
-            recipes = {name: Recipe(name), f"adakv:{name}": METHODS["adakv"]}
-            for called, recipe in recipes.items():
-                yield called, _recorded(self._direct(policy, recipe), [fitted])
-            plan = self._looked_up(profile)
-            yield f"{LUKV}:{name}", _recorded(plan, [fitted, profile.metadata.provenance.contexts])
+        """Make fitted rankings with even budgets, with AdaKV's and with measured ones, then several policies."""
+        if self.measured is None:
+            return
+        for name in self.measured.rankings:
+            yield name, self._fitted(self._direct(self._policy(name), Recipe(name)))
+            yield f"adakv:{name}", self._fitted(self._direct(self._policy(name), METHODS["adakv"]))
+            yield f"{LUKV}:{name}", self._fitted(self._solved([name]))
+        yield JOINT, self._fitted(self._solved(self.measured.curves.names))
+        yield f"{JOINT}:built-in", self._solved(self.measured.built_in)
 
     def _policy(self, name: str) -> Policy:
-        """Return a policy with the settings that its table was measured with, or else with its own."""
-        table = self.tables.built_in.get(name)
-        return create_policy(name, own_settings(name)) if table is None else policy_of(table.metadata.policy)
+        """Return a policy as it was measured, or else with the settings that it would be measured with."""
+        measured = {} if self.measured is None else self.measured.policies
+        return policy_of(measured[name]) if name in measured else create_policy(name, PROTECTED.get(name, {}))
 
     def _direct(self, policy: Policy, recipe: Recipe) -> Plan | str:
         allocator = Pyramid(window=policy.floor) if recipe.allocator == "pyramid" else Uniform()
@@ -139,16 +135,19 @@ class _Maker:
         except (UsageError, IncompatibleError) as error:
             return str(error)
 
-    def _looked_up(self, profile: Profile) -> Plan | str:
+    def _solved(self, names: Sequence[str]) -> Plan | str:
+        """Return the plan that keeps most of the measured importance under some policies."""
+        assert self.measured is not None
         try:
-            return plan_from_profile(profile, self.size)
+            return joint_plan(self.measured.curves.only(names), self.size).plan
         except UsageError as error:
             return str(error)
 
-
-def _recorded(plan: Plan | str, contexts: Sequence[ContextRecord | None]) -> Plan | str:
-    """Return a plan that says what it was fitted on."""
-    if isinstance(plan, str):
-        return plan
-    made = plan.provenance.model_copy(update={"contexts": joined(contexts)})
-    return plan.model_copy(update={"provenance": made})
+    def _fitted(self, plan: Plan | str) -> Plan | str:
+        """Return a plan that says what its rankings were fitted on, too."""
+        if isinstance(plan, str) or self.measured is None:
+            return plan
+        used = {spec.name for spec in plan.policies}
+        fits = [one.metadata.provenance.contexts for name, one in self.measured.rankings.items() if name in used]
+        made = plan.provenance.model_copy(update={"contexts": joined([plan.provenance.contexts, *fits])})
+        return plan.model_copy(update={"provenance": made})

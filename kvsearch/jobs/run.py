@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from kvsearch.calibration.options import PROTECTED
 from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, kept_profile
@@ -33,7 +34,7 @@ from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 
 if TYPE_CHECKING:
-    from kvsearch.choose.contenders import Tables
+    from kvsearch.choose.contenders import Measured
     from kvsearch.choose.overall import Overall as Chosen
     from kvsearch.choose.overall import OverallChoice
     from kvsearch.evaluation.compare import Evaluation
@@ -46,10 +47,24 @@ if TYPE_CHECKING:
 
 SIZE, FITTED = "How much is kept", "What is fitted"
 SIZES = ("budget", "ratio", "budgets")
-FIT, TABLES, CHOICE, PLAN, REPORT = "fit", "tables", "choice", "plan.json", "run.json"
-WRITTEN = (FIT, TABLES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
+FIT, CURVES, CHOICE, PLAN, REPORT = "fit", "curves", "choice", "plan.json", "run.json"
+WRITTEN = (FIT, CURVES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe}
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
+
+
+class Curves(CalibrateLukv):
+    """LU-KV's measurement, of policies with the settings that they are compared with."""
+
+    protection: ClassVar[dict[str, dict[str, Any]]] = {
+        name: {**CalibrateLukv.protection.get(name, {}), **PROTECTED.get(name, {})}
+        for name in (*CalibrateLukv.protection, *PROTECTED)
+    }
+
+    @classmethod
+    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
+        """See `JobOptions.chosen`."""
+        return cls
 
 
 class RunOptions(WithModel, WithTasks, Asking):
@@ -71,16 +86,16 @@ class RunOptions(WithModel, WithTasks, Asking):
     ] = None
     policies: Annotated[
         Names,
-        Option("Built-in policies to calibrate LU-KV's budgets for.", metavar="NAME,...", panel=FITTED),
+        Option("Built-in policies to measure budgets for.", metavar="NAME,...", panel=FITTED),
     ] = ("snapkv", "keydiff", "expected_attention", "cake")
     rankings: Annotated[
-        Names, Option("Rankings to fit, each then with LU-KV's budgets, too.", metavar="NAME,...", panel=FITTED)
+        Names, Option("Rankings to fit, and to measure budgets for, too.", metavar="NAME,...", panel=FITTED)
     ] = tuple(RANKINGS)
     form: Annotated[
         Literal["network", "linear"], Option("The largest fit of a ranking that is tried.", panel=FITTED)
     ] = "network"
     fit: Annotated[int, Field(ge=1), Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
-    measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 2
+    measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 4
     data: Annotated[
         str | None,
         Option(
@@ -162,15 +177,14 @@ class RunOptions(WithModel, WithTasks, Asking):
             for name in self.rankings
         }
 
-    def table(self, name: str, policy: str) -> CalibrateLukv:
-        """Return the calibration of LU-KV's table for a policy: on other contexts than what rankings are fitted on.
+    def curves(self, policies: Sequence[str], rankings: Sequence[str]) -> CalibrateLukv:
+        """Return the measurement of what policies and fitted rankings keep.
 
-        A ranking looks better than it is where it was fitted.
+        It is on other contexts than rankings are fitted on: there they look better than they are.
         """
-        from kvsearch.choose.contenders import own_settings
-
-        place, params = self.output / TABLES / name, {} if name in RANKINGS else own_settings(name)
-        return self.calibration(CalibrateLukv, place, self.measure, self.seed + 1, policy=policy, params=params)
+        first, *rivals = (*policies, *(f"{name}={self.output / FIT / name}" for name in rankings))
+        more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals)}
+        return self.calibration(Curves, self.output / CURVES, self.measure, self.seed + 1, **more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,32 +270,42 @@ class _Run:
     options: RunOptions
     loaded: LoadedModel
     encoded: Mapping[str, list[TaskPrompts]]  # of the splits select and report, before anything was fitted
+    policies: Sequence[str]  # those of the built-in ones that can be used on this model
 
     @classmethod
     def prepared(cls, options: RunOptions, talk: Talk) -> _Run:
         """Check all that can be before anything is measured; the sizes against the longest context."""
-        from kvsearch.choose.contenders import Tables, find_contenders
+        from kvsearch.choose.contenders import find_contenders
         from kvsearch.choose.contest import refuse_shared
-        from kvsearch.plan.contexts import ContextSet
+        from kvsearch.errors import IncompatibleError
+        from kvsearch.runtime.cache import check_rotary
         from kvsearch.tasks.encode import encode_tasks
 
         sizes, splits = options.sizes, {split: options.questions(split) for split in ("select", "report")}
         options.fits()
-        least = min(options.table(name, name).make_policy().floor for name in options.policies)
+        measured = options.curves(options.policies, ()).policies()
         loaded = options.load(options.model, talk)
+        usable = []
+        for policy in measured:
+            try:
+                check_rotary(loaded.model, [policy])
+                usable.append(policy.name)
+            except IncompatibleError as error:  # it needs what this model does not have
+                talk.warn(f"no budgets for {policy.name}: {error}")
         encoded = {
-            split: encode_tasks(loaded, tasks, options.samples, options.seed, options.max_length, ContextSet())
+            split: encode_tasks(loaded, tasks, options.samples, options.seed, options.max_length)
             for split, tasks in splits.items()
         }
         refuse_shared(encoded)
-        found = cls(options.with_model(loaded), loaded, encoded)
+        found = cls(options.with_model(loaded), loaded, encoded, usable)
+        least = min(policy.floor for policy in measured)
         for size in sizes:
             if size.mean(found.longest) < least:
                 raise UsageError(
-                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), "
-                    f"{least} at least: keep more"
+                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
+                    "at least: keep more"
                 )
-            find_contenders(loaded, Tables({}, {}, {}), replace(size, length=found.longest))
+            find_contenders(loaded, None, replace(size, length=found.longest))
         return found
 
     @property
@@ -310,8 +334,7 @@ class _Run:
         )
         whole = {name: self._tokens(split) for name, split in (("choice", "select"), ("report", "report"))}
         stages = {f"{FIT}/{name}": 2.0 * options.fit * len(asked) * length for name in options.rankings}
-        for name in (*options.policies, *options.rankings):
-            stages[f"{TABLES}/{name}"] = 1.5 * options.measure * len(asked) * length
+        stages[CURVES] = 1.5 * options.measure * len(asked) * length
         for size in options.sizes:
             stages[f"{CHOICE}/{size}"] = sum(whole.values())
         return stages
@@ -327,10 +350,8 @@ class _Run:
         options, found = self.options, dict[str, Any]()
         for name, fit in options.fits().items():
             found[f"{FIT}/{name}"], _ = calibration_dry_run(self._new(fit), talk=talk)
-        for name in options.policies:
-            found[f"{TABLES}/{name}"], _ = calibration_dry_run(self._new(options.table(name, name)), talk=talk)
-        for name in options.rankings:  # over a ranking that is not there yet: as over any other
-            found[f"{TABLES}/{name}"] = {"as": f"{TABLES}/{options.policies[0]}"}
+        # without the rankings, which are not there yet: they add a look at what is read anyway
+        found[CURVES], _ = calibration_dry_run(self._new(options.curves(self.policies, ())), talk=talk)
         asked = {
             split: {
                 "contexts": sum(task.coverage.contexts for task in tasks),
@@ -356,11 +377,11 @@ class _Run:
 
         options, asked = self.options, not (self.options.output / REPORT).exists()
         with overall(talk, self.work) as stages:
-            tables = self._tables(stages)
+            measured = self._measured(stages)
             found, hashes = [], {}
             for size in options.sizes:
                 with stages.stage(f"{CHOICE}/{size}", f"choosing at {size.words}, then the report") as stage:
-                    choice = self._choice(tables, size)
+                    choice = self._choice(measured, size)
                     found.append(choice.run(self._keep(choice, stage)))
                     hashes = choice.hashes
         for one in found:
@@ -372,40 +393,30 @@ class _Run:
         write_json(options.output / REPORT, result.as_json())
         return result
 
-    def _tables(self, stages: Overall) -> Tables:
-        """Fit the rankings, then measure LU-KV's table for every policy and every ranking."""
-        from kvsearch.choose.contenders import Tables
-        from kvsearch.errors import IncompatibleError
-        from kvsearch.plan import Profile
+    def _measured(self, stages: Overall) -> Measured:
+        """Fit the rankings, then measure what every policy and every ranking keeps."""
+        from kvsearch.choose.contenders import Measured
+        from kvsearch.strategies.joint import policy_curves
 
-        options, rankings = self.options, dict[str, Profile]()
-        built_in, fitted = dict[str, Profile](), dict[str, Profile]()
+        options, rankings = self.options, {}
         for name, fit in options.fits().items():
             with stages.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
                 rankings[name] = kept_profile(fit.with_model(self.loaded), stage)
-        for name in (*options.policies, *options.rankings):
-            policy = f"{name}={options.output / FIT / name}" if name in rankings else name
-            with stages.stage(f"{TABLES}/{name}", f"measuring budgets for {name}") as stage:
-                try:
-                    profile = kept_profile(options.table(name, policy).with_model(self.loaded), stage)
-                except IncompatibleError as error:  # some policies need what a model does not have
-                    if name in rankings:
-                        raise
-                    stage.warn(f"no budgets for {name}: {error}")
-                    continue
-                (fitted if name in rankings else built_in)[name] = profile
-        return Tables(built_in, fitted, rankings)
+        named = ", ".join((*self.policies, *rankings))
+        with stages.stage(CURVES, f"measuring what {named} keep") as stage:
+            measuring = options.curves(self.policies, list(rankings)).with_model(self.loaded)
+            return Measured(policy_curves([kept_profile(measuring, stage)]), rankings)
 
-    def _choice(self, tables: Tables, size: Size) -> OverallChoice:
+    def _choice(self, measured: Measured, size: Size) -> OverallChoice:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.choose.acceptance import Rule
         from kvsearch.choose.contenders import find_contenders
         from kvsearch.choose.contest import prepare_contest
         from kvsearch.choose.overall import OverallChoice
 
-        options, known = self.options, tables.contexts
+        options, known = self.options, measured.contexts
         settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
-        found = find_contenders(self.loaded, tables, size)
+        found = find_contenders(self.loaded, measured, size)
         contest = prepare_contest(self.loaded, found, options.questions("select"), settings, Rule(), size)
         choice = OverallChoice(contest, size, options.questions("report"))
         choice.check()

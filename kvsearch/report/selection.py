@@ -193,7 +193,8 @@ def _report_table(selection: Selection) -> Table:
         (None if report.parts is None else report.parts.control, "best pattern"), (selection.even, "uniform"),
         (POLICIES_ALONE, "part of top 1"), (BUDGETS_ALONE, "part of top 1"),
     ]  # fmt: skip
-    roles = {name: ", ".join(role for whose, role in told if whose == name) or "candidate" for name in report.scores}
+    kinds = {one.name: one.kind for one in chosen.methods}
+    roles = {name: ", ".join(role for whose, role in told if whose == name) or kinds[name] for name in report.scores}
     rows = [
         [
             Cell(name, name == chosen.written), Cell(roles[name]), Cell(interval(score)),

@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from kvsearch.calibration.options import PROTECTED
 from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import load_plan
+from kvsearch.policies.fitted import Fitted
+from kvsearch.policies.registry import policy_class, policy_names
 from kvsearch.runs.contexts import read_contexts
 from tests import tiny
 from tests.cli.conftest import Run, invoke
@@ -66,14 +70,14 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert "full cache minus plan" in found["words"][1]
         assert found["words"][1] in talk
     assert f"next: kvsearch show {directory / 'plan-40.json'}" in talk
-    assert "1/5 fitting the ranking probe" in talk  # one fit, two tables, two sizes
+    assert "1/4 fitting the ranking probe" in talk  # a fit, a measurement, two sizes
 
 
 def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     asked = read_contexts(directory)
     chosen, reported = set(asked.chosen), set(asked.reported)
-    fitted = {one for place in directory.glob("*/*/contexts.json") for one in read_contexts(place.parent).fitted}
+    fitted = {one for place in directory.rglob("*/contexts.json") for one in read_contexts(place.parent).fitted}
     assert len(chosen) == len(reported) == 4
     assert not chosen & reported
     assert not fitted & (chosen | reported)
@@ -81,7 +85,7 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
     assert record is not None
     assert all(map(record.chosen.has, chosen))
     assert all(map(record.reported.has, reported))
-    if json.loads((directory / "run.json").read_bytes())["sizes"]["40"]["written"]["name"] == "lukv:probe":
+    if "probe" in {policy.name for policy in load_plan(directory / "plan-40.json").policies}:
         assert all(map(record.fitted.has, fitted))
 
 
@@ -95,7 +99,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begun", ["tables/snapkv/config.json", "choice/40/second/ledger.jsonl"])
+@pytest.mark.parametrize("begun", ["curves/config.json", "choice/40/second/ledger.jsonl"])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     begun: str, run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -132,10 +136,10 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
     assert code == 0, talk
     stages = json.loads(out)["stages"]
-    assert list(stages) == ["choice/40", "fit/probe", "tables/probe", "tables/snapkv"]
+    assert list(stages) == ["choice/40", "curves", "fit/probe"]
     assert stages["fit/probe"]["recipe"]["method"] == "probe"
     assert stages["fit/probe"]["questions"] == 8
-    assert stages["tables/snapkv"]["own_replies"] == 2
+    assert stages["curves"]["own_replies"] == 2
     assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
     assert all(stage["tokens"] > 0 for stage in stages.values())
     assert not (tmp_path / "run").exists()
@@ -186,6 +190,14 @@ def test_directories_of_something_else(run: Run, questions: Path, finished: tupl
     refused(run, USAGE, "holds something else than a run", *command(questions, tmp_path, "--budget", 40))
     words = "holds another run: options.budgets is [40, 60] there, [40, 70] here"
     refused(run, USAGE, words, *command(questions, directory, "--budgets", "40,70"))
+
+
+def test_policies_are_compared_with_equally_many_recent_entries() -> None:
+    known = [name for name in policy_names() if "protect" in {one.name for one in fields(policy_class(name))}]
+    assert set(PROTECTED) == {name for name in known if not issubclass(policy_class(name), Fitted)}
+    policies = RunOptions.of(model="bundled", budget=8, output=Path("x")).curves(["snapkv", "cake", "keydiff"], ())
+    assert [policy.recent_count for policy in policies.policies()] == [8, 8, 1]
+    assert [policy.sink_count for policy in policies.policies()] == [4, 0, 4]
 
 
 def test_the_recipe_that_is_shipped() -> None:
