@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,24 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, QuestionImportance
-from kvsearch.calibration.options import DECIDING, RECALL_AT, LukvOptions, Normalization
-from kvsearch.calibration.prompts import check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.layer_mass import effects_under, integrated_gradients, shapley_values
+from kvsearch.calibration.options import DECIDING, IN_NATS, RECALL_AT, LukvOptions, Normalization
+from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import KEPT
+from kvsearch.plan.rounding import water_fill
 from kvsearch.policies import Policy, create_policy
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
+ROUNDS, REMEASURED_AT, STILL = 4, 0.9, 0.01  # of effects measured under the current plan
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,17 @@ class MeasuredQuestion:
     """One question's importance in the order of the policy's ranking, and what may make its layers comparable."""
 
     importance: NDArray[np.float32]  # [L, Hkv, T]
-    scale: NDArray[np.float64]  # [L] divisor of each layer ("effect": the importance beyond the protected entries)
-    effect: NDArray[np.float64]  # [L] nats the answer loses without the layer's context; ones where not measured
+    scale: NDArray[np.float64]  # [L] divisor of each layer (in nats: the worth of the entries beyond the protected)
+    effect: NDArray[np.float64]  # [L] nats that the answer loses for lack of the layer's context; ones if not in nats
     context: int
     kept: NDArray[np.float64]  # [C, len(RECALL_AT), L] importance that each of `choices` keeps at even budgets
-    curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each of R rivals keeps at every budget
+    curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] worth that each of R rivals keeps at every budget
+    attributed: NDArray[np.float32] | None = None  # [L, Hkv, T] nats, where entries are worth that, not `importance`
+
+    @property
+    def worth(self) -> NDArray[np.float32]:
+        """What decides about entries, up to a factor for each layer, [L, Hkv, T]."""
+        return self.importance if self.attributed is None else self.attributed
 
 
 def choices(policy: Policy) -> dict[str, Policy]:
@@ -58,21 +69,34 @@ def choices(policy: Policy) -> dict[str, Policy]:
     return found
 
 
-def measure_importance(
-    loaded: LoadedModel, data: CalibrationData, policy: Policy, options: LukvOptions, rivals: Sequence[Policy] = ()
-) -> Iterator[MeasuredQuestion]:
-    """Measure every question of `data`; the model must run the attention implementation "kvsearch".
+def asked_prompts(
+    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: LukvOptions
+) -> list[CalibrationPrompt]:
+    """Return the contexts of `data` with all that is asked of them, own replies where these are wanted.
 
-    `rivals` rank the same importance in the same pass.
+    Raises:
+        UsageError, IncompatibleError: see `calibrate_lukv`.
     """
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-    for each in (policy, *rivals):
-        check_lengths(prompts, each, partial(floor_entries, policy=each, minimum=options.minimum))
+    for policy in policies:
+        check_lengths(prompts, policy, partial(floor_entries, policy=policy, minimum=options.minimum))
     if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
         raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
-    others = list(choices(policy).values())
-    if options.answers == "own":
-        prompts = with_own_replies(loaded, prompts, options.answer_tokens)
+    return with_own_replies(loaded, prompts, options.answer_tokens) if options.answers == "own" else prompts
+
+
+def measure_importance(
+    loaded: LoadedModel,
+    prompts: Sequence[CalibrationPrompt],
+    policy: Policy,
+    options: LukvOptions,
+    rivals: Sequence[Policy] = (),
+) -> Iterator[MeasuredQuestion]:
+    """Measure every question of `prompts`; the model must run the attention implementation "kvsearch".
+
+    `rivals` rank the same entries in the same pass.
+    """
+    others, numbers = list(choices(policy).values()), count()
     for prompt in prompts:
         refusal = prompt.refusal(loaded.name)
         passed = ImportancePass(
@@ -84,20 +108,43 @@ def measure_importance(
         orders = [passed.ranks(1 + len(others) + number).argsort(-1) for number in range(len(rivals))]
         protected = ranks < policy.protected(prompt.length)
         for after in prompt.continuations:
-            tokens = after.tokens.to(loaded.device)
-            found = passed.ask(tokens)
+            found = passed.ask(after.tokens.to(loaded.device))
             values = found.importance.gather(-1, order)
             if not bool(values.isfinite().all()) or bool(found.logits.isnan().any()):
                 raise IncompatibleError(refusal)
-            effect = torch.ones(len(values))
-            if options.normalization == "effect":
-                effect = passed.effects(tokens, after.answer, found.logits, protected)
-            scale = _scale(found, protected, options.normalization)
+            effect, entries = _worth(passed, after, found, protected, options, next(numbers))
+            scale = _scale(found, protected, options.normalization) if entries is None else entries.sum((1, 2))
             kept = np.array([_kept(found.importance, place) for place in places])
-            curves = np.array([_kept_curve(found.importance.gather(-1, one).numpy()) for one in orders])
+            worth = found.importance if entries is None else entries
+            curves = np.array([_kept_curve(worth.gather(-1, one).numpy()) for one in orders])
+            attributed = None if entries is None else entries.gather(-1, order).numpy()
             yield MeasuredQuestion(
-                values.numpy(), scale.double().numpy(), effect.double().numpy(), prompt.context, kept, curves
+                values.numpy(), scale.double().numpy(), effect, prompt.context, kept, curves, attributed
             )
+
+
+def _worth(
+    passed: ImportancePass,
+    after: Continuation,
+    found: QuestionImportance,
+    protected: Tensor,
+    options: LukvOptions,
+    number: int,
+) -> tuple[Floats, Tensor | None]:
+    """Return what each layer is worth to an answer in nats, [L], and each entry [L, Hkv, T] where that is measured.
+
+    Ones where layers are not compared in nats, or only later, under plans, see `remeasured_effects`.
+    """
+    if options.normalization == "effect":
+        tokens = after.tokens.to(passed.model.device)
+        return passed.effects(tokens, after.answer, found.logits, protected).double().numpy(), None
+    if options.normalization == "shapley":
+        return shapley_values(passed, after, protected, options.seed + number), None
+    if not options.normalization.startswith("integrated"):
+        return np.ones(len(protected)), None
+    entries = integrated_gradients(passed, after, protected)
+    layers = entries.sum((1, 2), dtype=torch.float64).numpy()
+    return layers, entries.clamp(min=0) if options.normalization == "integrated_entry" else None
 
 
 def calibrate_lukv(
@@ -112,25 +159,31 @@ def calibrate_lukv(
 
     With `rivals` the profile also has what every head keeps under each policy, for joint plans.
 
+    Where layers are compared in nats, the profile has what the answers lose for lack of each layer's entries, mean over
+    the questions: "layer_worth" float32 [2, L], and the standard error of that over the questions.
+
     Raises:
         UsageError: a context is too short for the policy's protected entries, or importance cannot be averaged.
         IncompatibleError: the model computes NaN, or a context and its questions do not fit its positions.
     """
     options = options or LukvOptions()
-    kept, summary = [], _Summary(policy, options)
+    kept, summary, worth = [], _Summary(policy, options), {}
+    prompts = asked_prompts(loaded, data, [policy, *rivals], options)
     with running(loaded.model):
-        questions = measure_importance(loaded, data, policy, options, rivals)
+        questions = measure_importance(loaded, prompts, policy, options, rivals)
         for measured in counted(questions, data.questions, progress):
-            if options.normalization == "effect":
+            if options.normalization in IN_NATS:
                 kept.append(measured)  # the weights come from all questions together
             else:
                 summary.add(measured, 1 / measured.scale)
-    if kept:  # nats per unit of importance of each layer, [L]; over all questions, as effects are noisy one by one
-        mass = np.sum([one.scale for one in kept], axis=0)
-        effect = np.sum([one.effect for one in kept], axis=0)
-        weights = np.divide(effect, mass, out=np.zeros_like(mass), where=mass > 0)
-        for measured in kept:
-            summary.add(measured, weights)
+        if kept:  # over all questions, as effects are noisy one by one
+            effects = np.stack([one.effect for one in kept])
+            if options.normalization == "remeasured":
+                effects = remeasured_effects(loaded, prompts, policy, options, kept)
+            weights = layer_weights(effects.sum(0), kept)
+            for measured in kept:
+                summary.add(measured, weights)
+            worth["layer_worth"] = np.stack([effects.mean(0), effects.std(0) / len(kept) ** 0.5]).astype(np.float32)
     settings = {**options.texts(data), **options.settings()}
     if named := tuple(choices(policy)):
         settings["choices"] = named
@@ -139,7 +192,59 @@ def calibrate_lukv(
         loaded, data, policy.spec, "lukv", options.seed, settings, tables.lengths, tables.floor(tables.length),
         [rival.spec for rival in rivals],
     )  # fmt: skip
-    return Profile(origin, summary.arrays())
+    return Profile(origin, {**summary.arrays(), **worth})
+
+
+def layer_weights(effects: Floats, kept: Sequence[MeasuredQuestion]) -> Floats:
+    """Return nats per unit of each layer's worth, [L], of what its entries are worth to all questions, [L] nats."""
+    mass = np.sum([one.scale for one in kept], axis=0)
+    weights: Floats = np.divide(effects.clip(min=0), mass, out=np.zeros_like(mass), where=mass > 0)
+    return weights
+
+
+def remeasured_effects(
+    loaded: LoadedModel,
+    prompts: Sequence[CalibrationPrompt],
+    policy: Policy,
+    options: LukvOptions,
+    kept: Sequence[MeasuredQuestion],
+) -> Floats:
+    """Measure what each question loses without one layer while the others are as the current plan has them, [M, L].
+
+    The first plan has even budgets; each next one is solved with the mean of all rounds so far, so that layers which
+    stand in for each other do not take turns. Plans evict `REMEASURED_AT`; it ends when one moves less than `STILL` of
+    the entries, and after `ROUNDS`. Every round takes a pass over each context, and 2 L over each question.
+    """
+    shares, rounds = np.full(kept[0].importance.shape[:2], 1 - REMEASURED_AT), list[Floats]()
+    for _ in range(ROUNDS):
+        found = []
+        for prompt in prompts:
+            passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group)
+            ranks, length = passed.ranks(), prompt.length
+            floor = floor_entries(length, policy, options.minimum)
+            total = max(round((1 - REMEASURED_AT) * length * shares.size), floor * shares.size)
+            budgets = torch.from_numpy(water_fill(shares, total, floor, length))
+            plan, protected = ranks < budgets[..., None], ranks < policy.protected(length)
+            found += [effects_under(passed, after, plan, protected) for after in prompt.continuations]
+        rounds.append(np.stack(found))
+        effects: Floats = np.mean(rounds, axis=0)
+        before, shares = shares, _solved_shares(kept, layer_weights(effects.sum(0), kept), policy, options)
+        if np.abs(shares - before).sum() / 2 < STILL * shares.sum():
+            break
+    return effects
+
+
+def _solved_shares(kept: Sequence[MeasuredQuestion], weights: Floats, policy: Policy, options: LukvOptions) -> Floats:
+    """Return what heads keep of a prompt where `REMEASURED_AT` is evicted, [L, Hkv], mean over the questions."""
+    found = []
+    for one in kept:
+        values = one.importance.astype(np.float64) * weights[:, None, None]
+        floor, length = floor_entries(values.shape[-1], policy, options.minimum), values.shape[-1]
+        heads = values.shape[0] * values.shape[1]
+        total = max(round((1 - REMEASURED_AT) * length * heads), floor * heads)
+        found.append(MarginalSolver(values, floor).solve(total) / length)
+    mean: Floats = np.mean(found, axis=0)
+    return mean
 
 
 class _Summary:
@@ -154,17 +259,21 @@ class _Summary:
 
     def add(self, measured: MeasuredQuestion, weights: NDArray[np.float64]) -> None:
         """Take in one question; `weights` [L] make its layers comparable."""
-        values = measured.importance.astype(np.float64) * weights[:, None, None]
+        values = measured.worth.astype(np.float64) * weights[:, None, None]
         length = values.shape[-1]
-        if measured.kept.size and (whole := values.sum()) > 0:
-            self._kept.append(measured.kept @ weights / whole)
+        worth, whole = values.sum((1, 2)), measured.importance.sum((1, 2), dtype=np.float64)
+        if measured.kept.size and worth.sum() > 0:
+            self._kept.append(
+                measured.kept @ np.divide(worth, whole, out=np.zeros_like(whole), where=whole > 0) / worth.sum()
+            )
         if len(measured.curves):
-            curves = np.concatenate([_kept_curve(measured.importance)[None], measured.curves])
+            curves = np.concatenate([_kept_curve(measured.worth)[None], measured.curves])
             curves *= weights[:, None, None]
             self._by_policy = curves if self._by_policy is None else self._by_policy + curves
         recall = _sampled(recall_curve(measured.importance))
+        kept_worth = _sampled(recall_curve(values))
         oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
-        self._curves.append(np.stack([recall, oracle, recall * mass]))
+        self._curves.append(np.stack([recall, oracle, kept_worth * mass]))
         if not self.options.gap:
             values = without_gap(values, self.tables.policy.protected(length))
         table = profile_grid(MarginalSolver(values, self.tables.floor(length)))
@@ -217,7 +326,7 @@ def _sampled(curve: NDArray[np.float64], points: int = CURVE_POINTS) -> NDArray[
 def _scale(found: QuestionImportance, protected: Tensor, normalization: Normalization) -> Tensor:
     """Return what the importance of each layer is measured against, [L]."""
     importance = found.importance
-    if normalization == "effect":
+    if normalization in IN_NATS:
         return importance.masked_fill(protected, 0.0).sum((1, 2))
     scales = {
         "layer": importance.sum((1, 2)),

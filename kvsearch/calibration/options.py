@@ -25,7 +25,25 @@ if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.policies import Policy
 
-Normalization = Literal["effect", "layer", "layer_max", "output", "residual", "none"]
+Normalization = Literal[
+    "integrated",
+    "integrated_entry",
+    "remeasured",
+    "shapley",
+    "effect",
+    "layer",
+    "layer_max",
+    "output",
+    "residual",
+    "none",
+]
+IN_NATS = (
+    "integrated",
+    "integrated_entry",
+    "remeasured",
+    "shapley",
+    "effect",
+)  # a layer's importance is what it adds to a loss
 Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
 Exponents = Literal["auto", "fixed", "fit"]
@@ -210,6 +228,9 @@ class LukvOptions(AnsweredOptions):
 
     `normalization` makes layers comparable, which the paper asks for without saying how. "effect" measures it: a
     layer's importance adds up to what the answer loses when the layer sees only the protected entries of the context.
+    That does not see layers which can stand in for each other; these measures in nats do. "integrated" shares out what
+    all layers lose together, by integrated gradients, and "integrated_entry" does so entry by entry, in place of
+    importance; "remeasured" measures effects again under the plan that they make; "shapley" is the slow yardstick.
     "layer" gives every layer the same mass, "layer_max" the same largest value, "output" and "residual" divide by the
     mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
 
@@ -230,7 +251,11 @@ class LukvOptions(AnsweredOptions):
     policy: str = "snapkv"
     normalization: Annotated[
         Normalization,
-        Option("What makes layers comparable: effect, layer, layer_max, output, residual or none.", panel=LUKV),
+        Option(
+            "What makes layers comparable: integrated, integrated_entry, remeasured, shapley (slow), effect, layer, "
+            "layer_max, output, residual or none.",
+            panel=LUKV,
+        ),
     ] = "effect"
     aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.", panel=LUKV)] = "ratios"
     gap: Annotated[

@@ -24,6 +24,7 @@ from kvsearch.runtime.attention import Output, causal_mask, dense_attention, req
 from kvsearch.runtime.cache import layer_state, stock_layers
 from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.replay import Replay, Shared, replay
@@ -129,6 +130,7 @@ class ObservedLayer(PromptLayer[Noted]):
         super().__init__(index, needs, rotary, look)
         self.refusal = refusal
         self.keep: Tensor | None = None  # [Hkv, T] bool: entries of a single prompt that tokens may see; None: all
+        self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
         self.continuation: LayerContinuation[Noted] | None = None
 
     def attend(
@@ -143,14 +145,17 @@ class ObservedLayer(PromptLayer[Noted]):
             self.keys, self.values = key, value
             return output
         require_continuation(module, query.shape[2])
+        keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
+        logits = Logits.of_call(module, query, key, kwargs)
+        if self.keep is not None and self.gates is not None:
+            gated = (self.keep.to(query.device), self.gates.to(query.device))
+            return gated_attention((query, keys, values), *gated, logits), None
         if self.keep is not None:
             mask = _showing(self.keep.to(query.device), query)
-        keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         output = dense_attention(module, query, keys, values, mask, **kwargs)
         self.continuation = LayerContinuation(
-            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module,
-            Logits.of_call(module, query, key, kwargs),
-        )  # fmt: skip
+            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module, logits
+        )
         return output
 
 
@@ -192,7 +197,8 @@ class DensePass(Generic[Noted]):
         self.mask = torch.ones_like(prompts) if mask is None else mask
         self.lengths: Tensor = self.mask.sum(-1)
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        output = self._forward(prompts, self.mask, positions, logits_to_keep=1)
+        with torch.no_grad():
+            output = self._forward(prompts, self.mask, positions, logits_to_keep=1)
         if refusal is not None and bool(output.logits[:, -1].isnan().any()):
             raise IncompatibleError(refusal)
 
@@ -202,18 +208,30 @@ class DensePass(Generic[Noted]):
         return [layer.noted for layer in self.observed]
 
     @contextmanager
-    def following(self, tokens: Tensor, keep: Mapping[int, Tensor] | None = None, **kwargs: Any) -> Iterator[Any]:
+    def following(
+        self,
+        tokens: Tensor,
+        keep: Mapping[int, Tensor] | None = None,
+        gates: Mapping[int, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
         """Teacher-force `tokens` [B, K] after the prompts and forget them again; the model's output for them.
 
-        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T].
+        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T];
+        where `gates` has it, too, they see the others through these, see `gated_attention`, and the output has
+        gradients.
         """
         before = [layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
                 self.observed[row].keep = entries
+            for row, shares in (gates or {}).items():
+                self.observed[row].gates = shares
             mask = torch.cat([self.mask, torch.ones_like(tokens)], 1)
             positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-            yield self._forward(tokens, mask, positions, **kwargs)
+            with torch.set_grad_enabled(gates is not None):
+                output = self._forward(tokens, mask, positions, **kwargs)
+            yield output
         finally:
             for layer, state in zip(self.cache.layers, before, strict=True):
                 vars(layer).update(state)
@@ -233,7 +251,6 @@ class DensePass(Generic[Noted]):
             if layer.continuation is not None:
                 yield replace(layer.continuation)
 
-    @torch.no_grad()
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Any:
         return self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, **kwargs

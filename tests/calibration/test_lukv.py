@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.lukv import KEPT_POINTS, MeasuredQuestion, calibrate_lukv, measure_importance
-from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions
+from kvsearch.calibration.lukv import KEPT_POINTS, MeasuredQuestion, asked_prompts, calibrate_lukv, measure_importance
+from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions, Normalization
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -50,8 +50,9 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
 
 
 def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[MeasuredQuestion]:
+    prompts = asked_prompts(model, data, [POLICY], options)
     with running(model.model, NAME):
-        return list(measure_importance(model, data, POLICY, options))
+        return list(measure_importance(model, prompts, POLICY, options))
 
 
 def length_of(data: CalibrationData, index: int = 0) -> int:
@@ -74,6 +75,7 @@ def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
         "recall": (layers, heads, 101),
         "oracle_recall": (layers, heads, 101),
         "mass": (layers, heads, 101),
+        "layer_worth": (2, layers),
     }
     assert profile.arrays["question_context"].tolist() == [0, 0, 1, 1]
     metadata = profile.metadata
@@ -129,7 +131,8 @@ def test_equal_inputs_give_equal_bytes(profile: Profile, data: CalibrationData, 
 
 
 CHOICES = [
-    *product(["effect", "layer", "layer_max", "output", "residual", "none"], ["ratios"], ["sum"], [True, False]),
+    *product(get_args(Normalization), ["ratios"], ["sum"], [True]),
+    *product(["integrated", "integrated_entry", "effect", "layer"], ["ratios"], ["sum"], [False]),
     *product(["effect", "layer"], ["ratios", "importance"], ["sum", "max"], [True]),
     ("layer", "importance", "max", False),
 ]
@@ -139,7 +142,7 @@ CHOICES = [
 def test_every_choice_makes_a_valid_profile(
     model: LoadedModel, data: CalibrationData, normalization: Any, aggregate: Any, group: Any, gap: bool
 ) -> None:
-    options = LukvOptions(normalization=normalization, aggregate=aggregate, group=group, gap=gap)
+    options = LukvOptions(normalization=normalization, aggregate=aggregate, group=group, gap=gap, answers="given")
     made = calibrate_lukv(model, data, POLICY, options)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
@@ -406,7 +409,7 @@ def test_the_recall_of_both_values_where_a_parameter_decides(model: LoadedModel,
     for epsilon in (0.02, 0.0):
         policy = create_policy("expected_attention", {"window": 1, "epsilon": epsilon})
         with running(model.model, NAME):
-            (item,) = measure_importance(model, one, policy, options)
+            (item,) = measure_importance(model, asked_prompts(model, one, [policy], options), policy, options)
         kept = [item.importance[..., : round(share * item.importance.shape[-1])] for share in RECALL_AT]
         expected.append([part.sum() / item.importance.sum() for part in kept])
     np.testing.assert_allclose(made.arrays["choice_recall"], expected, rtol=1e-5)

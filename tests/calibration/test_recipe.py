@@ -200,7 +200,11 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
             [],
             r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv, probe\)",
         ),
-        ({"normalization": "layers"}, [], r"unknown normalization 'layers'; did you mean 'layer'\? \(known: effect, "),
+        (
+            {"normalization": "layers"},
+            [],
+            r"unknown normalization 'layers'; did you mean 'layer'\? \(known: integrated, ",
+        ),
         ({"aggregate": "mean"}, [], r"unknown aggregate 'mean'.*\(known: ratios, importance\)"),
         ({}, ["window"], "'window' is not of the form key=value"),
         ({"policy": "full"}, [], "evicts nothing, so it has no budgets to calibrate"),

@@ -1,0 +1,189 @@
+"""What layers are worth together: against brute force over all subsets of layers, and against its own end points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from math import factorial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.calibration import lukv
+from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.layer_mass import (
+    effects_under,
+    integrated_gradients,
+    loss_without,
+    shapley_values,
+)
+from kvsearch.calibration.lukv import calibrate_lukv
+from kvsearch.calibration.options import LukvOptions
+from kvsearch.calibration.prompts import Continuation
+from kvsearch.models.architecture import describe
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.gates import gated_attention
+from kvsearch.runtime.logits import Logits
+from kvsearch.signals.perplexity import token_losses
+from tests import tiny
+from tests.families import FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, reference, running
+
+CONTEXT, ANSWER = 40, 3
+POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+
+
+@contextmanager
+def asked(model: Any, seed: int = 0) -> Iterator[tuple[ImportancePass, Continuation, Tensor]]:
+    """A context with a question of 4 tokens and an answer of 3, and which entries of it stay."""
+    ids, _ = prompts(1, CONTEXT + 7, seed=seed)
+    with running(model, NAME):
+        passed = ImportancePass(model, [POLICY], ids[:, :CONTEXT])
+        after = Continuation(ids[:, CONTEXT:], 7 - ANSWER)
+        yield passed, after, passed.ranks() < POLICY.protected(CONTEXT)
+
+
+def smooth(family: str = "llama", factor: float = 0.5, **changes: Any) -> Any:
+    """A random model whose loss is smooth in the gates."""
+    model = build(family, **changes)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "_proj" in name:
+                weight.mul_(factor)
+    return model
+
+
+def brute_force(model: Any, layers: tuple[int, ...], after: Continuation, context: Tensor, keep: Tensor) -> np.ndarray:
+    """Shapley values by definition: means over all subsets S of the others, weighted by |S|! (L - |S| - 1)! / L!."""
+    tokens, answer = after.tokens, after.tokens[0, -ANSWER:]
+
+    def loss(removed: tuple[int, ...]) -> float:
+        hidden = {layers[row]: keep[row][None] for row in removed}
+        with reference(model, hidden) as cache:
+            pieces = [(context, torch.ones_like(context)), (tokens, torch.ones_like(tokens))]
+            rows = feed(model, cache, pieces)[1][0, after.predicting]
+        return float(token_losses(rows, answer).sum())
+
+    rows, found = range(len(layers)), []
+    for row in rows:
+        others, value = [one for one in rows if one != row], 0.0
+        for size in range(len(rows)):
+            share = factorial(size) * factorial(len(rows) - size - 1) / factorial(len(rows))
+            value += share * sum(loss((*some, row)) - loss(some) for some in combinations(others, size))
+        found.append(value)
+    return np.array(found)
+
+
+def test_shapley_values_of_three_layers_are_those_of_all_subsets() -> None:
+    model = smooth(factor=0.2, num_hidden_layers=3)
+    context = prompts(1, CONTEXT + 7)[0][:, :CONTEXT]
+    with asked(model) as (passed, after, protected):
+        exact = shapley_values(passed, after, protected)
+        joint = loss_without(passed, after, dict(enumerate(protected))) - loss_without(passed, after, {})
+        gradients = integrated_gradients(passed, after, protected, 33).sum((1, 2)).numpy()
+        drawn = shapley_values(passed, after, protected, seed=1, count=4)
+    expected = brute_force(model, (0, 1, 2), after, context, protected)
+    assert np.abs(exact).max() > 0.01
+    np.testing.assert_allclose(exact, expected, rtol=1e-3, atol=1e-4)
+    assert exact.sum() == pytest.approx(joint, abs=1e-4) == drawn.sum()
+    assert not np.allclose(drawn, exact, atol=1e-5)
+    # the same sum shared out in two ways, nearly the same where layers hardly act on each other
+    assert np.abs(gradients - exact).max() < 0.1 * np.abs(exact).max()
+
+
+# the others of SPECIAL choose experts, so their loss jumps along the way, or do not take several tokens at once
+@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "qwen3_5"])
+def test_integrated_gradients_add_up_to_the_joint_loss(family: str) -> None:
+    model = smooth(family)
+    with asked(model) as (passed, after, protected):
+        found = integrated_gradients(passed, after, protected, 24)
+        joint = loss_without(passed, after, dict(enumerate(protected))) - loss_without(passed, after, {})
+        again = integrated_gradients(passed, after, protected, 24)
+    shape = describe(model)
+    assert found.shape == (len(shape.full_layers), shape.kv_heads, CONTEXT)
+    assert found[protected].abs().max() == 0.0
+    assert abs(joint) > 1e-3
+    assert float(found.sum()) == pytest.approx(joint, rel=0.02, abs=2e-4)
+    assert torch.equal(found, again)
+
+
+def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(1, n, t, 8, generator=generator) for n, t in ((4, 3), (2, 13), (2, 13)))
+    keep = torch.rand(2, 10, generator=generator) < 0.4
+    how = Logits(8**-0.5)
+
+    def output(gate: Tensor) -> Tensor:
+        return gated_attention((query, keys, values), keep, gate, how)
+
+    def attended(shown: Tensor) -> Tensor:
+        mask = torch.cat([shown[:, None].expand(-1, 3, -1), torch.ones(3, 3).tril().bool().expand(2, -1, -1)], -1)
+        spread = (one.repeat_interleave(2, 1) for one in (keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, *spread, attn_mask=mask.repeat_interleave(2, 0)[None]
+        ).transpose(1, 2)
+
+    some = torch.rand(2, 10, generator=generator)
+    full, without = attended(torch.ones_like(keep)), attended(keep)
+    assert_close(output(torch.ones(2, 10)), full)
+    assert_close(output(torch.zeros(2, 10)), without)
+    assert_close(output(torch.full((2, 10), 0.25)), 0.25 * full + 0.75 * without)
+    assert_close(output(some), output(some.masked_fill(keep, 0.5)))
+    for entry in range(10):  # each entry by itself, so that what they add sums up to the whole
+        one = torch.zeros(2, 10)
+        one[:, entry] = 1.0
+        full = full - (output(one) - without)
+    assert_close(full, without)
+
+
+def test_effects_under_a_plan_are_those_of_masked_runs() -> None:
+    model = smooth(num_hidden_layers=3)
+    context = prompts(1, CONTEXT + 7)[0][:, :CONTEXT]
+    with asked(model) as (passed, after, protected):
+        plan = passed.ranks() < 14
+        found = effects_under(passed, after, plan, protected)
+
+    def loss(kept: dict[int, Tensor]) -> float:
+        with reference(model, {row: keep[None] for row, keep in kept.items()}) as cache:
+            pieces = [(context, torch.ones_like(context)), (after.tokens, torch.ones_like(after.tokens))]
+            rows = feed(model, cache, pieces)[1][0, after.predicting]
+        return float(token_losses(rows, after.tokens[0, -ANSWER:]).sum())
+
+    for row in range(3):
+        others = {other: plan[other] for other in range(3) if other != row}
+        assert found[row] == pytest.approx(loss({**others, row: protected[row]}) - loss(others), abs=1e-4)
+
+
+def test_effects_are_measured_again_until_the_plan_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is even, the next ones follow what was measured; the same every time, and bounded."""
+    model, data = tiny.loaded(), tiny.calibration_data(110, questions=1)
+    plans: list[Tensor] = []
+
+    def noted(passed: Any, after: Any, kept: Tensor, protected: Tensor) -> Any:
+        plans.append(kept.sum(-1))
+        return effects_under(passed, after, kept, protected)
+
+    monkeypatch.setattr(lukv, "effects_under", noted)
+    made = calibrate_lukv(model, data, POLICY, LukvOptions(normalization="remeasured", answers="given"))
+    length = made.metadata.length
+    assert 2 <= len(plans) <= lukv.ROUNDS
+    assert plans[0].max() - plans[0].min() <= 1
+    assert all(int(plan.sum()) == round(0.1 * length * 8) for plan in plans)
+    assert not torch.equal(plans[0], plans[1])
+    again = calibrate_lukv(model, data, POLICY, LukvOptions(normalization="remeasured", answers="given"))
+    assert again.to_bytes() == made.to_bytes()
+
+
+@pytest.mark.parametrize("normalization", ["integrated", "integrated_entry", "remeasured", "shapley"])
+def test_a_profile_has_what_layers_are_worth_with_its_error(normalization: Any) -> None:
+    model, data = tiny.loaded(), tiny.calibration_data(110, 110)
+    made = calibrate_lukv(model, data, POLICY, LukvOptions(normalization=normalization, answers="given"))
+    worth, error = made.arrays["layer_worth"]
+    assert worth.shape == (4,)
+    assert (error > 0).all()
+    assert np.isfinite(worth).all()
