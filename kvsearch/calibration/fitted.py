@@ -24,8 +24,8 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     name, given, source = text.partition("=")
     if name not in FITTED:
         if given:
-            known = " and ".join(f"{one}=DIR" for one in FITTED)
-            raise UsageError(f"policy {text!r}: only {known} is read from a directory")
+            known = ", ".join(f"{one}=DIR" for one in FITTED)
+            raise UsageError(f"policy {text!r}: only {known} are read from a directory")
         return name, {}
     policy = policy_class(name)
     assert issubclass(policy, Fitted)

@@ -110,11 +110,12 @@ class CalibrationOptions(Seeded):
     own_params: ClassVar[bool] = True
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv, polykv or probe.")] = "lukv"
+    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv, polykv, probe or query_bank.")] = "lukv"
     policy: Annotated[
         str,
         Option(
-            "Eviction policy the budgets are for, or probe=DIR, a fitted one; polykv: of strategies without a route.",
+            "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
+            "strategies without a route.",
             shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
         ),
     ] = "snapkv"
@@ -303,31 +304,24 @@ class LukvOptions(AnsweredOptions):
         return f"{data.questions} questions" + (" by the model's own replies" if self.answers == "own" else "")
 
 
-class ProbeOptions(AnsweredOptions):
-    """A ranking that is fitted: what is asked of a context, and what the fit looks at.
+class RankingOptions(AnsweredOptions):
+    """A ranking that is fitted: what is asked of a context, and what is ranked.
 
     `targets` are "answers" (questions with their answers) and "reconstruction" (the context itself, asked for again
-    chunk by chunk). `form` "network" also tries a small network for every head, "linear" regressions only; which of
-    them a head gets is chosen on contexts that none was fitted on.
+    chunk by chunk).
     """
 
     unit: ClassVar[str] = "contexts"
+    named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
-    method: Literal["probe"] = "probe"
-    policy: str = "probe"
-    features: Annotated[
-        Names, Option("What the fit looks at of an entry.", panel=PROBE, metavar="NAME,...", shown="all there are")
-    ] = FEATURES
     targets: Annotated[
         Names, Option("What entries are worth: for answers, reconstruction or both.", panel=PROBE, metavar="NAME,...")
     ] = TARGETS
-    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
-    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
     protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.", panel=PROBE)] = 8
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
-        for key, known in (("features", FEATURES), ("targets", TARGETS)):
+        for key, known in self.named.items():
             given = getattr(self, key)
             wrong = next((name for name in given if name not in known), None)
             refuse([((key,), f"{wrong!r} is unknown{suggest(str(wrong), known)}")] if wrong is not None else [])
@@ -336,7 +330,7 @@ class ProbeOptions(AnsweredOptions):
 
     def make_policy(self) -> Policy:
         """There is none before it is fitted."""
-        raise UsageError("method probe makes a policy: it has none before")
+        raise UsageError(f"method {self.method} makes a policy: it has none before")
 
     def policies(self) -> list[Policy]:
         """Return the policies that the fit is compared with."""
@@ -351,6 +345,32 @@ class ProbeOptions(AnsweredOptions):
     def scope(self, data: CalibrationData) -> str:
         """See `CalibrationOptions.scope`."""
         return f"{len(data.contexts)} contexts with {data.questions} questions"
+
+
+class QueryBankOptions(RankingOptions):
+    """A ranking by stored queries of what is asked; see `kvsearch.policies.query_bank`."""
+
+    method: Literal["query_bank"] = "query_bank"
+    policy: str = "query_bank"
+    bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.", panel=PROBE)] = 64
+
+
+class ProbeOptions(RankingOptions):
+    """A ranking by regressions: what the fit looks at.
+
+    `form` "network" also tries a small network for every head, "linear" regressions only; which of them a head gets is
+    chosen on contexts that none was fitted on.
+    """
+
+    named: ClassVar[dict[str, tuple[str, ...]]] = {"features": FEATURES, "targets": TARGETS}
+
+    method: Literal["probe"] = "probe"
+    policy: str = "probe"
+    features: Annotated[
+        Names, Option("What the fit looks at of an entry.", panel=PROBE, metavar="NAME,...", shown="all there are")
+    ] = FEATURES
+    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
+    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
 
 
 class DynamicOptions(CalibrationOptions):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
 from kvsearch.jobs.calibrate import CalibrateOptions
-from kvsearch.policies.probe import METHOD
+from kvsearch.policies.registry import FITTED
 
 if TYPE_CHECKING:
     from kvsearch.calibration.polykv.cost import CostEstimate, PassCost
@@ -20,7 +20,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
     interrupted goes on when it is repeated, and --dry-run says what it costs. probe: a ranking of entries, fitted to
-    what they are worth, which other methods and `evaluate` then take as the policy probe=DIR.
+    what they are worth, which other methods and `evaluate` then take as the policy probe=DIR. query_bank: likewise, by
+    stored queries of questions, as query_bank=DIR.
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
@@ -43,12 +44,12 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
 
     for line in (*remarks(profile), *choice_lines(profile)):
         console.say(line)
-    if options.method == METHOD:
+    if options.method in FITTED:
         from kvsearch.report.ranking import RankingView
 
         for line in RankingView(profile).remarks():
             console.say(line)
-        following = f"calibrate {options.model} --policy {METHOD}={options.output} -o DIR"
+        following = f"calibrate {options.model} --policy {options.method}={options.output} -o DIR"
     else:
         following = f"export {options.output} {_target(options)} -o plan.json"
     console.say(f"wrote {written}; next: kvsearch {following}")

@@ -145,8 +145,13 @@ def _programs(
     found = context_importance(loaded, context, asked, others)
     layers, heads, length = found.known.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
-    snapkv, keydiff = create_policy("snapkv", {"sinks": 4}), create_policy("keydiff", {"sinks": 4, "window": 1})
-    uniform, of_keydiff = (equal_uniform(loaded.model, one, {"prefill": lambda _: total}) for one in (snapkv, keydiff))
+    compared = [
+        create_policy("snapkv", {"sinks": 4}),
+        create_policy("keydiff", {"sinks": 4, "window": 1}),
+        create_policy("kvzip", {"sinks": 4}),
+    ]
+    even = {one.name: equal_uniform(loaded.model, one, {"prefill": lambda _: total}) for one in compared}
+    uniform = even["snapkv"]
     yield "full", full_cache(loaded.model)
     for name, program in _oracles(loaded, found.known, found, uniform, total):
         yield f"{ORACLE}:{name}", program
@@ -155,8 +160,7 @@ def _programs(
     for how, importance in (("mean", found.mean), ("largest", found.most)):
         for name, program in _oracles(loaded, importance, found, uniform, total):
             yield f"{AGNOSTIC}:{how}, {name}", program
-    yield "snapkv", uniform
-    yield "keydiff", of_keydiff
+    yield from even.items()
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 

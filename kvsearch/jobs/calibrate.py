@@ -19,6 +19,7 @@ from kvsearch.calibration.options import (
     LavaOptions,
     LukvOptions,
     ProbeOptions,
+    QueryBankOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
@@ -158,6 +159,10 @@ class CalibrateProbe(ProbeOptions, CalibrateOptions):
     """See `ProbeOptions`."""
 
 
+class CalibrateQueryBank(QueryBankOptions, CalibrateOptions):
+    """See `QueryBankOptions`."""
+
+
 class CalibrateAdakv(AdakvOptions, CalibrateOptions):
     """See `AdakvOptions`."""
 
@@ -168,7 +173,7 @@ class CalibratePolykv(PolykvOptions, CalibrateOptions):
 
 METHODS: dict[str, type[CalibrateOptions]] = {
     "lukv": CalibrateLukv, "lava": CalibrateLava, "cake": CalibrateCake, "adakv": CalibrateAdakv,
-    "polykv": CalibratePolykv, "probe": CalibrateProbe,
+    "polykv": CalibratePolykv, "probe": CalibrateProbe, "query_bank": CalibrateQueryBank,
 }  # fmt: skip
 
 
@@ -356,6 +361,10 @@ def _measure(
         from kvsearch.calibration.probe.measure import calibrate_probe
 
         return calibrate_probe(loaded, texts, options, progress)
+    if isinstance(options, QueryBankOptions):
+        from kvsearch.calibration.probe.bank import calibrate_query_bank
+
+        return calibrate_query_bank(loaded, texts, options, progress)
     policy = options.make_policy()
     if isinstance(options, LukvOptions):
         from kvsearch.calibration.lukv import calibrate_lukv

@@ -11,12 +11,19 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
+
+
+class Rereading(NamedTuple):
+    """How a prompt is read again, after itself: `chunk` tokens at a time, and what is measured (see `KVzip`)."""
+
+    chunk: int
+    plus: bool
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,14 @@ class Needs:
     query_statistics_from: int | None = None  # mean and covariance of the unrotated queries from this position on
     column_sums: bool = False  # attention that every entry received from all queries
     projection: bool = False  # norms of the values behind the output projection W_O
+    unrotated: bool = False  # keys turned back to position 0, which not every model's rotary embedding allows
+
+    reread: Rereading | None = None  # attention from the prompt when it is read again
+
+    @property
+    def of_prompt_alone(self) -> str | None:
+        """What cannot be kept up while decoding, in words; None: all can."""
+        return "attention column sums" if self.column_sums else "the prompt read again" if self.reread else None
 
     def describe(self) -> list[str]:
         """Return the needs in words, for people."""
@@ -35,6 +50,8 @@ class Needs:
         if self.query_statistics_from is not None:
             words.append(f"query mean and covariance from position {self.query_statistics_from} on")
         words += ["attention column sums"] * self.column_sums + ["projected value norms"] * self.projection
+        words += ["keys at position 0"] * self.unrotated
+        words += [f"the prompt read again, {self.reread.chunk} tokens at a time"] if self.reread else []
         return words
 
 
@@ -72,6 +89,7 @@ class Observation:
     next_position: Tensor | None = None  # [B] rotary position of the token that comes next; default: the lengths
     column_sums: Tensor | None = None  # [B, Hkv, T] fp32, attention received from all rows, mean over the query group
     projection: Projection | None = None
+    rereads: Mapping[Rereading, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
     token_index: Tensor | None = None  # [B, T] index of each entry among its sequence's tokens; default: none is gone
     token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
     layer: int = 0
@@ -134,6 +152,15 @@ class Observation:
         if project is None:
             raise InternalError("a policy asked for projected value norms but did not declare that it needs them")
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
+
+    def reread(self, how: Rereading) -> Tensor:
+        """Return what entries got when the prompt was read again, [B, Hkv, T] fp32; UsageError where it was not."""
+        if how not in self.rereads:
+            raise UsageError(
+                "a policy wants the prompt read again (kvzip), which cannot be done here: use `kvsearch generate`, "
+                "`evaluate` or `calibrate`, or attach(model, plan).generate on token ids"
+            )
+        return self.rereads[how]
 
     def received(self) -> Tensor:
         """Return the attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the group."""
@@ -226,6 +253,13 @@ class Policy(ABC):
     def online(self) -> bool:
         """Whether the policy has a decode rule of its own, `step`; if not, it is scored anew now and then."""
         return type(self).step is not Policy.step
+
+    def no_decode_rule(self) -> str | None:
+        """Say why the policy cannot decide anything while decoding; None: it can."""
+        missing = None if self.online else self.needs().of_prompt_alone
+        if missing is None:
+            return None
+        return f"policy {self.name} needs {missing} and has no decode rule: use it in prefill"
 
     @property
     def row(self) -> Row | None:

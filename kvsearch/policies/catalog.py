@@ -43,7 +43,7 @@ def describe_policy(name: str) -> PolicyFacts:
         title=title,
         formula=_docstring(found),
         parameters=tuple(_parameter(field) for field in fields),
-        phases=() if policy is not None and _evicts_nothing(policy) else ("prefill", "decode"),
+        phases=_phases(policy),
         stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
@@ -52,8 +52,17 @@ def describe_policy(name: str) -> PolicyFacts:
     )
 
 
+def _phases(policy: Policy | None) -> tuple[str, ...]:
+    if policy is None:
+        return ("prefill", "decode")
+    return () if _evicts_nothing(policy) else ("prefill",) if policy.no_decode_rule() else ("prefill", "decode")
+
+
 def _decode_rule(policy: Policy) -> DecodeRule:
     recent, leave = policy.recent_at(BUDGET), policy.drop_at(BUDGET)
+    if policy.no_decode_rule():
+        return DecodeRule("none: it is for prefill alone", online=False, every=None, row=None, recent_of_1000=recent,
+                          leave_of_1000=leave, merges=False)  # fmt: skip
     if _evicts_nothing(policy):
         return DecodeRule("keeps everything", policy.online, None, None, recent, leave, merges=False)
     every = None if policy.online else policy.refresh_interval

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies.base import Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.ranking import scored
@@ -82,6 +82,22 @@ def profile_of(digest: str, method: str) -> Profile:
     if found.metadata.method != method:
         raise UsageError(f"{path} has no weights of policy {method}: it is a {found.metadata.method} profile")
     return found
+
+
+def plain_keys(observation: Observation) -> Tensor:
+    """Return the keys at position 0 (un-rotated), [B, Hkv, T, D] fp32, computed once per observation."""
+    from kvsearch.models.architecture import unrotate
+
+    rotary = observation.rotary
+    if rotary is None:
+        raise InternalError("a policy turns keys back and was not given the model's rotary embedding")
+
+    def compute() -> Tensor:
+        positions = observation.index.clamp(min=0)
+        cos, sin = (table.float().view(*positions.shape, -1) for table in rotary(positions.flatten()))
+        return unrotate(observation.keys.float(), cos, sin)
+
+    return observation.shared("plain_keys", compute)
 
 
 def heads_of(array: Tensor, observation: Observation) -> Tensor:

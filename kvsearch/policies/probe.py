@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.errors import UsageError
 from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.fitted import Fitted, heads_of, profile_of
+from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
@@ -67,19 +67,8 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
 def needs_of(names: tuple[str, ...]) -> Needs:
     """Return what these features need of a prompt."""
-    # what wants query statistics is refused on a model whose rotary embedding cannot be undone, as for keys
-    unrotated = "expected_attention" in names or "key" in names
-    return Needs(WINDOW if "snapkv" in names else 0, SINKS if unrotated else None)
-
-
-def _key(observation: Observation) -> Tensor:
-    from kvsearch.models.architecture import unrotate
-
-    if observation.rotary is None:
-        raise InternalError("a probe was not given the model's rotary embedding")
-    positions = observation.index.clamp(min=0)
-    cos, sin = (table.float().view(*positions.shape, -1) for table in observation.rotary(positions.flatten()))
-    return unrotate(observation.keys.float(), cos, sin)
+    start = SINKS if "expected_attention" in names else None
+    return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
 
 def _log_score(policy: Policy) -> Any:
@@ -91,7 +80,7 @@ def _log_score(policy: Policy) -> Any:
 
 
 _FEATURES: dict[str, Any] = {
-    "key": _key,
+    "key": plain_keys,
     "value": lambda observation: observation.values.float(),
     "value_norm": lambda observation: (observation.value_norms(2) + LEAST).log(),
     "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvsearch.errors import UsageError
 from kvsearch.plan import Plan, Profile
-from kvsearch.policies.probe import METHOD
+from kvsearch.policies.registry import FITTED
 from kvsearch.report.dynamic import DynamicView, is_dynamic
 from kvsearch.report.lukv import LukvView
 from kvsearch.report.ranking import RankingView
@@ -19,7 +19,7 @@ def profile_view(profile: Profile, ratio: float, plan: Plan | None = None) -> Vi
     Raises:
         UsageError: a plan is to be judged by a profile without the importance of entries.
     """
-    if profile.metadata.method == METHOD:
+    if profile.metadata.method in FITTED:
         if plan is not None:
             raise UsageError("--plan needs a LU-KV profile: this is a fitted ranking")
         return RankingView(profile)

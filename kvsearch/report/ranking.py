@@ -59,8 +59,11 @@ class RankingView:
     def parts(self) -> Iterator[RenderableType]:
         """See `View.parts`."""
         metadata, at = self.profile.metadata, self.settings["at"]
-        told = {**origin(metadata, "contexts"), "features": ", ".join(self.settings["features"]),
-                "asked for": ", ".join(self.settings["targets"])}  # fmt: skip
+        told = {**origin(metadata, "contexts"), "asked for": ", ".join(self.settings["targets"])}
+        if "features" in self.settings:
+            told["features"] = ", ".join(self.settings["features"])
+        if "bank" in self.settings:
+            told["bank"] = f"{self.settings['bank']} queries for every head, chosen by {self.settings['chosen_by']}"
         yield from facts(told)
         columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
         table = screen_table("importance kept, of what the oracle keeps; mean over heads and layers", columns)
@@ -68,7 +71,7 @@ class RankingView:
             table.add_row(name, *(f"{value:.3f}" for value in row))
         yield table
         layers = self.profile.arrays["recall"].mean(3)  # [P, B, L]
-        table = screen_table(f"by layer at {at[0]:.0%}", ["layer", "probe", "the best other policy"])
+        table = screen_table(f"by layer at {at[0]:.0%}", ["layer", metadata.method, "the best other policy"])
         for row, layer in enumerate(metadata.layers):
             best = int(layers[1:, 0, row].argmax()) + 1
             other = f"{layers[best, 0, row]:.3f} ({self.settings['rankings'][best]})"

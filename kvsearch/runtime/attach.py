@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.errors import UsageError
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ class PlannedModel:
         prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if prompt is not None:
             self.cache.expect(prompt.shape[1])
+        if input_ids is not None and not self.cache.get_seq_length():
+            planned = self.cache.planned
+            needs = (need for layer in planned.values() for need in layer.needs())
+            for index, found in reread(self.model, needs, input_ids, kwargs.get("attention_mask")).items():
+                if index in planned:
+                    planned[index].rereads = found
         return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
 
     def _refuse_options(self, kwargs: dict[str, Any]) -> None:

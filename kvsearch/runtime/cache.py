@@ -201,7 +201,8 @@ def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def check_rotary(model: Any, policies: Iterable[Policy]) -> None:
-    """Raise an IncompatibleError if a policy wants unrotated queries and the rotary embedding cannot be undone."""
+    """Raise an IncompatibleError if a policy wants unrotated states and the rotary embedding cannot be undone."""
     for policy in policies:
-        if policy.needs().query_statistics_from is not None:
+        needs = policy.needs()
+        if needs.query_statistics_from is not None or needs.unrotated:
             require_plain_rotary(model, f"policy {policy.name}")

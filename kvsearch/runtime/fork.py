@@ -7,6 +7,7 @@ over the prompt serves every plan. What several plans want of a layer (scores, r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache, join_states, layer_state, stateful_layers, stock_layers
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import PromptLayer
+from kvsearch.runtime.observe import PromptLayer, Rereads, reread
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.storage import RaggedStore
 
@@ -39,11 +40,13 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     if any(cache.get_seq_length() for cache in caches):
         raise UsageError("a prompt is shared by empty caches only: make new ones")
     require_attention("a shared prompt", model.config._attn_implementation)
+    planned = [layer for cache in caches for layer in cache.planned.values()]
+    again = reread(model, (need for layer in planned for need in layer.needs()), ids, mask)
     layers = stock_layers(model)
     for index in describe(model).full_layers:
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
-        layers[index] = PromptLayer(index, needs, rotary(model, index), partial(_hand_on, targets))
+        layers[index] = PromptLayer(index, needs, rotary(model, index), partial(_hand_on, targets, again))
     shared, positions = cache_class(model, Cache)(layers=layers), (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         output = model(
@@ -57,8 +60,9 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     return logits
 
 
-def _hand_on(targets: Sequence[Any], prompt: Observation) -> None:
+def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> None:
     """Let every target evict; those without a plan take the prompt as it is."""
+    prompt = replace(prompt, rereads=again.get(prompt.layer, {}))
     for target in targets:
         if isinstance(target, EvictingLayer):
             target.lazy_initialization(prompt.keys, prompt.values)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.models.architecture import require_continuation
-from kvsearch.policies.base import Needs, Observation
+from kvsearch.policies.base import Needs, Observation, Rereading
 from kvsearch.runtime.attention import (
     Output,
     causal_mask,
@@ -69,6 +70,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _clear(self) -> None:
         self.seen = 0
+        self.rereads: Mapping[Rereading, Tensor] = {}  # what the prompt's entries got when it was read again
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
         if self.sharing is not None:
@@ -278,7 +280,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Output:
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
-            self.conclude(self._prompt.observation())
+            self.conclude(replace(self._prompt.observation(), rereads=self.rereads))
             self._prompt = self._new_prompt()
         return output
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from kvsearch.models.architecture import output_weight
+from kvsearch.models.architecture import output_projection, output_weight
 from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
 from kvsearch.policies.scoring import softmax
+
+_factors: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
 
 class OutputProjection:
@@ -25,10 +28,25 @@ class OutputProjection:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
         return projected_norms(values, output_weight(self.module, self.query_heads), order)
 
+    def factors(self) -> Tensor:
+        """Return W W^T per query head, [Hkv, G, Dv, Dv] fp32; made once for as long as the weights stay."""
+        weight = output_projection(self.module).weight
+        state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        if (found := _factors.get(self.module)) is None or found[0] != state:
+            by_head = output_weight(self.module, self.query_heads)
+            made = by_head @ by_head.transpose(-1, -2)
+            made = made.view(-1, self.group, *made.shape[1:])
+            _factors[self.module] = found = (state, made)
+        return found[1]
+
     def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
         """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
+            if order == "l2" and values.shape[2] == 1:  # as in every decode step, which must not wait for the device
+                states = values[:, :, None].float()
+                squares = (states @ self.factors()[heads][:, None] * states).sum(-1)
+                return squares.clamp(min=0).sqrt()
             weight, group = output_weight(self.module, self.query_heads), self.group
             norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
             for head in sorted(set(heads.tolist())):

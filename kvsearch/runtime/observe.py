@@ -6,7 +6,7 @@ rows, key statistics) and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.errors import IncompatibleError, InternalError
-from kvsearch.models.architecture import output_weight, require_continuation, rotary
+from kvsearch.models.architecture import describe, output_weight, require_continuation, rotary
 from kvsearch.policies import Observation
-from kvsearch.policies.base import Needs
+from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
 from kvsearch.runtime.cache import layer_state, stock_layers
 from kvsearch.runtime.collector import DensePrompt, Rotary
@@ -28,8 +28,12 @@ from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.replay import Replay, Shared, replay
+from kvsearch.signals.oracle import importance_rows
 
 Noted = TypeVar("Noted")
+Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
+LED_BY = 8  # tokens before a chunk that is read again
+LEAST_CHUNK = 16
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
@@ -189,9 +193,14 @@ class DensePass(Generic[Noted]):
         refusal: str | None = None,
     ) -> None:
         require_attention("looking at layers", model.config._attn_implementation)
+        again = reread(model, (need for wanted in needs.values() for need in wanted), prompts, mask)
+
+        def seen(prompt: Observation) -> Noted:
+            return look(replace(prompt, rereads=again.get(prompt.layer, {})))
+
         layers = stock_layers(model)
         for index, wanted in needs.items():
-            layers[index] = self.layer(index, wanted, rotary(model, index), look, refusal)
+            layers[index] = self.layer(index, wanted, rotary(model, index), seen if again else look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
         self.model, self.cache = model, cache_class(model, Cache)(layers=layers)
         self.mask = torch.ones_like(prompts) if mask is None else mask
@@ -255,6 +264,63 @@ class DensePass(Generic[Noted]):
         return self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, **kwargs
         )
+
+
+@torch.no_grad()
+def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
+    """Read prompts [B, T] (`mask` 0 where padding, on the left) again for those who need it; nothing if nobody does.
+
+    One sequence at a time, so that none depends on its neighbours. Takes two passes over each.
+
+    Raises:
+        UsageError: the model runs another attention implementation.
+        IncompatibleError: a prompt leaves next to no room to read it again.
+    """
+    wanted = {need.reread for need in needs if need.reread is not None}
+    if not wanted:
+        return {}
+    length, full = prompts.shape[1], describe(model).full_layers
+    rows: list[dict[int, dict[Rereading, Tensor]]] = []
+    for row, ids in enumerate(prompts):
+        real = ids[None] if mask is None else ids[None, mask[row] > 0]
+        needed = [Needs(projection=any(how.plus for how in wanted))]
+        passed = DensePass(model, dict.fromkeys(full, needed), _norms, real)
+        found: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
+        for how in wanted:
+            for layer, scores in _reread(passed, real, how).items():
+                found[layer][how] = nn.functional.pad(scores, (length - real.shape[1], 0))
+        rows.append(found)
+    return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
+
+
+def _norms(prompt: Observation) -> tuple[Tensor | None]:
+    return (None if prompt.projection is None else prompt.projected_norms("l2"),)
+
+
+def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
+    """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
+    length, limit = ids.shape[1], describe(passed.model).max_positions
+    chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
+    if chunk < min(how.chunk, LEAST_CHUNK):
+        raise IncompatibleError(
+            f"a prompt of {length} tokens leaves no room to read it again after itself: the model takes {limit}; "
+            "shorten it, or use another policy than kvzip"
+        )
+    best: dict[int, Tensor] = {}
+    for first in range(0, length, chunk):
+        tokens = ids[:, max(0, first - LED_BY) : first + chunk]
+        with passed.following(tokens, output_hidden_states=how.plus) as output:
+            for layer in passed.continuations():
+                logits, weights = layer.logits, None
+                if how.plus:
+                    weights = 1 / output.hidden_states[layer.index].float().norm(dim=-1).clamp(min=1e-6)
+                scores = importance_rows(
+                    layer.query, layer.keys, layer.noted[0] if how.plus else None, length, logits.scaling,
+                    logits.softcap, "max", logits.sinks, weights,
+                )  # fmt: skip
+                before = best.get(layer.index)
+                best[layer.index] = scores if before is None else torch.maximum(before, scores)
+    return best
 
 
 def _showing(keep: Tensor, query: Tensor) -> Tensor:

@@ -81,6 +81,8 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
     for index, layer in planned.items():
         try:
             policy = policy_of(layer.policy)
+            if phase == "decode" and (problem := policy.no_decode_rule()) is not None:
+                raise UsageError(problem)
         except UsageError as error:
             unusable.setdefault(str(error), []).append(index)
             continue

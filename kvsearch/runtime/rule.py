@@ -46,8 +46,8 @@ def decode_needs(policy: Policy) -> Needs:
     needs = policy.needs()
     if policy.online:
         return needs
-    if needs.column_sums:
-        raise UsageError(f"policy {policy.name} needs attention column sums and has no decode rule: use it in prefill")
+    if (problem := policy.no_decode_rule()) is not None:
+        raise UsageError(problem)
     rows = max(needs.query_rows, STATISTICS_ROWS if needs.query_statistics_from is not None else 0)
     return Needs(query_rows=rows, projection=needs.projection)
 

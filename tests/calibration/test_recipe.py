@@ -198,7 +198,7 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         (
             {"method": "lukf"},
             [],
-            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv, probe\)",
+            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv, probe, query",
         ),
         (
             {"normalization": "layers"},
@@ -229,7 +229,10 @@ def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], probl
         ("polcy: snapkv", ["polcy: unknown key"]),
         ("policy: [snapkv]", ["policy: "]),
         ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
-        ("method: evolkv", ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv, polykv, probe)"]),
+        (
+            "method: evolkv",
+            ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv, polykv, probe, query_bank)"],
+        ),
         ("method: laav", ["method: 'laav' is unknown; did you mean 'lava'?"]),
         ("method: [lava]", ["method: ['lava'] is unknown"]),
         ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),

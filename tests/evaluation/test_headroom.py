@@ -33,7 +33,7 @@ from tests.budgets.exact import eviction_loss
 from tests.runtime.helpers import feed, running
 
 TASK = tiny.listed((60, 2), (75, 1))
-METHODS = ["full", ORACLE, ORACLE_UNIFORM, AGNOSTIC, "snapkv", "keydiff", "streaming", "random"]
+METHODS = ["full", ORACLE, ORACLE_UNIFORM, AGNOSTIC, "snapkv", "keydiff", "kvzip", "streaming", "random"]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -231,7 +231,7 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])
     question = tiny.ids_of(asked)[0, 1:].tolist()
     read = [ids for ids in seen if len(ids) > 1]  # the rest are tokens of replies
-    assert [ids for ids in read if len(ids) > 40] == [context] * 3, "once for each of replies, importance, all methods"
+    assert [ids for ids in read if len(ids) > 40] == [context] * 5, "for replies, importance, all methods; kvzip twice"
     begun = [ids[: len(question)] for ids in read if len(ids) <= 40]
     assert len(begun) >= 2
     assert all(ids == question for ids in begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
 from kvsearch.plan.weights import know
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy, create_policy, query_bank
 from kvsearch.policies.probe import METHOD
 from tests.plan.builders import metadata_dict, model_dict
 
@@ -48,6 +49,16 @@ def fitted(profile: Profile | None = None, **params: Any) -> Policy:
     return create_policy(METHOD, {"weights": know(data, Path("tests")), **params})
 
 
+def bank(queries: Any = None, dim: int = 4, layers: Sequence[int] = range(8), **params: Any) -> Policy:
+    """The query bank with these queries [L, Hkv, G, N, D]; without any, the same three random ones for all heads."""
+    if queries is None:
+        queries = np.random.default_rng(1).normal(size=(len(layers), 1, 1, 3, dim))
+    told = metadata_dict(method=query_bank.METHOD, layers=list(layers), model=model_dict(layers=max(layers) + 1))
+    metadata = ProfileMetadata.model_validate(told).model_copy(update={"policy": PolicySpec(name=query_bank.METHOD)})
+    profile = Profile(metadata, {"queries": np.asarray(queries, np.float32)})
+    return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})
+
+
 def example(name: str) -> Policy:
     """A built-in policy by its name, with its defaults and, if it is fitted, with small random weights."""
-    return fitted() if name == METHOD else create_policy(name)
+    return {METHOD: fitted, query_bank.METHOD: bank}.get(name, partial(create_policy, name))()

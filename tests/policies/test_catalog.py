@@ -66,10 +66,11 @@ def test_every_built_in_policy_is_described(name: str) -> None:
         assert facts.decode is None
         return
     assert create_policy(name, defaults) == create_policy(name)
-    assert facts.phases == (() if name == "full" else ("prefill", "decode"))
+    alone = {"full": (), "kvzip": ("prefill",)}
+    assert facts.phases == alone.get(name, ("prefill", "decode"))
     assert facts.decode is not None
     assert facts.decode.online == create_policy(name).online
-    assert (facts.decode.every is None) == (facts.decode.online or name == "full")
+    assert (facts.decode.every is None) == (facts.decode.online or name in alone)
 
 
 @pytest.mark.usefixtures("install")

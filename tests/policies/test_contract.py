@@ -53,6 +53,14 @@ class TestProbe(PolicyContract):
     policy = example("probe")
 
 
+class TestQueryBank(PolicyContract):
+    policy = example("query_bank")
+
+
+class TestKVzip(PolicyContract):
+    policy = example("kvzip")
+
+
 class TestExpectedAttention(PolicyContract):
     policy = ExpectedAttention(future=8)
 

@@ -65,7 +65,8 @@ def test_a_linear_fit_has_no_hidden_units() -> None:
 def test_needs_are_those_of_the_features() -> None:
     assert needs_of(("value", "keydiff")).describe() == []
     assert needs_of(("snapkv",)).query_rows == WINDOW
-    assert needs_of(("key",)).query_statistics_from == SINKS  # as its rotary embedding must be undone
+    assert needs_of(("expected_attention",)).query_statistics_from == SINKS
+    assert needs_of(("key",)).describe() == ["keys at position 0"]
 
 
 def test_weights_that_cannot_be_used() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvsearch.policies import create_policy
-from tests.policies.probes import fitted
+from kvsearch.policies import Policy, create_policy
+from tests.policies.probes import bank, fitted
 
 SMALL = {
     f"{name}{params or ''}": create_policy(name, params)
@@ -39,4 +39,13 @@ SMALL = {
 } | {
     "probe": fitted(sinks=1, protect=2),
     "probe, anew": fitted(sinks=1, protect=2, refresh=3),
+    "query_bank": bank(sinks=1, protect=2),
+    "query_bank, anew": bank(sinks=1, protect=2, refresh=3),
 }
+
+
+def for_model(policy: Policy) -> Policy:
+    """The same policy, its weights for the states of the tiny models."""
+    if policy.name == "query_bank":
+        return bank(dim=16, **{key: value for key, value in policy.parameters().items() if key != "weights"})
+    return policy

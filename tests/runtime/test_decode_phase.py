@@ -18,7 +18,7 @@ from kvsearch.runtime.masked import hide
 from kvsearch.runtime.program import PhaseProgram
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
-from tests.runtime.policies import SMALL
+from tests.runtime.policies import SMALL, for_model
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 REVERSIBLE = [name for name, policy in SMALL.items() if not policy.merges]
@@ -55,7 +55,7 @@ def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: Tensor) -> 
 @pytest.mark.parametrize("prefilled", [False, True])
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_decoding_equals_masking(name: str, prefilled: bool, device: str) -> None:
-    compare("llama", SMALL[name], prefilled, device)
+    compare("llama", for_model(SMALL[name]), prefilled, device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,7 +118,7 @@ def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtyp
     model = build("llama", device).to(dtype)
     ids, mask = prompts(1, 20, device=device)
     pieces = [(ids, mask), prompts(1, 3, device=device, seed=2), *one_by_one(prompts(1, 4, device=device, seed=1)[0])]
-    roomy = phase(model, SMALL[name], (40, 50))
+    roomy = phase(model, for_model(SMALL[name]), (40, 50))
     with running(model, NAME):
         planned = feed(model, PlanCache(model, Program(roomy, roomy), exact=True), pieces)
     for actual, expected in zip(planned, feed(model, DynamicCache(config=model.config), pieces), strict=True):

@@ -15,7 +15,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import feed, random_eviction, running
-from tests.runtime.policies import SMALL
+from tests.runtime.policies import SMALL, for_model
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
 
@@ -76,10 +76,10 @@ def test_decode_steps_do_not_synchronise(
 def test_steps_that_evict_do_not_synchronise(
     name: str, device: str, no_sync: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = SMALL[name]
+    policy = for_model(SMALL[name])
     if policy.drop_at(9) > 1:
         pytest.skip("many entries leave at once now and then, and are packed anew")
-    if policy.needs().projection:
+    if policy.needs().projection and not policy.online:
         pytest.skip("scoring anew goes through the heads' own projections")
     model = build("llama", device)
     ids, mask = prompts(2, 20, pads=5, device=device)

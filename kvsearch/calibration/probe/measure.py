@@ -19,7 +19,7 @@ from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.options import COMPARED, ProbeOptions
+from kvsearch.calibration.options import COMPARED, ProbeOptions, RankingOptions
 from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
@@ -197,7 +197,7 @@ def _measured(
 
 
 def _questions(
-    prompt: CalibrationPrompt, options: ProbeOptions, again: tuple[Tensor, int], ids: Tensor
+    prompt: CalibrationPrompt, options: RankingOptions, again: tuple[Tensor, int], ids: Tensor
 ) -> Iterator[Tensor]:
     """Yield what is asked of a context, ids [1, K]; `again` is how it is asked for, and how many tokens at a time."""
     repeat, size = again

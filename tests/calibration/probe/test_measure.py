@@ -86,7 +86,7 @@ def test_budgets_on_top_of_a_ranking(
 def test_directories_without_a_ranking(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy probe is fitted: give probe=DIR"):
         fitted_policy("probe")
-    with pytest.raises(UsageError, match="only probe=DIR is read from a directory"):
+    with pytest.raises(UsageError, match=r"only probe=DIR, query_bank=DIR.* are read from a directory"):
         fitted_policy("snapkv=runs")
     with pytest.raises(UsageError, match="there is no file"):
         fitted_policy(f"probe={tmp_path}")

@@ -1,0 +1,97 @@
+"""Query bank: entries that stored queries of questions would attend to, each at its own place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from kvsearch.errors import UsageError
+from kvsearch.policies.base import Needs, Observation
+from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of
+from kvsearch.policies.scoring import chunk_bytes, softmax
+from kvsearch.policies.tensors import Tensor, torch
+
+METHOD = "query_bank"  # of the profile that has the queries
+QUERIES = "queries"  # its array
+NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
+
+
+@dataclass(frozen=True)
+class QueryBank(Fitted):
+    """score[i] = max_n sum_g A[g, n, i] |v_i W_O[g]|, with A[g, n, :] = softmax_i(s q[g, n].k_i) over the entries i.
+
+    q[g, n] are the N queries per query head that `calibrate --method query_bank` stored; the query heads g of a kv
+    head have theirs of the same tokens. Queries and keys are both at position 0 (un-rotated): a logit is what the query
+    would give to the entry if it stood where the entry stands, so that no distance is in it. The softmax is over the
+    entries themselves, protected ones included, beside learned sinks where the model has them.
+
+    While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
+    its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
+    steps instead, over those that are held.
+    """
+
+    name: ClassVar[str] = METHOD
+    source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
+    made_by: ClassVar[str] = "`calibrate --method query_bank`"
+
+    refresh: int = 0
+
+    @classmethod
+    def check_weights(cls, digest: str) -> None:
+        """See `Fitted.check_weights`."""
+        profile_of(digest, METHOD)
+
+    def needs(self) -> Needs:
+        return Needs(projection=True, unrotated=True)
+
+    @property
+    def online(self) -> bool:
+        return not self.refresh
+
+    def score(self, observation: Observation) -> Tensor:
+        """Return the largest attention of the bank times the projected value norm, [B, Hkv, T] fp32."""
+        norms, sinks = observation.projected_norms("l2"), observation.sinks_of(slice(None))
+        scores = torch.zeros_like(norms[:, :, 0])
+        for logits in self._logits(observation):
+            taken = softmax(logits, sinks) * norms[:, :, :, None]
+            scores = torch.maximum(scores, taken.sum(2).amax(2))
+        return scores.masked_fill(~observation.valid[:, None], 0.0)
+
+    def start(self, observation: Observation) -> State:
+        """Return the scores of the prompt's entries, and the normaliser of every query, [B, Hkv, G, N]."""
+        state, sinks = super().start(observation), observation.sinks_of(slice(None))
+        sums = torch.cat([logits.logsumexp(-1) for logits in self._logits(observation)], 3)
+        state.heads[NORMALISER] = sums if sinks is None else torch.logaddexp(sums, sinks[..., 0])
+        return state
+
+    def arriving(self, step: Step) -> Tensor:
+        """See `Fitted.arriving`."""
+        seen = step.arrived
+        logits = torch.cat([part[:, 0, :, :, 0] for part in self._logits(seen)], 2)  # [S, G, N]
+        taken = (logits - step.cached.state.heads[NORMALISER]).sigmoid()
+        return (taken * seen.projected_norms("l2")[:, 0]).sum(1).amax(-1)
+
+    def _logits(self, observation: Observation) -> Iterator[Tensor]:
+        """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
+        bank, layers = _bank(self.weights, observation.keys.device)
+        if observation.layer not in layers:
+            raise UsageError(f"policy query_bank: its weights are for layers {layers}, not {observation.layer}")
+        queries = heads_of(bank[layers.index(observation.layer)], observation)  # [B or 1, Hkv, G, N, D]
+        keys = plain_keys(observation)[:, :, None].transpose(-1, -2)
+        hidden, size = ~observation.valid[:, None, None, None], keys.shape[0] * keys[0, 0, 0, 0].numel()
+        step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
+        for some in torch.split(queries, step, 3):
+            logits = (some @ keys) * observation.scaling
+            if observation.softcap is not None:
+                logits = observation.softcap * torch.tanh(logits / observation.softcap)
+            yield logits.masked_fill(hidden, float("-inf"))
+
+
+@lru_cache(maxsize=16)
+def _bank(digest: str, device: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the queries [L, Hkv, G, N, D], and the model layer of each row."""
+    profile = profile_of(digest, METHOD)
+    return torch.from_numpy(profile.arrays[QUERIES].copy()).float().to(device), profile.metadata.layers

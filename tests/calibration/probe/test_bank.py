@@ -1,0 +1,72 @@
+"""A query bank calibrated end to end on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvsearch.calibration.fitted import fitted_policy
+from kvsearch.calibration.options import COMPARED, QueryBankOptions
+from kvsearch.calibration.probe.bank import calibrate_query_bank, queries_asked
+from kvsearch.calibration.prompts import prompts_of
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import attention_modules
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import save_profile
+from kvsearch.policies import create_policy
+from kvsearch.report.ranking import RankingView
+from kvsearch.runtime.attention import running
+from tests import tiny
+
+DATA = tiny.calibration_data(100, 110, 104)
+SMALL = QueryBankOptions(bank=7, answers="given")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
+    profile = calibrate_query_bank(model, DATA, SMALL)
+    layers, heads = profile.metadata.shape
+    config = model.model.config
+    group = config.num_attention_heads // heads
+    assert profile.arrays["queries"].shape == (layers, heads, group, 7, config.head_dim)
+    recall = profile.arrays["recall"]
+    assert recall.shape == (1 + len(COMPARED), 3, layers, heads)
+    assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
+    told = [str(part) for part in RankingView(profile).remarks()]
+    assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
+    assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
+    assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
+    save_profile(profile, tmp_path / "profile.safetensors")
+    name, params = fitted_policy(f"query_bank={tmp_path}")
+    create_policy(name, params).check_model(model.fingerprint)
+    with pytest.raises(UsageError, match="has no weights of policy probe: it is a query_bank profile"):
+        fitted_policy(f"probe={tmp_path}")
+
+
+def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
+    """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
+    (prompt, *_) = prompts_of(model, DATA)
+    options = SMALL.model_copy(update={"targets": ("answers",)})
+    ids = torch.cat([after.tokens for after in prompt.continuations], 1)
+    with running(model.model):
+        found = queries_asked(model, prompt, options, (ids[:, :0], 0), 999, torch.Generator())[0]
+    module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
+    layer = model.model.model.layers[0]
+    with torch.no_grad():
+        states = layer.input_layernorm(model.model.model.embed_tokens(ids))
+        wanted = module.q_proj(states)[0].unflatten(-1, (heads, -1, found.shape[-1])).permute(1, 2, 0, 3)
+    np.testing.assert_allclose(found.numpy(), wanted.numpy(), atol=1e-4)
+
+
+def test_what_cannot_be_stored() -> None:
+    with pytest.raises(IncompatibleError, match="policy query_bank turns queries back to position 0"):
+        calibrate_query_bank(tiny.loaded("cohere"), DATA, SMALL)
+    with pytest.raises(UsageError, match="there are 2: give at least 3"):
+        calibrate_query_bank(tiny.loaded(), tiny.calibration_data(100, 100), SMALL)
