@@ -24,7 +24,7 @@ from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.longbench.task import LongBenchTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.synthetic.suite import SyntheticTask
+from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS, SyntheticTask
 from tests import tiny
 from tests.evaluation.shown import rendered
 from tests.plan.builders import make_plan, model_dict, plan_dict
@@ -271,6 +271,11 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     data = as_json(told)
     assert data["notes"] == told.notes
     assert all(note in markdown(tables(told)[0]) for note in told.notes)
+    facts = [replace(told.coverage[0], category=FACTS_AMONG_FACTS), told.coverage[1]]
+    apart = replace(told, coverage=facts)
+    (note,) = set(apart.notes) - set(told.notes)
+    assert note.startswith("one: the evidence looks like the haystack")
+    assert replace(apart, settings=replace(told.settings, protocol="question-aware")).notes == told.notes
     assert data["most_tokens"] == 62
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     whole = made(model)
