@@ -18,6 +18,9 @@ from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
 
+# hidden states that enter the attention of a layer [B, q, d_model], its index -> something of each entry [B, Hkv, q]
+OfHidden = Callable[[Tensor, int], Tensor]
+
 
 class Rereading(NamedTuple):
     """How a prompt is read again, after itself: `chunk` tokens at a time, and what is measured (see `KVzip`)."""
@@ -36,6 +39,7 @@ class Needs:
     projection: bool = False  # norms of the values behind the output projection W_O
     unrotated: bool = False  # keys turned back to position 0, which not every model's rotary embedding allows
 
+    hidden: OfHidden | None = None  # what this makes of hidden states, which are not kept themselves
     reread: Rereading | None = None  # attention from the prompt when it is read again
 
     @property
@@ -51,6 +55,7 @@ class Needs:
             words.append(f"query mean and covariance from position {self.query_statistics_from} on")
         words += ["attention column sums"] * self.column_sums + ["projected value norms"] * self.projection
         words += ["keys at position 0"] * self.unrotated
+        words += ["hidden states"] if self.hidden is not None else []
         words += [f"the prompt read again, {self.reread.chunk} tokens at a time"] if self.reread else []
         return words
 
@@ -90,6 +95,7 @@ class Observation:
     column_sums: Tensor | None = None  # [B, Hkv, T] fp32, attention received from all rows, mean over the query group
     projection: Projection | None = None
     rereads: Mapping[Rereading, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
+    hidden: Mapping[OfHidden, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
     token_index: Tensor | None = None  # [B, T] index of each entry among its sequence's tokens; default: none is gone
     token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
     layer: int = 0
@@ -152,6 +158,12 @@ class Observation:
         if project is None:
             raise InternalError("a policy asked for projected value norms but did not declare that it needs them")
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
+
+    def of_hidden(self, what: OfHidden) -> Tensor:
+        """Return what this makes of the hidden states, [B, Hkv, T] fp32; UsageError where they are not seen."""
+        if what not in self.hidden:
+            raise UsageError("a policy wants hidden states (kvzap), which cannot be seen here: use another policy")
+        return self.hidden[what]
 
     def reread(self, how: Rereading) -> Tensor:
         """Return what entries got when the prompt was read again, [B, Hkv, T] fp32; UsageError where it was not."""

@@ -14,7 +14,7 @@ from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
-FITTED = ("probe", "query_bank")  # whose weights lie in a file; they are given as NAME=DIR
+FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
 BUILT_IN = {
     "full": "kvsearch.policies.full:FullKV",
     "streaming": "kvsearch.policies.streaming:StreamingLLM",
@@ -34,6 +34,7 @@ BUILT_IN = {
     "knorm": "kvsearch.policies.knorm:Knorm",
     "probe": "kvsearch.policies.probe:Probe",
     "query_bank": "kvsearch.policies.query_bank:QueryBank",
+    "kvzap": "kvsearch.policies.kvzap:KVzap",
     "kvzip": "kvsearch.policies.kvzip:KVzip",
     "duo_attention": "kvsearch.policies.duo_attention:DuoAttention",
 }

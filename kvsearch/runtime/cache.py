@@ -15,6 +15,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
 from kvsearch.policies import Policy
 from kvsearch.runtime.eviction import PhaseRule
+from kvsearch.runtime.hidden import watch
 from kvsearch.runtime.layer import EvictingLayer, Mark
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.program import PhaseProgram, Program
@@ -68,6 +69,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 prompt_length=prompt_length,
                 exact=exact,
             )
+        watch(model, (need for layer in layers if isinstance(layer, EvictingLayer) for need in layer.needs()))
         Cache.__init__(self, layers=layers)
 
     @property

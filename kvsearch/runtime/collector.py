@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.models.architecture import require_continuation, unrotate
-from kvsearch.policies.base import Needs, Observation, QueryStatistics
+from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
+from kvsearch.runtime.hidden import entering
 from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -33,6 +34,7 @@ class Collector:
         self._starts = sorted(start for start in starts if start is not None)
         self._wants_sums = any(need.column_sums for need in needs)
         self._wants_projection = any(need.projection for need in needs)
+        self._hidden: dict[OfHidden, list[Tensor]] = {need.hidden: [] for need in needs if need.hidden is not None}
         self.rows: Tensor | None = None
         self._seen: Tensor | None = None  # [B] real tokens so far
         self._moments: dict[int, Moments] = {}
@@ -56,6 +58,11 @@ class Collector:
             self._sums = sums
         if self._starts:
             self._add_moments(query, positions, valid[:, -count:])
+
+    def add_hidden(self, module: nn.Module, count: int, layer: int) -> None:
+        """Take in the hidden states of the first `count` tokens that an attention layer is given now, if wanted."""
+        for what, found in self._hidden.items():
+            found.append(what(entering(module, slice(count)), layer))
 
     def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
         index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
@@ -84,6 +91,7 @@ class Collector:
             next_position=positions[:, -1] + 1,
             column_sums=self._sums,
             projection=logits.projection if self._wants_projection else None,
+            hidden={what: torch.cat(parts, -1) for what, parts in self._hidden.items()},
             layer=layer,
             sinks=logits.sinks,
         )
@@ -108,6 +116,7 @@ class DensePrompt:
         self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
         self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
         self.collector.add(query, key, self._positions, self._valid, self._logits)
+        self.collector.add_hidden(module, query.shape[2], self.layer)
         return output
 
     def observation(self) -> Observation:

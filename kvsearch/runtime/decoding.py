@@ -32,12 +32,20 @@ class Decoding:
         return cls(store, rule, store.used(), keep.shape[2])
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, positions: Tensor, logits: Logits
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        positions: Tensor,
+        logits: Logits,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Take in q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
 
         `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
-        `valid` [B, q] bool says which are no padding (None: all).
+        `valid` [B, q] bool says which are no padding (None: all), `hidden` [B, Hkv, q] what the policy makes of their
+        hidden states, where it wants them.
         """
         arrived = None if valid is None else valid.cpu().numpy()
         outputs = []
@@ -47,7 +55,8 @@ class Decoding:
             if valid is not None and arrived is not None and not arrived[:, token].all():
                 real, active = arrived[:, token], valid[:, token]
             self._store(key[:, :, token], value[:, :, token], real, active)
-            self.rule.begin(query[:, :, one], positions[:, one], self._over(), real, active)
+            states = None if hidden is None else hidden[:, :, token]
+            self.rule.begin(query[:, :, one], positions[:, one], self._over(), real, active, states)
             outputs.append(self._attend(query[:, :, token], real, active, logits))
         return torch.stack(outputs, 2)
 

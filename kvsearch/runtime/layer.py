@@ -25,6 +25,7 @@ from kvsearch.runtime.attention import (
 from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict, rules_need
+from kvsearch.runtime.hidden import entering
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.storage import RaggedStore
@@ -263,7 +264,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             positions = kwargs.get("position_ids")
             if positions is None:
                 positions = torch.arange(self.seen - count, self.seen, device=key.device)[None]
-            output = self.holder.attend(query, key, value, valid, positions, logits)
+            what = self.holder.rule.needs.hidden
+            hidden = None if what is None else what(entering(module, slice(-count, None)), self.index)
+            output = self.holder.attend(query, key, value, valid, positions, logits, hidden)
         elif self.holder is not None:
             self.holder.append(key, value, valid)
             output = ragged_attention(self.holder, query, logits)

@@ -25,6 +25,7 @@ from kvsearch.runtime.cache import layer_state, stock_layers
 from kvsearch.runtime.collector import DensePrompt, Rotary
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.gates import gated_attention
+from kvsearch.runtime.hidden import entering, watch
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.replay import Replay, Shared, replay
@@ -80,6 +81,7 @@ class LayerContinuation(Generic[Noted]):
     output: Tensor  # of the tokens' attention, [B, K, Hq, Dv]
     module: nn.Module
     logits: Logits
+    hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [B, K, d_model]
 
     @property
     def query(self) -> Tensor:
@@ -105,7 +107,11 @@ class LayerContinuation(Generic[Noted]):
         """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
         if self.noted.rotary is None:
             raise InternalError("a prompt was observed without rotary tables")
-        return replay(self.noted, prefill, decode, self.tokens, self.logits, self.noted.rotary, self._shared)
+        what, hidden = None if decode is None else decode.policy.needs().hidden, None
+        if what is not None and self.hidden is not None:
+            hidden = what(self.hidden, self.index)
+        rest = (self.logits, self.noted.rotary, self._shared, hidden)
+        return replay(self.noted, prefill, decode, self.tokens, *rest)
 
     @cached_property
     def full_outputs(self: LayerContinuation[Observation]) -> Tensor:
@@ -133,6 +139,7 @@ class ObservedLayer(PromptLayer[Noted]):
     ) -> None:
         super().__init__(index, needs, rotary, look)
         self.refusal = refusal
+        self.wants_hidden = any(need.hidden is not None for need in needs)
         self.keep: Tensor | None = None  # [Hkv, T] bool: entries of a single prompt that tokens may see; None: all
         self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
         self.continuation: LayerContinuation[Noted] | None = None
@@ -158,8 +165,9 @@ class ObservedLayer(PromptLayer[Noted]):
             mask = _showing(self.keep.to(query.device), query)
         output = dense_attention(module, query, keys, values, mask, **kwargs)
         self.continuation = LayerContinuation(
-            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module, logits
-        )
+            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module, logits,
+            entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None,
+        )  # fmt: skip
         return output
 
 
@@ -198,6 +206,7 @@ class DensePass(Generic[Noted]):
         def seen(prompt: Observation) -> Noted:
             return look(replace(prompt, rereads=again.get(prompt.layer, {})))
 
+        watch(model, (need for wanted in needs.values() for need in wanted))
         layers = stock_layers(model)
         for index, wanted in needs.items():
             layers[index] = self.layer(index, wanted, rotary(model, index), seen if again else look, refusal)

@@ -78,19 +78,21 @@ def replay(
     logits: Logits,
     rotary: Rotary,
     shared: Shared | None = None,
+    hidden: Tensor | None = None,
 ) -> Replay:
     """Compute attention of the K tokens after a prompt under a layer's phase rules, as decoding them one by one would.
 
     `observation` is the dense prompt with what the policies need of it; `tokens` are the queries [B, Hq, K, D], keys
     [B, Hkv, K, D] and values [B, Hkv, K, Dv] that follow. No tensor given is changed. Scratch memory is that of the
-    logits, B * Hq * K * (T + K) fp32. `shared` spares computing again what does not depend on the rules.
+    logits, B * Hq * K * (T + K) fp32. `shared` spares computing again what does not depend on the rules. `hidden`
+    [B, Hkv, K] is what the decode policy makes of the tokens' hidden states, where it wants them.
     """
     left = select(observation, prefill, decode, rotary)
     if shared is None or left.observation is not observation:  # merging changes keys and values
         states = (left.observation.keys, left.observation.values)
         keys, values = (torch.cat(pair, 2) for pair in zip(states, tokens[1:], strict=True))
         shared = Shared.of(keys, values, tokens[0], logits)
-    return _ReplayState(left, tokens, logits, shared).run()
+    return _ReplayState(left, tokens, logits, shared, hidden).run()
 
 
 class _ReplayState:
@@ -99,8 +101,15 @@ class _ReplayState:
     Once much has left, the slots that are not needed any more are given up: `columns` says which are there.
     """
 
-    def __init__(self, left: Kept, tokens: tuple[Tensor, Tensor, Tensor], logits: Logits, shared: Shared) -> None:
-        self.query = tokens[0]
+    def __init__(
+        self,
+        left: Kept,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        logits: Logits,
+        shared: Shared,
+        hidden: Tensor | None = None,
+    ) -> None:
+        self.query, self.hidden = tokens[0], hidden
         self.rule, self.logits, self.shared = left.rule, logits, shared
         seen = left.observation
         self.batch, self.heads, self.length = left.keep.shape
@@ -207,7 +216,8 @@ class _ReplayState:
 
     def _evict(self, rule: StepRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
-        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over)
+        states = None if self.hidden is None else self.hidden[:, :, token]
+        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over, hidden=states)
         if row is not None and rule.policy.row == "layer":
             row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, self.length + token + 1)[0]
         step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)

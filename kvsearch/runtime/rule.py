@@ -83,6 +83,7 @@ class StepRule:
             wanted = self.needs.query_rows
             given = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
             self.queries = torch.nn.functional.pad(given, (0, 0, wanted - given.shape[2], 0)).clone()
+        self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
         following = observation.next_position
         self.next_position = observation.seen if following is None else following
         self.interval = self._intervals()
@@ -105,13 +106,21 @@ class StepRule:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, query: Tensor, positions: Tensor, over: Bools, real: Bools | None = None, active: Tensor | None = None
+        self,
+        query: Tensor,
+        positions: Tensor,
+        over: Bools,
+        real: Bools | None = None,
+        active: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
 
+        `hidden` [B, Hkv] is what the policy makes of the tokens' hidden states (`Needs.hidden`), where it wants them.
         `over` [B] says which sequences have a head over its budget. Those not `real`, or `active` on the device, [B]
         bool each (None: all are), had padding in this step.
         """
+        self.hidden = hidden
         following = positions[:, -1].expand_as(self.next_position) + 1
         if self.queries is not None and self.queries.shape[2]:
             rows = torch.cat([self.queries[:, :, 1:], query.to(self.queries.dtype)], 2)
@@ -194,7 +203,11 @@ class StepRule:
 
     def _arrived(self, step: Step, rows: Tensor, logits: Logits) -> Observation:
         """Return the step's own token as policies see it, an entry for each segment."""
-        return self._seen(step, rows, step.newest[:, None], logits)
+        seen = self._seen(step, rows, step.newest[:, None], logits)
+        what = self.needs.hidden
+        if what is None or self.hidden is None:
+            return seen
+        return replace(seen, hidden={what: self.hidden[rows, step.cached.heads][:, None, None]})
 
     def _seen(self, step: Step, rows: Tensor, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""

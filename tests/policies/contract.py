@@ -120,6 +120,7 @@ def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> O
         rotary=rope,
         column_sums=column_sums(queries, keys, valid, DIM**-0.5) if needs.column_sums else None,
         projection=OutputWeights(normal(query_heads, DIM, MODEL_DIM).float()) if needs.projection else None,
+        hidden={} if needs.hidden is None else {needs.hidden: normal(batch, heads, case.length, 1)[..., 0].float()},
         rereads={} if needs.reread is None else {needs.reread: normal(batch, heads, case.length, 1)[..., 0].float()},
     )
 
@@ -141,6 +142,7 @@ def with_more_pads(observation: Observation, pads: int) -> Observation:
         queries=queries,
         next_position=observation.lengths,
         column_sums=None if received is None else torch.nn.functional.pad(received, (pads, 0)),  # nothing sees padding
+        hidden={what: torch.nn.functional.pad(got, (pads, 0)) for what, got in observation.hidden.items()},
         rereads={how: torch.nn.functional.pad(got, (pads, 0)) for how, got in observation.rereads.items()},
     )
 
@@ -157,6 +159,7 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
             start: QueryStatistics(of.mean[order], of.covariance[order]) for start, of in observation.statistics.items()
         },
         column_sums=None if observation.column_sums is None else observation.column_sums[order],
+        hidden={what: got[order] for what, got in observation.hidden.items()},
         rereads={how: got[order] for how, got in observation.rereads.items()},
     )
 

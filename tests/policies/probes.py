@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save
 
 from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
 from kvsearch.plan.weights import know
@@ -59,6 +61,23 @@ def bank(queries: Any = None, dim: int = 4, layers: Sequence[int] = range(8), **
     return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})
 
 
+def zap_weights(layers: int, heads: int, width: int, hidden: int | None = 3) -> dict[str, torch.Tensor]:
+    """Tensors in KVzap's published layout, with two linear maps a layer, or one without `hidden`."""
+    generator, found = torch.Generator().manual_seed(2), {}
+    for layer in range(layers):
+        shapes = {".0": (hidden, width), ".2": (heads, hidden)} if hidden else {"": (heads, width)}
+        for part, (rows, columns) in shapes.items():
+            found[f"layers.{layer}{part}.weight"] = torch.randn(rows, columns, generator=generator) / columns**0.5
+            found[f"layers.{layer}{part}.bias"] = torch.randn(rows, generator=generator)
+    return found
+
+
+def zap(layers: int = 8, heads: int = 2, width: int = 6, **params: Any) -> Policy:
+    """KVzap with small random networks."""
+    data = save(zap_weights(layers, heads, width))
+    return create_policy("kvzap", {"weights": know(data, Path("tests") / "model.safetensors"), **params})
+
+
 def example(name: str) -> Policy:
     """A built-in policy by its name, with its defaults and, if it is fitted, with small random weights."""
-    return {METHOD: fitted, query_bank.METHOD: bank}.get(name, partial(create_policy, name))()
+    return {METHOD: fitted, query_bank.METHOD: bank, "kvzap": zap}.get(name, partial(create_policy, name))()

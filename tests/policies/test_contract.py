@@ -61,6 +61,10 @@ class TestKVzip(PolicyContract):
     policy = example("kvzip")
 
 
+class TestKVzap(PolicyContract):
+    policy = example("kvzap")
+
+
 class TestExpectedAttention(PolicyContract):
     policy = ExpectedAttention(future=8)
 

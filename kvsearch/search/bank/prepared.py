@@ -21,6 +21,7 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary, stock_layers
+from kvsearch.runtime.hidden import watch
 from kvsearch.runtime.observe import PromptLayer
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
@@ -51,6 +52,7 @@ def prefill(model: Any, policies: Mapping[int, Policy], ids: Tensor, cap: int | 
         order = rank_under(policies[prompt.layer], prompt).long().argsort(-1)[..., :cap, None]
         return prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)
 
+    watch(model, (policy.needs() for policy in policies.values()))
     layers = stock_layers(model)
     for index, policy in policies.items():
         layers[index] = PromptLayer(index, [policy.needs()], rotary(model, index), best)
