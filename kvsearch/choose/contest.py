@@ -15,7 +15,7 @@ from kvsearch.choose.splits import halves, shared_contexts, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.check_evicts import check_eviction
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.plan_comparison import Keep, PlanEvaluation, prepare_plans
+from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.strategies.methods import FULL
@@ -56,6 +56,15 @@ class Contest:
             replace(prepared, evaluation=replace(evaluation, encoded=second)),
         )
 
+    def first(self, names: Sequence[str], keep: Keep | None = None, *, answered: bool = False) -> PlanComparison:
+        """Ask the questions of the first stage of some candidates and baselines; `answered` as for `decide`."""
+        return self.stages(self._only(names))[0].run_stage(f"{self.found.phases}/first", keep, answered=answered)
+
+    def _only(self, names: Sequence[str]) -> PlanEvaluation:
+        """Return some candidates and baselines, ready to run on all questions of the selection split."""
+        plans = {name: self.found.plans[name] for name in names}
+        return prepare_plans(self.loaded, plans, self.tasks, self.settings)
+
     def decide(self, keep: Keep | None = None, *, answered: bool = False, shares: int = 1) -> PhaseResult:
         """Run both stages and apply the rule, whose level `shares` contests have together.
 
@@ -66,13 +75,11 @@ class Contest:
         """
         plans, seed = self.found, self.settings.seed
         rule = replace(self.rule, level=self.rule.level / shares)
-        first = self.stages(self.prepared)[0].run_stage(f"{plans.phases}/first", keep, answered=answered)
+        first = self.first(list(plans.plans), keep, answered=answered)
         before = Scores.of(first.comparison.samples, first.comparison.contexts)
         finalists = before.ranked(list(plans.candidates))[: rule.top]
         baselines = before.ranked(list(plans.baselines))[: rule.kept]
-        going_on = {name: plans.plans[name] for name in (*finalists, *baselines)}
-        again = prepare_plans(self.loaded, going_on, self.tasks, self.settings)
-        second = self.stages(again)[1].run_stage(f"{plans.phases}/second", keep)
+        second = self.stages(self._only((*finalists, *baselines)))[1].run_stage(f"{plans.phases}/second", keep)
         after = Scores.of(second.comparison.samples, second.comparison.contexts)
         best = before.beside(after).ranked(baselines)[0]
         leads = {name: second.gain(name, [best]) for name in finalists}

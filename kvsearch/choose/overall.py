@@ -41,6 +41,11 @@ class OverallChoice:
     size: Size
     report: Sequence[Task]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that is chosen by."""
+        return max(len(prompt.context) for task in self.contest.encoded for prompt in task.prompts)
+
     def check(self) -> None:
         """Raise UsageError if a stage has no context, or the splits have questions or contexts in common."""
         self.contest.stages(self.contest.prepared)
@@ -69,11 +74,17 @@ class OverallChoice:
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def run(self, keep: Keep | None = None) -> Overall:
-        """Decide in two stages, then ask the report split; errors as for `Evaluation.run`, and where the full cache
-        itself scores next to nothing.
+        """Decide in two stages, then report.
+
+        Raises:
+            UsageError: see `Evaluation.run`.
+            IncompatibleError: the full cache itself scores next to nothing; see also `Evaluation.run`.
         """
+        return self.reported(self.contest.decide(keep, answered=True), keep)
+
+    def reported(self, result: PhaseResult, keep: Keep | None = None) -> Overall:
+        """Ask the report split of what was decided; errors as for `Evaluation.run`."""
         contest = self.contest
-        result = contest.decide(keep, answered=True)
         report, loss = self._reported(result, keep)
         selection = Selection(
             contest.loaded.name, self.size, contest.settings.protocol, contest.settings.seed, contest.rule, (result,),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvsearch.choose.contenders import Measured
     from kvsearch.choose.overall import Overall as Chosen
     from kvsearch.choose.overall import OverallChoice
+    from kvsearch.choose.smallest import Smallest
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import Keep, KeptStage
     from kvsearch.models.loading import LoadedModel
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZE, FITTED = "How much is kept", "What is fitted"
-SIZES = ("budget", "ratio", "budgets")
+SIZES = ("budget", "ratio", "budgets", "smallest")
 FIT, CURVES, CHOICE, PLAN, REPORT = "fit", "curves", "choice", "plan.json", "run.json"
 WRITTEN = (FIT, CURVES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe}
@@ -84,6 +85,12 @@ class RunOptions(WithModel, WithTasks, Asking):
         Numbers,
         Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZE),
     ] = None
+    smallest: Annotated[
+        bool, Option("Find the smallest budget that loses at most --within of the full cache's score.", panel=SIZE)
+    ] = False
+    within: Annotated[float, Field(gt=0, lt=100), Option("--smallest: points of 100 that may be lost.", panel=SIZE)] = (
+        1.0
+    )
     policies: Annotated[
         Names,
         Option("Built-in policies to measure budgets for.", metavar="NAME,...", panel=FITTED),
@@ -111,9 +118,11 @@ class RunOptions(WithModel, WithTasks, Asking):
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
-        given = [name for name in SIZES if getattr(self, name) is not None]
+        given = [name for name in SIZES if getattr(self, name) not in (None, False)]
         if len(given) > 1:
             refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+        if "within" in self.model_fields_set and not self.smallest:
+            refuse([(("within",), "is for --smallest: leave it out, or give --smallest")])
         if self.budgets is not None and len(set(self.budgets)) < len(self.budgets):
             refuse([(("budgets",), "has a budget twice: give each once")])
         return self
@@ -121,19 +130,25 @@ class RunOptions(WithModel, WithTasks, Asking):
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """See `JobOptions.merged`; one size takes the place of others."""
-        return {**one_of(stated, given, SIZES), **given}
+        return {**one_of(stated, given, (*SIZES, "within")), **given}
+
+    def recorded(self) -> dict[str, Any]:
+        """See `JobOptions.recorded`; what may be lost is a part of --smallest."""
+        return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes that were asked for; UsageError if there is none, or one out of range."""
+        """The sizes that were given, none if one is to be found; UsageError if there are none, or one out of range."""
         from kvsearch.plan import Size
 
+        if self.smallest:
+            return []
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
         if self.budget is None and self.ratio is None:
             raise UsageError(
-                "how much may be kept? Give --budget (entries per kv head), several with --budgets, or --ratio (the "
-                "share to evict)"
+                "how much may be kept? Give --budget (entries per kv head), several with --budgets, --ratio (the "
+                "share to evict), or --smallest"
             )
         return [Size(self.budget, self.ratio)]
 
@@ -194,12 +209,14 @@ class Ran:
     options: RunOptions
     found: tuple[Chosen, ...]
     asked: bool
+    smallest: Smallest | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found, by size."""
         from kvsearch.report.run import as_json
 
-        return as_json(self.found, [self.options.plan_file(one.selection.size).name for one in self.found])
+        files = [self.options.plan_file(one.selection.size).name for one in self.found]
+        return as_json(self.found, files, self.smallest)
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
@@ -209,8 +226,10 @@ class Ran:
 
     def remarks(self) -> Iterator[str]:
         """Say what was chosen, how good that is, where it is, and what to do with it."""
-        from kvsearch.report.run import sentences
+        from kvsearch.report.run import sentences, smallest_words
 
+        if self.smallest is not None:
+            yield smallest_words(self.smallest, self.options.within)
         for one in self.found:
             yield from sentences(one, several=len(self.found) > 1)
         files = [self.options.plan_file(one.selection.size) for one in self.found]
@@ -337,6 +356,8 @@ class _Run:
         stages[CURVES] = 1.5 * options.measure * len(asked) * length
         for size in options.sizes:
             stages[f"{CHOICE}/{size}"] = sum(whole.values())
+        if options.smallest:  # some six budgets on half of the questions, under a few methods
+            stages[f"{CHOICE}/smallest"] = 2 * whole["choice"] + sum(whole.values())
         return stages
 
     def _tokens(self, split: str) -> float:
@@ -359,7 +380,7 @@ class _Run:
             }
             for split, tasks in self.encoded.items()
         }
-        for size in options.sizes:
+        for size in ["smallest"] if options.smallest else options.sizes:
             found[f"{CHOICE}/{size}"] = asked
         tokens = self.work
         return {name: {**cost, "tokens": round(tokens[name])} for name, cost in found.items()}
@@ -384,11 +405,19 @@ class _Run:
                     choice = self._choice(measured, size)
                     found.append(choice.run(self._keep(choice, stage)))
                     hashes = choice.hashes
+            smallest = None
+            if options.smallest:
+                words = f"finding the smallest budget that loses at most {options.within:g} points"
+                with stages.stage(f"{CHOICE}/smallest", words) as stage:
+                    smallest = self._smallest(measured, stage)
+                    choice = smallest.choice
+                    found.append(choice.reported(smallest.result, self._keep(choice, stage)))
+                    hashes = choice.hashes
         for one in found:
             place = options.plan_file(one.selection.size)
             check_plan(one.selection.plan, f"the plan for {place}")
             save_plan(one.selection.plan, place, overwrite=True)
-        result = Ran(options, tuple(found), asked)
+        result = Ran(options, tuple(found), asked, smallest)
         write_contexts(options.output, hashes)
         write_json(options.output / REPORT, result.as_json())
         return result
@@ -421,6 +450,20 @@ class _Run:
         choice = OverallChoice(contest, size, options.questions("report"))
         choice.check()
         return choice
+
+    def _smallest(self, measured: Measured, talk: StageTalk) -> Smallest:
+        """Find the smallest budget, between what policies always keep and the longest context."""
+        from kvsearch.choose.smallest import find_smallest, ladder
+        from kvsearch.plan import Size
+
+        least = min(policy.floor for policy in self.options.curves(self.policies, ()).policies())
+        budgets = ladder(least + 1, self.longest - 1)
+
+        def choice_at(budget: int) -> tuple[OverallChoice, Keep]:
+            choice = self._choice(measured, Size(budget))
+            return choice, self._keep(choice, talk)
+
+        return find_smallest(budgets, self.options.within / 100, choice_at)
 
     def _keep(self, choice: OverallChoice, talk: StageTalk) -> Keep:
         """Return what keeps the replies of both stages and of the report."""

@@ -145,6 +145,27 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_the_smallest_budget_that_loses_little(run: Run, questions: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "least"
+    code, out, talk = run(*command(questions, directory, "--smallest", "--within", 20, "--json"))
+    assert code == 0, talk
+    found = json.loads(out)
+    last = found["tried"][-1]
+    plan = load_plan(directory / "plan.json")
+    assert plan.total == last["budget"] * 24
+    assert last["confirmed"]
+    assert last["loss"] <= 0.2
+    assert found["sizes"].keys() == {str(last["budget"])}
+    assert "are the fewest of those tried at which the chosen plan loses at most 20 points" in talk
+    assert all((directory / "choice" / str(step["budget"])).is_dir() for step in found["tried"])
+    before = (directory / "run.json").read_bytes()
+    code, _, talk = run(*command(questions, directory, "--smallest", "--within", 20))
+    assert code == 0
+    assert "nothing was left to do" in talk
+    assert (directory / "run.json").read_bytes() == before
+
+
 def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     options = json.loads((finished[0] / "config.json").read_bytes())["options"]
     again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))
@@ -161,6 +182,8 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
         ((), "how much may be kept? Give --budget"),
         (("--budget", 40, "--ratio", 0.9), "--ratio: is in place of budget: give one of them"),
         (("--budget", 40, "--budgets", "40,60"), "--budgets: is in place of budget: give one of them"),
+        (("--budget", 40, "--smallest"), "--smallest: is in place of budget: give one of them"),
+        (("--budget", 40, "--within", 2), "--within: is for --smallest"),
         (("--budgets", "40,40"), "--budgets: has a budget twice"),
         (("--ratio", 1.5), "ratio 1.5 is outside (0, 1)"),
         (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),
