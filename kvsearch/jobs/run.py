@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from kvsearch.calibration.options import PROTECTED
 from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
-from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, kept_profile
+from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, CalibrateQueryBank, kept_profile
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
 from kvsearch.jobs.groups import (
     ASKED,
@@ -50,7 +50,7 @@ SIZE, FITTED = "How much is kept", "What is fitted"
 SIZES = ("budget", "ratio", "budgets", "smallest")
 FIT, CURVES, CHOICE, PLAN, REPORT = "fit", "curves", "choice", "plan.json", "run.json"
 WRITTEN = (FIT, CURVES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
-RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe}
+RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe, "query_bank": CalibrateQueryBank}
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
@@ -98,9 +98,9 @@ class RunOptions(WithModel, WithTasks, Asking):
     rankings: Annotated[
         Names, Option("Rankings to fit, and to measure budgets for, too.", metavar="NAME,...", panel=FITTED)
     ] = tuple(RANKINGS)
-    form: Annotated[
-        Literal["network", "linear"], Option("The largest fit of a ranking that is tried.", panel=FITTED)
-    ] = "network"
+    form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.", panel=FITTED)] = (
+        "network"
+    )
     fit: Annotated[int, Field(ge=1), Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
     measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 4
     data: Annotated[
@@ -187,8 +187,9 @@ class RunOptions(WithModel, WithTasks, Asking):
         for name in self.rankings:
             if name not in RANKINGS:
                 raise UsageError(f"unknown ranking {name!r}{suggest(name, list(RANKINGS))}")
+        forms = {"probe": {"form": self.form}}
         return {
-            name: self.calibration(RANKINGS[name], self.output / FIT / name, self.fit, self.seed, form=self.form)
+            name: self.calibration(RANKINGS[name], self.output / FIT / name, self.fit, self.seed, **forms.get(name, {}))
             for name in self.rankings
         }
 

@@ -15,7 +15,7 @@ import pytest
 from kvsearch.calibration.options import PROTECTED
 from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import load_plan
-from kvsearch.policies.fitted import Fitted
+from kvsearch.policies.base import AS_WINDOW
 from kvsearch.policies.registry import policy_class, policy_names
 from kvsearch.runs.contexts import read_contexts
 from tests import tiny
@@ -61,7 +61,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert plan.provenance.method == "run"
         (outcome,) = found["outcomes"]
         kinds = {one["name"]: one["kind"] for one in outcome["standings"]}
-        assert {kinds[name] for name in ("probe", "lukv:probe", "adakv:probe")} == {"candidate"}
+        assert {kinds[name] for name in ("probe", "lukv:probe", "adakv:probe", "query_bank")} == {"candidate"}
         assert {kinds[name] for name in ("snapkv", "lukv:snapkv", "cake", "lava", "streaming")} == {"baseline"}
         assert found["written"]["name"] in kinds
         assert {"full", outcome["best"], found["written"]["name"]} <= found["report"]["scores"].keys()
@@ -70,7 +70,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert "full cache minus plan" in found["words"][1]
         assert found["words"][1] in talk
     assert f"next: kvsearch show {directory / 'plan-40.json'}" in talk
-    assert "1/4 fitting the ranking probe" in talk  # a fit, a measurement, two sizes
+    assert "1/5 fitting the ranking probe" in talk  # two fits, a measurement, two sizes
 
 
 def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple[Path, str]) -> None:
@@ -136,7 +136,7 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
     assert code == 0, talk
     stages = json.loads(out)["stages"]
-    assert list(stages) == ["choice/40", "curves", "fit/probe"]
+    assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank"]
     assert stages["fit/probe"]["recipe"]["method"] == "probe"
     assert stages["fit/probe"]["questions"] == 8
     assert stages["curves"]["own_replies"] == 2
@@ -216,8 +216,8 @@ def test_directories_of_something_else(run: Run, questions: Path, finished: tupl
 
 
 def test_policies_are_compared_with_equally_many_recent_entries() -> None:
-    known = [name for name in policy_names() if "protect" in {one.name for one in fields(policy_class(name))}]
-    assert set(PROTECTED) == {name for name in known if not issubclass(policy_class(name), Fitted)}
+    protecting = [(name, field) for name in policy_names() for field in fields(policy_class(name))]
+    assert set(PROTECTED) == {name for name, one in protecting if one.name == "protect" and one.default == AS_WINDOW}
     policies = RunOptions.of(model="bundled", budget=8, output=Path("x")).curves(["snapkv", "cake", "keydiff"], ())
     assert [policy.recent_count for policy in policies.policies()] == [8, 8, 1]
     assert [policy.sink_count for policy in policies.policies()] == [4, 0, 4]
