@@ -128,6 +128,40 @@ class JointSolver:
         alone = [self._alone(policy, wanted) for policy in range(len(self.singles))]
         return [self._solve(total, [one[total] for one in alone if total in one]) for total in wanted]
 
+    def simplified(self, found: JointBudgets, share: float) -> JointBudgets:
+        """Give layers back the policy that keeps most in all of them, where a policy of their own is hardly worth it.
+
+        Importance is measured on few contexts, and stands for a loss. So a layer keeps another policy only if that
+        keeps more by at least `share` of all the importance that the one policy loses. The result keeps no less than
+        that policy does with its own budgets.
+        """
+        total = int(found.budgets.sum())
+        alone = [one for policy in range(len(self.singles)) for one in self._alone(policy, [total]).values()]
+        if not alone:
+            return found
+        main = max(alone, key=lambda one: one.kept)
+        policy = int(main.policies[0])
+        whole = np.full(self.shape, self.length)
+        enough = share * (self.singles[policy].kept(whole) - main.kept)
+
+        def without(layer: int, chosen: JointBudgets) -> JointBudgets | None:
+            policies = chosen.policies.copy()
+            policies[layer] = policy
+            solver = MarginalSolver.of_layers(self.singles, policies)
+            if solver.least > total:
+                return None
+            table = solver.solve(total)
+            return JointBudgets(policies, table, solver.kept(table), found.bound)
+
+        trials = {int(layer): without(int(layer), found) for layer in np.flatnonzero(found.policies != policy)}
+        cheapest = sorted((found.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
+        current = found
+        for _, layer in cheapest:
+            trial = without(layer, current)
+            if trial is not None and current.kept - trial.kept < enough:
+                current = trial
+        return current if current.kept > main.kept else main._replace(bound=found.bound)
+
     def _alone(self, policy: int, totals: Sequence[int]) -> dict[int, JointBudgets]:
         """Return the solutions of a single policy by total, for those that it can meet."""
         solver, everywhere = self.singles[policy], np.full(self.shape[0], policy)

@@ -266,7 +266,8 @@ class LukvOptions(AnsweredOptions):
     rivals: Annotated[
         Names,
         Option(
-            "Policies that are measured in the same pass, beside --policy: `export` then chooses one for every layer.",
+            "Policies that are measured in the same pass, beside --policy and protecting the same entries: `export` "
+            "then chooses one for every layer.",
             metavar="NAME,...",
             panel=LUKV,
             shown="none",
@@ -274,13 +275,20 @@ class LukvOptions(AnsweredOptions):
     ] = ()
 
     def make_rivals(self) -> list[Policy]:
-        """Return the policies that are measured beside `make_policy`, with the method's protected entries.
+        """Return the policies that are measured beside `make_policy`.
+
+        They protect the same entries, as what these are worth is not measured: a policy that protects others would keep
+        more or less than its curve says.
 
         Raises:
-            UsageError: an unknown policy, or one that is measured already.
+            UsageError: an unknown policy, one that is measured already, or one that cannot protect these entries.
         """
-        found = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
-        measured = [self.make_policy(), *found]
+        from kvsearch.policies.settings import protecting_like
+
+        own = self.make_policy()
+        others = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
+        found = [protecting_like(policy, own) for policy in others]
+        measured = [own, *found]
         for number, policy in enumerate(found, 1):
             if policy in measured[:number]:
                 raise UsageError(f"policy {policy.name} is measured already: name each once in --policy and --rivals")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import Keep, KeptStage
     from kvsearch.plan import Plan
+    from kvsearch.policies import Policy
     from kvsearch.report.table import Table
     from kvsearch.search.evolve import Evolved, PreparedSearch
     from kvsearch.search.executors.base import Executor
@@ -75,7 +76,11 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
     ] = ()
     policy: Annotated[
         str | None,
-        Option("Eviction policy of all layers.", panel=WHAT, shown="snapkv, or those of the first --start"),
+        Option(
+            "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
+            panel=WHAT,
+            shown="snapkv, or those of the first --start",
+        ),
     ] = None
     params: Annotated[
         Params,
@@ -289,12 +294,15 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
     asked = options.asking(options.protocol)
     check_search(options.output, options.resume, options.force)
     plans = _start_plans(options.start)
-    if options.policy is None and plans:
+    policies: list[Policy] = []
+    if options.space == "joint":
+        policies = _choices(options, plans)
+    elif options.policy is None and plans:
         if options.params:
             raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
         policy: Any = next(iter(plans.values()))
     else:
-        name, fitted = fitted_policy(options.policy or "snapkv")
+        name, fitted = fitted_policy(options.policy or DEFAULT_POLICY)
         policy = create_policy(name, {**fitted, **options.params})
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
@@ -302,10 +310,24 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
                 f"start plan {name} does not say what it was fitted and chosen on, or not all of it: it may have seen "
                 "questions of this search"
             )
-    base = Base.of(options.load(options.model, talk), policy, PHASES[options.phases])
+    loaded = options.load(options.model, talk)
+    base = Base.choosing(loaded, policies) if policies else Base.of(loaded, policy, PHASES[options.phases])
     if options.budget is not None:
         return (prepare_search(base, options.budget, options, splits, asked, plans),)
     return prepare_front(base, options.budgets or (), options, splits, asked, plans)
+
+
+def _choices(options: EvolveOptions, plans: Mapping[str, Plan]) -> list[Policy]:
+    """Return the policies that a layer may have: those of the start plans, then those that are named."""
+    from kvsearch.calibration.fitted import fitted_policy
+    from kvsearch.policies import create_policy
+    from kvsearch.policies.registry import policy_of
+
+    if not plans:
+        raise UsageError("space joint begins with the policies of a plan: give one with --start")
+    named = [fitted_policy(name) for name in (options.policy or "").split(",") if name]
+    known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
+    return [*known, *(create_policy(name, {**fitted, **options.params}) for name, fitted in named)]
 
 
 def _on_hard_questions(searches: tuple[PreparedSearch, ...], talk: Talk) -> tuple[PreparedSearch, ...]:

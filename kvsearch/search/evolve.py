@@ -38,7 +38,7 @@ from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search, Watcher
 from kvsearch.search.objectives import find_objective
 from kvsearch.search.scoring import Scoring
-from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import STREAMING, Base, start_tables
 from kvsearch.strategies.direct import direct_plan
@@ -123,7 +123,7 @@ class PreparedSearch:
     @cached_property
     def frame(self) -> Frame:
         """Floors, caps and the size that is shared."""
-        return Frame(self.budget, self.base.floors, self._caps, self.base.phases)
+        return Frame(self.budget, self.base.floors, self._caps, self.base.phases, self.base.choices)
 
     @property
     def cap(self) -> int:
@@ -140,7 +140,8 @@ class PreparedSearch:
             max(min(longest(self.samples, phase), share), least)
             for phase, least in zip(self.base.phases, leasts, strict=True)
         ]
-        return np.repeat(np.array(most), self.base.heads[0])[:, None] * np.ones_like(self.base.floors)
+        rows = len(self.base.floors) // len(most)
+        return np.repeat(np.array(most), rows)[:, None] * np.ones_like(self.base.floors)
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
@@ -273,7 +274,10 @@ def prepare_search(
     """
     layers = base.heads[0]
     if "group_size" not in settings.model_fields_set:  # the paper's, as far as the model has so many layers
-        settings = settings.model_copy(update={"group_size": min(settings.group_size, layers)})
+        size = 1 if settings.space == "joint" else min(settings.group_size, layers)
+        settings = settings.model_copy(update={"group_size": size})
+    if settings.space == "joint":  # the only one that knows choices
+        settings = settings.model_copy(update={"optimiser": JOINT_OPTIMISER})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
     starts = start_tables(base, budget, plans)

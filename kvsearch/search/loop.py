@@ -155,6 +155,7 @@ class Search:
             settings.population if name in WITH_POPULATION else None,
             settings.sigma,
             tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
+            categories=space.categories,
         )
         optimiser.inject([space.point_of(table) for table in stage.inject])
         return optimiser

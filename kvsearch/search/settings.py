@@ -15,9 +15,10 @@ from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Answers
 
 PhaseNames = Literal["prefill", "decode", "both"]
-SpaceName = Literal["groups", "layers", "heads", "basis"]
+SpaceName = Literal["groups", "layers", "heads", "basis", "joint"]
+JOINT_OPTIMISER = "mixed"
 ObjectiveName = Literal["nll", "kl", "metric"]
-WITH_POPULATION = ("cma", "random")  # optimisers whose generations may have any size
+WITH_POPULATION = ("cma", "mixed", "random")  # optimisers whose generations may have any size
 WHAT, WORK = "What is searched", "Who does the work"  # headings of the help
 
 
@@ -43,7 +44,8 @@ class EvolveSettings(Record):
         SpaceName,
         Option(
             "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
-            "--start; basis: the directions in which the --start plans differ.",
+            "--start; basis: the directions in which the --start plans differ; joint: the policy of every layer, of "
+            "those of the --start plans and --policy, and multipliers around the first --start.",
             panel=WHAT,
         ),
     ] = "groups"
@@ -56,9 +58,12 @@ class EvolveSettings(Record):
         ),
     ] = "prefill"
     group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", panel=WHAT, shown="8, or all")] = 8
-    optimiser: Annotated[Text, Option("cma, random, coordinate, or golden for groups of one layer.", panel=WHAT)] = (
-        "cma"
-    )
+    optimiser: Annotated[
+        Text,
+        Option(
+            "cma, random, coordinate, mixed, or golden for groups of one layer; space joint needs mixed.", panel=WHAT
+        ),
+    ] = "cma"
     objective: Annotated[
         ObjectiveName,
         Option(
@@ -134,12 +139,16 @@ class EvolveSettings(Record):
             problems.append(
                 (("optimiser",), f"{self.optimiser!r} is unknown{suggest(self.optimiser, optimiser_names())}")
             )
+        elif self.space == "joint" and "optimiser" in self.model_fields_set and self.optimiser != JOINT_OPTIMISER:
+            problems.append((("optimiser",), f"{self.optimiser} searches numbers: space joint needs {JOINT_OPTIMISER}"))
         elif self.optimiser == "golden" and (self.space != "groups" or self.group_size > 1):
             problems.append((("optimiser",), "golden searches one dimension: it needs space groups and group_size 1"))
         if self.population is not None and self.optimiser not in WITH_POPULATION:
             problems.append((("population",), f"{self.optimiser} has no population: leave it out"))
         elif self.population is not None and self.optimiser == "cma" and self.population < FEWEST:
             problems.append((("population",), f"cma needs {FEWEST} or more, got {self.population}"))
+        if self.space == "joint" and self.phases != "prefill":
+            problems.append((("phases",), "space joint is of the prefill phase, whose prompts all policies share"))
         refuse(problems)
         return self
 

@@ -12,7 +12,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Space, basis_from_tables
+from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Phases, Space, basis_from_tables
 
 EVEN = ("uniform", "pyramid")  # start plans that need no measurement
 
@@ -21,17 +21,19 @@ EVEN = ("uniform", "pyramid")  # start plans that need no measurement
 class Frame:
     """What all candidates keep to: `budget` entries per kv head on average in each phase, and bounds of each head.
 
-    A candidate of several phases has the layers of the first, then those of the next: [phases * L, Hkv].
+    A candidate of several phases has the layers of the first, then those of the next: [phases * L, Hkv]. Where a layer
+    may have one of several policies (`choices`), it has the layers under the first policy, then under the next.
     """
 
     budget: int
     floors: Ints
     caps: Ints
     phases: tuple[Phase, ...] = ("prefill",)
+    choices: int = 1
 
     @property
     def layers(self) -> int:
-        return len(self.floors) // len(self.phases)
+        return len(self.floors) // len(self.phases) // self.choices
 
     @property
     def heads(self) -> int:
@@ -45,7 +47,8 @@ class Frame:
     @property
     def parts(self) -> list[slice]:
         """The rows of each phase."""
-        return [slice(first, first + self.layers) for first in range(0, len(self.floors), self.layers)]
+        size = self.choices * self.layers
+        return [slice(first, first + size) for first in range(0, len(self.floors), size)]
 
     def complete(self, table: Ints) -> Ints:
         """Scale budgets to the total (section 3.2), at another budget c than theirs too (section 4.2.1).
@@ -53,9 +56,12 @@ class Frame:
         EvolKV's rule is b_i = ceil(k_i * T / A), where A is the sum of all k_i and T = c * L the total wanted. For L
         layers that is up to L - 1 entries too many: for T = 240 [101, 50, 30, 20] becomes [121, 60, 36, 24], which is
         241. Here the same shares are water-filled between the bounds, of which the paper says nothing, and rounded by
-        largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T.
+        largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T, and layers keep their
+        policies.
         """
-        filled = [water_fill(table[part], self.total, self.floors[part], self.caps[part]) for part in self.parts]
+        there = table.any(axis=1, keepdims=True) if self.choices > 1 else np.ones_like(table)
+        low, high = self.floors * there, self.caps * there
+        filled = [water_fill(table[part], self.total, low[part], high[part]) for part in self.parts]
         return np.concatenate(filled)
 
 
@@ -77,7 +83,7 @@ def stages_of(
     """Yield the stages of a search, each made when it begins; `current` is the best table then.
 
     Raises:
-        UsageError: the spaces "heads" and "basis" without start plans, and what spaces refuse.
+        UsageError: the spaces "heads", "basis" and "joint" without start plans, and what spaces refuse.
     """
     if settings.space == "groups":
         groups = groups_of(frame.layers, settings.group_size)
@@ -96,7 +102,7 @@ def stages_of(
     if settings.space != "layers" and not given:
         raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
     spaces = [_of_layers(settings, frame, tables, given, part) for part in frame.parts]
-    whole = spaces[0] if len(spaces) == 1 else Joint(spaces)
+    whole = spaces[0] if len(spaces) == 1 else Phases(spaces)
     yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)
 
 
@@ -112,7 +118,7 @@ def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, 
         space = Group(table[part], members, floors, caps)
     if len(frame.parts) == 1:
         return space
-    return Joint([space if other == part else table[other] for other in frame.parts])
+    return Phases([space if other == part else table[other] for other in frame.parts])
 
 
 def _of_layers(
@@ -125,6 +131,9 @@ def _of_layers(
     if settings.space == "basis":
         directions = basis_from_tables([table[part] for table in tables[1:]], floors)
         return Basis(tables[0][part], directions, floors, caps)
+    if settings.space == "joint":
+        others = [table[part] for table in given[1:]]
+        return Joint([given[0][part], *others], floors, caps, frame.choices, settings.group_size)
     return Heads(given[0][part], floors, caps, settings.group_size)
 
 

@@ -24,6 +24,7 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.rule import decode_needs
+from kvsearch.search.space.joint import chosen_of, placed
 from kvsearch.strategies.build import Chosen, build_plan
 
 UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
@@ -33,11 +34,16 @@ RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """The policy of every full-attention layer, ascending, in the phases that are searched, one after the other."""
+    """The policy of every full-attention layer, ascending, in the phases that are searched, one after the other.
+
+    Where layers may have one of several policies, `choices` of them, there are all layers under the first, then under
+    the next, and so have tables of budgets: [choices * L, Hkv], with entries under one of them.
+    """
 
     loaded: LoadedModel
     policies: tuple[Policy, ...]
     phases: tuple[Phase, ...] = ("prefill",)
+    choices: int = 1
 
     @classmethod
     def of(cls, loaded: LoadedModel, policy: Policy | Plan, phases: tuple[Phase, ...] = ("prefill",)) -> Base:
@@ -60,10 +66,26 @@ class Base:
                 decode_needs(one)
         return found
 
+    @classmethod
+    def choosing(cls, loaded: LoadedModel, policies: Sequence[Policy]) -> Base:
+        """Let every layer have any of several policies, in the prefill phase.
+
+        Raises:
+            UsageError: there is only one.
+        """
+        known = list(dict.fromkeys(policies))
+        if len(known) < 2:
+            raise UsageError(
+                f"space joint chooses between policies, and there is only {known[0].name}: name others with --policy, "
+                "or give a --start that has some"
+            )
+        layers = describe(loaded.model).full_layers
+        return cls(loaded, tuple(policy for policy in known for _ in layers), choices=len(known))
+
     @property
     def heads(self) -> tuple[int, int]:
         """Layers and kv heads."""
-        return len(self.policies) // len(self.phases), describe(self.loaded.model).kv_heads
+        return len(self.policies) // len(self.phases) // self.choices, describe(self.loaded.model).kv_heads
 
     @property
     def in_prefill(self) -> bool:
@@ -72,14 +94,16 @@ class Base:
 
     @property
     def floors(self) -> Ints:
-        """Entries that are always kept, at least 1, by row of a candidate, [phases * L, Hkv]."""
+        """Entries that are always kept of a layer, at least 1, by row of a candidate, [phases * choices * L, Hkv]."""
         least = np.array([policy.floor for policy in self.policies], dtype=np.int64)
         return np.repeat(least[:, None], self.heads[1], axis=1)
 
     @property
-    def by_layer(self) -> dict[int, Policy]:
-        """The policies of the first phase by model layer."""
-        return dict(zip(describe(self.loaded.model).full_layers, self.policies, strict=False))
+    def by_layer(self) -> dict[int, tuple[Policy, ...]]:
+        """The policies of the first phase by model layer, as many as there are choices."""
+        layers = describe(self.loaded.model).full_layers
+        rows = [self.policies[at * len(layers) : (at + 1) * len(layers)] for at in range(self.choices)]
+        return dict(zip(layers, zip(*rows, strict=True), strict=True))
 
     def plan(
         self,
@@ -89,18 +113,21 @@ class Base:
         data: str | None = None,
         contexts: ContextRecord | None = None,
     ) -> Plan:
-        """Return the plan of budgets [phases * L, Hkv], as entries for prompts of any length."""
+        """Return the plan of a table of budgets, as entries for prompts of any length."""
         layers = self.heads[0]
-        chosen = {}
-        for number, phase in enumerate(self.phases):
-            rows = slice(number * layers, (number + 1) * layers)
-            chosen[phase] = Chosen(tuple(policy.spec for policy in self.policies[rows]), table[rows])
+        rows = np.arange(len(table))
+        if self.choices > 1:
+            rows = chosen_of(table, self.choices) * layers + np.arange(layers)
+        chosen = {
+            phase: Chosen(tuple(self.policies[row].spec for row in part), table[part])
+            for phase, part in zip(self.phases, np.split(rows, len(self.phases)), strict=True)
+        }
         return build_plan(
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
             chosen,
             provenance(METHOD, seed, data, settings, contexts),
-            int(min(self.floors.min(), table.min())),
+            int(min(self.floors.min(), table[rows].min())),
         )
 
 
@@ -123,6 +150,8 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
         IncompatibleError: a plan is of another model.
     """
     check_names(plans)
+    if base.choices > 1:
+        return _joint_tables(base, budget, plans)
     floors, (layers, heads) = base.floors, base.heads
     if budget < floors.max():
         worst = max(base.policies, key=lambda policy: policy.floor)
@@ -144,11 +173,40 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
             rows = [budget for budget in scaled.budgets(phase) if budget is not None]
             tables.append(water_fill(np.array(rows, dtype=np.float64), total, low, caps))
         found[name] = np.concatenate(tables)
+    return _distinct(found)
+
+
+def _distinct(tables: Mapping[str, Ints]) -> dict[str, Ints]:
     distinct: dict[str, Ints] = {}
-    for name, table in found.items():
+    for name, table in tables.items():
         if not any(np.array_equal(table, other) for other in distinct.values()):
             distinct[name] = table
     return distinct
+
+
+def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
+    """Return the tables of start plans with their own policies; even budgets and PyramidKV's have the first one's.
+
+    Each is made as it would be if there were nothing to choose from.
+    """
+    if not plans:
+        raise UsageError("space joint begins with the policies of a plan: give one with --start")
+    layers, known = base.heads[0], [policies[0] for policies in np.reshape(np.array(base.policies, object),
+                                                                          (base.choices, -1)).tolist()]  # fmt: skip
+    found: dict[str, Ints] = {}
+    for name, plan in plans.items():
+        alone = Base.of(base.loaded, plan)
+        for policy in alone.policies:
+            if policy not in known:
+                raise UsageError(f"start plan {name} has policy {policy.name} with other parameters than are searched")
+        chosen = np.array([known.index(policy) for policy in alone.policies])
+        own = start_tables(alone, budget, {name: plan})
+        table = own.get(name, own[UNIFORM])  # equal to even budgets
+        if not found:
+            found = {even: placed(own[even], chosen, base.choices) for even in (UNIFORM, PYRAMID) if even in own}
+        found[name] = placed(table, chosen, base.choices)
+    assert len(next(iter(found.values()))) == base.choices * layers
+    return _distinct(found)
 
 
 def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence[Phase]) -> list[PhasePlan]:

@@ -42,6 +42,7 @@ class WorkerBank:
     fingerprint: ModelFingerprint
     policies: tuple[Policy, ...]
     phases: tuple[Phase, ...]
+    choices: int
     tasks: tuple[Task, ...]
     asked: Settings
     drawn: str
@@ -62,6 +63,7 @@ class WorkerBank:
             fingerprint=loaded.fingerprint,
             policies=prepared.base.policies,
             phases=prepared.base.phases,
+            choices=prepared.base.choices,
             tasks=tuple(prepared.splits.search),
             asked=prepared.asked,
             drawn=prepared.data_sha256,
@@ -94,7 +96,7 @@ class WorkerBank:
             raise IncompatibleError(
                 "a worker draws other questions than the search: give all machines the same data and kvsearch"
             )
-        base = Base(loaded, self.policies, self.phases)
+        base = Base(loaded, self.policies, self.phases, self.choices)
         return evaluator_of(base, samples, asked.batch, self.cap, self.full, self.max_memory)
 
 

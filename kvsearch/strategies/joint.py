@@ -24,6 +24,7 @@ from kvsearch.strategies.build import Chosen, build_plan
 METHOD = "joint"
 SINGLE = "mass"  # the same curves of a profile of one policy, by whole percents
 MOST_STEPS = 4096  # of a budget, in which it is solved: longer prompts are rounded from these
+LEAST_GAIN = 0.02  # of the importance that one policy loses: for less no layer takes another one
 OWN = ("choices",)  # settings that belong to a policy, and not to how importance was measured
 
 
@@ -72,8 +73,8 @@ class PolicyCurves:
 class JointPlan:
     """A plan, what it keeps of the measured importance, and what each policy alone keeps with its own best budgets.
 
-    All are shares of the model's importance. `alone` is by the names of the policies, None where the size is below what
-    a policy always keeps; `bound` is what no choice of policies and budgets exceeds.
+    All are shares of the model's importance. `alone` is by the names of the policies; `bound` is what no choice of
+    policies and budgets exceeds.
     """
 
     plan: Plan
@@ -81,15 +82,15 @@ class JointPlan:
     policies: Ints  # [L], indices of `names`
     kept: float
     bound: float
-    alone: dict[str, float | None]
+    alone: dict[str, float]
 
     @property
     def words(self) -> str:
         """Which policies the layers have, and what that keeps."""
         counts = [(name, int((self.policies == at).sum())) for at, name in enumerate(self.names)]
         layers = ", ".join(f"{name} in {count}" for name, count in counts if count)
-        best = max(((kept, name) for name, kept in self.alone.items() if kept is not None), default=None)
-        told = "" if best is None else f"; {best[1]} in all of them keeps {best[0]:.4f}"
+        best = max(self.alone, key=self.alone.__getitem__)
+        told = f"; {best} in all of them keeps {self.alone[best]:.4f}" if len(self.alone) > 1 else ""
         return f"layers: {layers}; {self.kept:.4f} of the measured importance is kept{told}"
 
 
@@ -100,7 +101,7 @@ def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
 
     Raises:
         UsageError: no profile of LU-KV with curves, profiles that were measured on other contexts, another model or
-            with other options, or a policy that is in two of them.
+            with other options, policies that protect different entries, or one that is in two of them.
     """
     for number, profile in enumerate(profiles):
         if KEPT not in profile.arrays and SINGLE not in profile.arrays:
@@ -113,27 +114,32 @@ def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
     for at, policy in enumerate(policies):
         if policy in policies[:at]:
             raise UsageError(f"policy {policy.name} is there twice with the same parameters: join other profiles")
+        _require_protection(policies[0], policy)
     curves = [_curves(profile) for profile in profiles]
     steps = max(one.shape[-1] for one in curves) - 1
     mass = curves[0][0, ..., -1].sum(axis=-1)  # [L]
     return PolicyCurves(policies, np.concatenate([_scaled(_read(one, steps), mass) for one in curves]), tuple(profiles))
 
 
-def joint_plan(curves: PolicyCurves, size: Size) -> JointPlan:
+def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN) -> JointPlan:
     """Return the plan that keeps most of the importance: a policy for every layer, and budgets that sum to `size`.
 
+    A layer leaves the policy that is best in all of them only for `least_gain`, see `JointSolver.simplified`; 0 is the
+    plan that keeps most.
+
     Raises:
-        UsageError: the size is below what all policies always keep, or is all of a prompt.
+        UsageError: the size is below what is always kept, or is all of a prompt.
     """
     metadata = curves.profiles[0].metadata
     shape, total, length = pool = size.pool(metadata)
     heads = shape[0] * shape[1]
-    floors = np.array([_floor(curves, policy, length) for policy in curves.policies])
-    if total < floors.min() * heads:
-        least = curves.names[int(floors.argmin())]
+    minimum = metadata.provenance.settings.get("minimum", 0.0)
+    assert isinstance(minimum, int | float)
+    floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
+    if total < floor * heads:
         raise UsageError(
-            f"{pool.mean:g} entries per kv head is below the {floors.min()} that even {least} always keeps (sinks, "
-            "recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
+            f"{pool.mean:g} entries per kv head is below the {floor} that are always kept (sinks, recent entries, "
+            "minimum share): keep more, or calibrate with a smaller --set protect or window"
         )
     if total >= length * heads:
         raise UsageError(
@@ -142,11 +148,10 @@ def joint_plan(curves: PolicyCurves, size: Size) -> JointPlan:
         )
     steps = min(length, MOST_STEPS)
     gains = np.maximum(np.diff(_read(curves.kept, steps), axis=-1), 0.0)
-    least_steps = -(-floors * steps // length)
-    solver = JointSolver(gains, least_steps[:, None, None])
+    solver = JointSolver(gains, -(-floor * steps // length))
     found = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))
-    chosen = floors[found.policies]
-    budgets = water_fill(found.budgets, total, np.broadcast_to(chosen[:, None], shape), length)
+    found = solver.simplified(found, least_gain)
+    budgets = water_fill(found.budgets, total, floor, length)
     origin = metadata.provenance
     settings = {
         **{name: value for name, value in origin.settings.items() if name not in OWN},
@@ -158,7 +163,7 @@ def joint_plan(curves: PolicyCurves, size: Size) -> JointPlan:
         metadata.layers,
         {"prefill": Chosen(tuple(curves.policies[at] for at in found.policies), budgets)},
         provenance(METHOD, origin.seed, origin.data_sha256, settings, contexts),
-        int(chosen.min()),
+        floor,
         size.scaling,
         length,
     )
@@ -169,10 +174,7 @@ def _told(plan: Plan, curves: PolicyCurves, solver: JointSolver, found: JointBud
     """Put shares of the importance beside a plan."""
     mass = max(float(curves.kept[0, ..., -1].sum()), np.finfo(np.float64).tiny)
     total = int(found.budgets.sum())
-    alone = {
-        name: one.kept(one.solve(total)) / mass if one.least <= total else None
-        for name, one in zip(curves.names, solver.singles, strict=True)
-    }
+    alone = {name: one.kept(one.solve(total)) / mass for name, one in zip(curves.names, solver.singles, strict=True)}
     return JointPlan(plan, curves.names, found.policies, found.kept / mass, found.bound / mass, alone)
 
 
@@ -197,6 +199,17 @@ def _require_alike(first: Profile, other: Profile, number: int) -> None:
             )
 
 
+def _require_protection(first: PolicySpec, other: PolicySpec) -> None:
+    """Raise UsageError if two policies protect different entries: what those are worth is not measured."""
+    one, another = policy_of(first), policy_of(other)
+    if (one.sink_count, one.recent_count) != (another.sink_count, another.recent_count):
+        raise UsageError(
+            f"policy {other.name} always keeps the {another.sink_count} first and {another.recent_count} last entries, "
+            f"{first.name} {one.sink_count} and {one.recent_count}, so their curves do not compare: calibrate them "
+            "with the same protection (--set), or all at once with --rivals"
+        )
+
+
 def _curves(profile: Profile) -> Floats:
     """Return what heads keep under each policy of a profile, [P, L, Hkv, K + 1]."""
     if KEPT in profile.arrays:
@@ -218,10 +231,3 @@ def _scaled(curves: Floats, mass: Floats) -> Floats:
     own = curves[..., -1].sum(axis=-1)
     scaled: Floats = curves * np.divide(mass, own, out=np.zeros_like(own), where=own > 0)[..., None, None]
     return scaled
-
-
-def _floor(curves: PolicyCurves, policy: PolicySpec, length: int) -> int:
-    """Return the entries that every head keeps under a policy."""
-    minimum = curves.profiles[0].metadata.provenance.settings.get("minimum", 0.0)
-    assert isinstance(minimum, int | float)
-    return floor_entries(length, policy_of(policy), minimum)

@@ -129,6 +129,39 @@ def test_one_policy_is_lukv(drawn: tuple[Floats, Ints]) -> None:
         assert joint.solve(total).kept == pytest.approx(alone.kept(alone.solve(total)))
 
 
+def test_a_layer_leaves_the_best_policy_only_where_that_is_worth_it() -> None:
+    # the second layer gains 8 of 11.5 that the first policy loses, the third one half an entry
+    importance = np.array(
+        [[[9.0, 0, 0, 1], [1, 0, 0, 9], [5, 4.5, 0, 0]], [[1.0, 0, 0, 9], [9, 0, 0, 1], [4.5, 5, 0, 0]]]
+    )[:, :, None]
+    importance[1, 2] += [[1, -1, 0, 0]]  # 5.5 at once
+    solver = JointSolver(importance)
+    found = solver.solve(3)
+    assert found.policies.tolist() == [0, 1, 1]
+    assert found.kept == 23.5
+    assert solver.simplified(found, 0.0).policies.tolist() == [0, 1, 1]
+    simpler = solver.simplified(found, 0.05)
+    assert simpler.policies.tolist() == [0, 1, 0]
+    assert (simpler.kept, simpler.budgets.tolist()) == (23.0, [[1], [1], [1]])
+    assert solver.simplified(found, 0.9).policies.tolist() == [0, 0, 0]
+
+
+@given(rankings(), st.floats(0, 1))
+def test_simplified_solutions_are_exact_and_never_below_a_single_policy(
+    drawn: tuple[Floats, Ints], share: float
+) -> None:
+    importance, floors = drawn
+    solver = JointSolver(importance, floors)
+    for total in range(solver.least, solver.most + 1):
+        whole = solver.solve(total)
+        found = solver.simplified(whole, share)
+        assert found.budgets.sum() == total
+        assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
+        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
+        for alone in solver.singles:
+            assert total < alone.least or found.kept >= alone.kept(alone.solve(total)) - 1e-9
+
+
 def test_layers_of_several_solvers_make_one() -> None:
     rng = np.random.default_rng(0)
     importance = rng.standard_exponential((3, 4, 2, 30))

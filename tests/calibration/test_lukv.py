@@ -435,6 +435,11 @@ def test_rivals_rank_the_same_importance_in_the_same_pass(
     assert all((several.arrays[name] == array).all() for name, array in profile.arrays.items())
 
 
+def test_rivals_protect_what_the_policy_does() -> None:
+    options = LukvOptions(params={"window": 8}, rivals=("keydiff", "expected_attention", "h2o", "cake"))
+    assert {(policy.sink_count, policy.recent_count) for policy in options.policies()} == {(4, 8)}
+
+
 def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: CalibrationData) -> None:
     rival = create_policy("keydiff", {"sinks": 2, "window": 4})
     several = calibrate_lukv(model, data, POLICY, LAYER, rivals=[rival])
@@ -449,6 +454,7 @@ def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: Ca
         (("keydiff", "keydiff"), "keydiff is measured already"),
         (("full",), "evicts nothing"),
         (("kediff",), "did you mean 'keydiff'"),
+        (("tova",), "tova cannot keep the 4 first and 32 last entries that snapkv always keeps"),
     ],
 )
 def test_rivals_are_other_policies(rivals: tuple[str, ...], problem: str) -> None:

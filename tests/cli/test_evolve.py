@@ -292,7 +292,7 @@ def test_another_configuration_is_refused(
         (("--resume", "--force"), "--resume goes on with a search and --force starts it anew"),
         (("--budgets", "8,x"), "--budgets: takes whole numbers with commas between them, got '8,x'"),
         (("--budgets", "8,16"), "budgets: is in place of budget: give one of them"),
-        (("--space", "group"), "'groups', 'layers', 'heads' or 'basis'"),
+        (("--space", "group"), "'groups', 'layers', 'heads', 'basis' or 'joint'"),
         (("--optimiser", "cmaes"), "'cmaes' is unknown"),
         (("--population", 2), "cma needs 4 or more, got 2"),
         (("--protocol", "agnostic"), "question-agnostic"),

@@ -13,7 +13,9 @@ import pytest
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
+from kvsearch.plan import Plan
 from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.policies import create_policy
 from kvsearch.report.search import as_json, decision, tables
 from kvsearch.runtime import Program
 from kvsearch.search.bank.samples import bank_samples
@@ -21,7 +23,8 @@ from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
-from kvsearch.search.start_plans import Base
+from kvsearch.search.space import chosen_of
+from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.workers import make_executor
 from tests import tiny
 from tests.search.evolving import (
@@ -46,6 +49,9 @@ MODES: list[dict[str, Any]] = [
     {"phases": "both", "generations": 1, "group_size": 6},
 ]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
+
+
+KEYDIFF = create_policy("keydiff", {"sinks": 1, "window": 3})
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +252,57 @@ def test_a_start_plan_with_budgets_per_head(space: str, loaded: LoadedModel, tmp
     evolved = evolve(prepare(loaded, {"mine": tiny.plan_for(loaded, budgets)}, space=space), tmp_path / "l")
     assert list(evolved.choice.finalists)[:3] == ["uniform", "pyramid", "mine"]
     assert any(len(set(row.tolist())) > 1 for one in evolved.outcome.pool for row in one.table)
+
+
+def joint_start(loaded: LoadedModel) -> Plan:
+    """Snapkv and keydiff in turns, budgets that differ."""
+    budgets = np.array([[8 + (layer + head) % 3 * 4 for head in range(4)] for layer in range(6)])
+    specs = [POLICY.spec if layer % 2 else KEYDIFF.spec for layer in range(6)]
+    plan = tiny.plan_for(loaded, budgets.tolist())
+    assert plan.prefill is not None
+    layers = [
+        None if row is None else row.model_copy(update={"policy": spec})
+        for row, spec in zip(plan.prefill.layers, specs, strict=True)
+    ]
+    return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"layers": tuple(layers)})})
+
+
+def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
+    how = EvolveSettings.model_validate({"space": "joint", "generations": 3, "finalists": 4, **changes})
+    base = Base.choosing(loaded, [KEYDIFF, POLICY])
+    asked = Settings(CONTEXTS, how.protocol, how.seed)
+    return prepare_search(base, BUDGET, how, splits(), asked, {"mine": joint_start(loaded)})
+
+
+def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_path: Path) -> None:
+    prepared = prepared_jointly(loaded)
+    assert (prepared.settings.optimiser, prepared.settings.group_size) == ("mixed", 1)
+    assert list(prepared.starts) == ["uniform", "pyramid", "mine"]
+    assert all(table.shape == (12, 4) and table.sum() == BUDGET * 24 for table in prepared.starts.values())
+    evolved = evolve(prepared, tmp_path / "l")
+    kinds = {tuple(chosen_of(one.table, 2)) for one in evolved.outcome.pool}
+    assert len(kinds) > 2
+    assert all(one.table.sum() == BUDGET * 24 for one in evolved.outcome.pool)
+    for one in evolved.outcome.pool[:3]:
+        plan = prepared.plan(one.table, {})
+        assert plan.total == BUDGET * 24
+        assert plan.prefill is not None
+        names = [layer.policy.name for layer in plan.prefill.layers if layer is not None]
+        assert names == [(KEYDIFF, POLICY)[at].name for at in chosen_of(one.table, 2)]
+    lines = (tmp_path / "l").read_bytes()
+    again = evolve(prepared, tmp_path / "l")
+    assert (tmp_path / "l").read_bytes() == lines
+    assert again.choice.table.tolist() == evolved.choice.table.tolist()
+
+
+def test_one_policy_leaves_nothing_to_choose(loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="there is only snapkv: name others with --policy"):
+        Base.choosing(loaded, [POLICY, POLICY])
+    with pytest.raises(UsageError, match="begins with the policies of a plan"):
+        start_tables(Base.choosing(loaded, [POLICY, KEYDIFF]), BUDGET, {})
+    other = create_policy("snapkv", {"window": 3})
+    with pytest.raises(UsageError, match="start plan mine has policy keydiff with other parameters"):
+        start_tables(Base.choosing(loaded, [POLICY, other]), BUDGET, {"mine": joint_start(loaded)})
 
 
 def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:

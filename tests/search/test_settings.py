@@ -17,6 +17,8 @@ from kvsearch.search.settings import EvolveSettings
         ({"optimiser": "cms"}, "'cms' is unknown; did you mean 'cma'"),
         ({"optimiser": "golden"}, "needs space groups and group_size 1"),
         ({"optimiser": "golden", "group_size": 1, "space": "heads"}, "needs space groups and group_size 1"),
+        ({"optimiser": "cma", "space": "joint"}, "cma searches numbers: space joint needs mixed"),
+        ({"phases": "both", "space": "joint"}, "space joint is of the prefill phase"),
         ({"optimiser": "coordinate", "population": 4}, "coordinate has no population: leave it out"),
         ({"population": 3}, "cma needs 4 or more, got 3"),
         ({"group_size": 0}, "greater than or equal to 1"),

@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import water_fill
-from kvsearch.search.space import Basis, Group, Heads, Joint, LayerGroups, Layers, Parity, Space, basis_from_tables
+from kvsearch.search.space import (
+    Basis,
+    Group,
+    Heads,
+    Joint,
+    LayerGroups,
+    Layers,
+    Parity,
+    Phases,
+    Space,
+    basis_from_tables,
+    chosen_of,
+    placed,
+)
 from kvsearch.search.space.base import BoxSpace
 from tests.examples import at_most
 
@@ -25,17 +38,17 @@ def full(layers: int, heads: int, entries: int) -> Ints:
 # --- several phases -----------------------------------------------------------------------------------------------
 
 
-def joint(fixed: bool) -> Joint:
+def two_phases(fixed: bool) -> Phases:
     """Three layers of two heads in each of two phases; the first phase may be fixed."""
     first = np.array([[10, 20], [30, 10], [8, 12]]) if fixed else Layers(90, full(3, 2, 4))
-    return Joint([first, Group(full(3, 2, 15), [0, 1], full(3, 2, 4))])
+    return Phases([first, Group(full(3, 2, 15), [0, 1], full(3, 2, 4))])
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @given(st.data())
 @at_most(40)
 def test_every_phase_has_its_own_exact_total(fixed: bool, data: st.DataObject) -> None:
-    space = joint(fixed)
+    space = two_phases(fixed)
     coordinates = st.lists(st.floats(-1.0, 9.0), min_size=space.dimension, max_size=space.dimension)
     point = np.array(data.draw(coordinates))
     table, projected = space.budgets(point), space.project(point)
@@ -49,12 +62,12 @@ def test_every_phase_has_its_own_exact_total(fixed: bool, data: st.DataObject) -
 
 
 def test_phases_one_after_the_other() -> None:
-    space = joint(fixed=True)
-    assert (space.dimension, joint(fixed=False).dimension) == (2, 5)
+    space = two_phases(fixed=True)
+    assert (space.dimension, two_phases(fixed=False).dimension) == (2, 5)
     assert space.budgets(np.array([2.0, 0.5])).tolist() == [[10, 20], [30, 10], [8, 12], [30, 30], [8, 8], [7, 7]]
-    np.testing.assert_equal(joint(fixed=False).start, np.ones(5))
+    np.testing.assert_equal(two_phases(fixed=False).start, np.ones(5))
     with pytest.raises(UsageError, match="all parts of the table are fixed"):
-        Joint([full(2, 2, 3)])
+        Phases([full(2, 2, 3)])
     with pytest.raises(UsageError, match=r"a point of this space has shape \[2\], got \[3\]"):
         space.budgets(np.ones(3))
     with pytest.raises(UsageError, match=r"a table of this space has 6 rows, got shape \[3, 2\]"):
@@ -121,7 +134,20 @@ def parity_of(draw: st.DrawFn) -> tuple[BoxSpace, None]:
     return Parity(full(layers, heads, budget), sorted(rows), budget, floors), None
 
 
+def joint_of(draw: st.DrawFn) -> tuple[BoxSpace, int]:
+    """Two or three policies; the first table has them in turns, the second another one in each layer."""
+    floors, table, caps = draw(frames())
+    choices, layers = draw(st.integers(2, 3)), np.arange(len(table))
+    low = np.concatenate([np.minimum(floors + 2 * choice, table) for choice in range(choices)])
+    low[: len(table)] = floors
+    assume(table.sum() > low.reshape(choices, *table.shape)[layers % choices, layers].sum())
+    tables = [placed(table, (layers + turn) % choices, choices) for turn in range(draw(st.integers(1, 2)))]
+    high = np.tile(caps, (choices, 1))
+    return Joint(tables, low, high, choices, draw(st.integers(1, len(table) - 1))), int(table.sum())
+
+
 EXACT = {
+    "joint": joint_of,
     "layers": layers_of,
     "layer groups": layer_groups_of,
     "heads": heads_of,
@@ -165,7 +191,7 @@ def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str,
     assert point.tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in SPACES if name != "basis"])
+@pytest.mark.parametrize("name", [name for name in SPACES if name not in ("basis", "joint")])
 @given(st.data())
 def test_the_point_of_a_table_stands_for_that_table(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
@@ -240,6 +266,77 @@ def test_the_start_is_a_projected_point(name: str, data: st.DataObject) -> None:
     np.testing.assert_allclose(space.project(space.start), space.start, atol=1e-12)
     space.lower[:], space.upper[:], space.start[:] = 5.0, 5.0, 5.0  # copies
     assert (space.project(space.start) <= space.upper).all()
+
+
+# --- policies and multipliers -------------------------------------------------------------------------------------
+
+FIRST = np.array([[10, 30], [20, 20], [25, 15]])
+SECOND = np.array([[30, 10], [5, 15], [30, 30]])
+FLOORS = np.concatenate([full(3, 2, 4), full(3, 2, 6)])
+
+
+def joint_space(*chosen: list[int]) -> Joint:
+    tables = [placed(table, np.array(some), 2) for table, some in zip((FIRST, SECOND), chosen, strict=False)]
+    return Joint(tables, FLOORS, full(6, 2, 90), 2)
+
+
+def test_a_point_has_a_policy_and_a_multiplier_for_every_layer() -> None:
+    space = joint_space([0, 1, 0])
+    assert space.categories.tolist() == [2, 2, 2, 0, 0, 0]
+    assert space.start.tolist() == [0, 1, 0, 0, 0, 0]
+    assert space.budgets(space.start).tolist() == [[10, 30], [0, 0], [25, 15], [0, 0], [20, 20], [0, 0]]
+    more = space.budgets(np.array([0, 1, 0, 1.0, 0, 0]))
+    assert more.sum() == 120
+    assert more[0].sum() > 40
+    assert (chosen_of(more, 2) == [0, 1, 0]).all()
+
+
+def test_a_layer_that_takes_another_policy_keeps_its_total_in_the_shares_of_a_plan_that_has_it() -> None:
+    space = joint_space([0, 0, 0], [1, 1, 1])
+    moved = space.budgets(np.array([1.0, 0, 0, 0, 0, 0]))
+    assert moved[0].tolist() == [0, 0]
+    assert moved[3].tolist() == [30, 10]  # 28 above the floors of 6, shared as 24 to 4
+    assert moved[1:3].tolist() == FIRST[1:].tolist()
+    assert joint_space([0, 0, 0]).budgets(np.array([1.0, 0, 0, 0, 0, 0]))[3].tolist() == [10, 30]  # as before
+
+
+def test_start_plans_are_points_of_the_space() -> None:
+    space = joint_space([0, 1, 0], [1, 0, 1])
+    for table, chosen in ((FIRST, [0, 1, 0]), (SECOND, [1, 0, 1])):
+        whole = placed(table, np.array(chosen), 2)
+        assert space.budgets(space.point_of(whole)).tolist() == whole.tolist()
+
+
+def test_a_policy_is_the_nearest_choice() -> None:
+    space = joint_space([0, 1, 0])
+    assert space.project(np.array([0.4, 0.6, 7.0, 0, 9.0, -9.0])).tolist() == [0, 1, 1, 0, 3, -3]
+
+
+@given(st.data())
+@at_most(60)
+def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
+    space = joint_space([0, 1, 0], [1, 1, 1])
+    point = np.array(data.draw(st.lists(st.floats(-4, 4), min_size=6, max_size=6)))
+    table = space.budgets(point)
+    chosen = chosen_of(table, 2)
+    assert chosen.tolist() == space.project(point)[:3].tolist()
+    rows = table.reshape(2, 3, 2)
+    assert (rows[chosen, np.arange(3)] >= FLOORS.reshape(2, 3, 2)[chosen, np.arange(3)]).all()
+    assert not rows[1 - chosen, np.arange(3)].any()
+    assert table.sum() == 120
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Joint([FIRST], full(3, 2, 4), full(3, 2, 90), 1), "nothing is left to choose from"),
+        (lambda: Joint([placed(full(3, 2, 4), np.zeros(3, int), 2)], FLOORS, full(6, 2, 90), 2), "all at their floor"),
+        (lambda: Joint([placed(FIRST, np.zeros(3, int), 2)], FLOORS, full(6, 2, 29), 2), "has 30 entries, outside"),
+    ],
+)
+def test_nothing_to_choose(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build()
 
 
 # --- all layers ---------------------------------------------------------------------------------------------------

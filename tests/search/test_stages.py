@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.arrays import Ints
 from kvsearch.errors import UsageError
-from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity
+from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Phases, placed
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
@@ -80,7 +80,19 @@ def test_start_plans_make_the_spaces_of_heads() -> None:
     assert [table.tolist() for table in basis.inject] == [table.tolist() for table in starts.values()]
 
 
-@pytest.mark.parametrize("space", ["heads", "basis"])
+def test_policies_and_multipliers_make_one_stage() -> None:
+    choosing = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), choices=2)
+    assert (choosing.layers, choosing.total, choosing.parts) == (4, FRAME.total, [slice(0, 8)])
+    chosen = np.array([0, 1, 1, 0])
+    starts = {"uniform": placed(UNIFORM, chosen, 2), "mine": placed(PROFILE, chosen, 2)}
+    how = settings_of(space="joint", group_size=1)
+    (stage,) = stages_of(how, choosing, starts, lambda: starts["uniform"])
+    assert isinstance(stage.space, Joint)
+    np.testing.assert_equal(stage.space.budgets(stage.space.start), starts["mine"])
+    np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
+
+
+@pytest.mark.parametrize("space", ["heads", "basis", "joint"])
 def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
     with pytest.raises(UsageError, match=rf"space {space} is made of start plans: give some with --start"):
         stages({"uniform": UNIFORM, "pyramid": starts_of(FRAME)["lower"]}, space=space)
@@ -119,7 +131,7 @@ def test_groups_of_both_phases_one_after_the_other(changes: dict[str, Any]) -> N
 
 def test_all_layers_of_both_phases_at_once() -> None:
     (layers,) = stages_of(settings_of(space="layers"), BOTH, {"uniform": EVEN}, lambda: EVEN)
-    assert isinstance(layers.space, Joint)
+    assert isinstance(layers.space, Phases)
     assert layers.space.dimension == 8
     assert totals(layers.space.budgets(np.arange(8.0))) == [BOTH.total] * 2
     given = np.concatenate([PROFILE, PROFILE[::-1]])

@@ -33,7 +33,7 @@ def base(loaded: LoadedModel) -> Base:
 def test_a_policy_for_all_layers(base: Base) -> None:
     assert base.heads == (4, 2)
     assert base.floors.tolist() == [[6, 6]] * 4
-    assert base.by_layer == dict.fromkeys(range(4), POLICY)
+    assert base.by_layer == dict.fromkeys(range(4), (POLICY,))
 
 
 def test_the_policies_of_a_plan(loaded: LoadedModel) -> None:

@@ -45,7 +45,9 @@ class CandidateBank:
 
     Args:
         loaded: the model.
-        base: what ranks the entries: a policy, or one for each full-attention layer.
+        base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, one of
+            which a candidate gives entries to. Candidates are then [choices * L, Hkv], with the layers under the first
+            of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `bank_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
         full: also note what the full cache says of every answer ("kl" compares with it, exactly: the log-probabilities
@@ -66,7 +68,7 @@ class CandidateBank:
     def __init__(
         self,
         loaded: LoadedModel,
-        base: Policy | Mapping[int, Policy],
+        base: Policy | Mapping[int, Policy | Sequence[Policy]],
         samples: Sequence[BankSample],
         cap: int,
         *,
@@ -77,9 +79,10 @@ class CandidateBank:
     ) -> None:
         self.loaded, self.samples, self.cap, self.full = loaded, tuple(samples), cap, full
         policies, windows = ranking_policies(loaded.model, base), windows_of(loaded.model)
-        self.shape = (len(policies), describe(loaded.model).kv_heads)
+        choices = len(next(iter(policies.values())))
+        self.shape = (choices * len(policies), describe(loaded.model).kv_heads)
         self._check()
-        self._sizes = Sizes(loaded.model, tuple(windows.values()))
+        self._sizes = Sizes(loaded.model, tuple(windows.values()), choices)
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
         self._store = SampleStore(self._room(), folder)
         self._splitting = Splitting()

@@ -127,18 +127,23 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PrefixLayer(BankLayer):
-    """A full-attention layer: `entries` [P, S, Hkv] are how many of the stored entries of a head a candidate sees."""
+    """A full-attention layer: `entries` [P, S, C, Hkv] are how many of the stored entries of a head a candidate sees.
 
-    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens, entries: Tensor) -> None:
-        super().__init__(keys, values, suffix)
-        self.prefixes = [self._prefix(some) for some in entries]
+    They are stored once for each of C policies, `states`; a candidate has entries under one of them.
+    """
 
-    def _prefix(self, entries: Tensor) -> VisibleKV:
+    def __init__(self, states: Sequence[tuple[Tensor, Tensor]], suffix: SuffixTokens, entries: Tensor) -> None:
+        super().__init__(*states[0], suffix)
+        self.prefixes = [self._prefix(states, some) for some in entries]
+
+    def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor) -> VisibleKV:
+        choice = int(entries.sum((0, 2)).argmax())
+        (keys, values), entries = states[choice], entries[:, choice]
         fewest, most = int(entries.min()), int(entries.max())
         seen = None
         if fewest < most:
-            seen = (torch.arange(most) < entries[..., None]).to(self.keys.device)[:, :, None, None]
-        return VisibleKV(self.keys[:, :, :most], self.values[:, :, :most], seen)
+            seen = (torch.arange(most) < entries[..., None]).to(keys.device)[:, :, None, None]
+        return VisibleKV(keys[:, :, :most], values[:, :, :most], seen)
 
     def shared(self) -> Sequence[VisibleKV]:
         return self.prefixes

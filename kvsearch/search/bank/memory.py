@@ -64,9 +64,10 @@ class Need(NamedTuple):
 
 
 class Sizes:
-    """Bytes that prompts and passes take on a model with sliding windows of so many tokens."""
+    """Bytes that prompts and passes take on a model with sliding windows of so many tokens, under so many policies."""
 
-    def __init__(self, model: Any, windows: Sequence[int]) -> None:
+    def __init__(self, model: Any, windows: Sequence[int], choices: int = 1) -> None:
+        self.choices = choices
         shape, config = describe(model), text_config(model)
         item = int(model.dtype.itemsize)
         self.shape, self.windows = shape, windows
@@ -79,7 +80,7 @@ class Sizes:
 
     def stored(self, work: SampleWork) -> int:
         """Return the bytes of a prompt: the best entries of full-attention layers, and sliding windows."""
-        kept = len(self.shape.full_layers) * min(work.width, work.prompt)
+        kept = self.choices * len(self.shape.full_layers) * min(work.width, work.prompt)
         return (kept + sum(min(window - 1, work.prompt) for window in self.windows)) * self.entry
 
     def need(self, work: SampleWork) -> Need:

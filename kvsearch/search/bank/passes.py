@@ -25,13 +25,13 @@ PAD = 0  # any token will do: nothing sees it
 class Portion:
     """Samples side by side: the lengths [S] of their prompts, keys and values [S, Hkv, N, D] of every model layer.
 
-    Full-attention layers hold their best entries, best first; sliding-window layers (`windows`, in tokens, by layer)
-    their last ones, aligned on the right.
+    Full-attention layers hold their best entries, best first, once for each policy that they may have; sliding-window
+    layers (`windows`, in tokens, by layer) their last ones, aligned on the right.
     """
 
     samples: Sequence[BankSample]
     lengths: Ints
-    layers: Sequence[tuple[Tensor, Tensor]]
+    layers: Sequence[Sequence[tuple[Tensor, Tensor]]]
     windows: Mapping[int, int]
 
 
@@ -75,7 +75,7 @@ class BankReply(GreedyReply):
 
 
 class Pass:
-    """P candidates, entries per kv head [P, L, Hkv], that go on after the prompts of a portion.
+    """P candidates, entries per kv head [P, choices * L, Hkv], that go on after the prompts of a portion.
 
     The model must run the attention "kvsearch".
     """
@@ -83,14 +83,16 @@ class Pass:
     def __init__(self, model: Any, portion: Portion, candidates: Ints) -> None:
         self.model, self.portion, self.count = model, portion, len(candidates)
         self.suffix = SuffixTokens(torch.from_numpy(portion.lengths).to(model.device))
-        seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))  # [P, S, L, Hkv]
-        planned = iter(seen.unbind(2))
+        seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))
+        full = len(portion.layers) - len(portion.windows)
+        rows = seen.reshape(*seen.shape[:2], -1, full, seen.shape[-1])
+        planned = iter(rows.unbind(3))  # of each layer [P, S, choices, Hkv]
         self.cache = Cache(
             layers=[
-                WindowLayer(keys, values, self.suffix, portion.windows[index], self.count)
+                WindowLayer(*states[0], self.suffix, portion.windows[index], self.count)
                 if index in portion.windows
-                else PrefixLayer(keys, values, self.suffix, next(planned))
-                for index, (keys, values) in enumerate(portion.layers)
+                else PrefixLayer(states, self.suffix, next(planned))
+                for index, states in enumerate(portion.layers)
             ]
         )
 

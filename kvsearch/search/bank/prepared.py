@@ -28,38 +28,46 @@ from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.signals.perplexity import answer_losses
 
+Choices = tuple[Policy, ...]  # that a layer may have
+Rankings = Mapping[int, Choices]
+
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
     """One prompt of `length` tokens: keys and values [Hkv, N, D] of every model layer, and its last logits [V] fp32.
 
-    Full-attention layers are sorted by rank, sliding-window layers hold their window in the order of the tokens.
+    Full-attention layers are sorted by rank, once for each of their policies, sliding-window layers hold their window
+    in the order of the tokens.
     """
 
     length: int
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[list[tuple[Tensor, Tensor]]]
     logits: Tensor
 
 
-def prefill(model: Any, policies: Mapping[int, Policy], ids: Tensor, cap: int | None) -> Prefilled:
+def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Prefilled:
     """Read token ids [T] and keep the best `cap` entries of every head (None: all), and every sliding window.
 
     The model must run the attention "kvsearch".
     """
     require_attention("reading prompts for a search", model.config._attn_implementation)
 
-    def best(prompt: Observation) -> tuple[Tensor, Tensor]:
-        order = rank_under(policies[prompt.layer], prompt).long().argsort(-1)[..., :cap, None]
-        return prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)
+    def best(prompt: Observation) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for policy in policies[prompt.layer]:
+            order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
+            found.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
+        return found
 
     watch(model, (policy.needs() for policy in policies.values()))
     layers = stock_layers(model)
-    for index, policy in policies.items():
-        layers[index] = PromptLayer(index, [policy.needs()], rotary(model, index), best)
+    for index, some in policies.items():
+        layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
-    states = [(layer.keys, layer.values) if layer.is_sliding else layer.noted for layer in layers]
-    return Prefilled(len(ids), [(keys[0], values[0]) for keys, values in states], output.logits[0, -1].float())
+    states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
+    kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
+    return Prefilled(len(ids), kept, output.logits[0, -1].float())
 
 
 def windows_of(model: Any) -> dict[int, int]:
@@ -67,8 +75,8 @@ def windows_of(model: Any) -> dict[int, int]:
     return {index: layer.sliding_window for index, layer in enumerate(stock_layers(model)) if layer.is_sliding}
 
 
-def ranking_policies(model: Any, base: Policy | Mapping[int, Policy]) -> dict[int, Policy]:
-    """Return the policy that ranks each full-attention layer, ascending: one for all, or one for each.
+def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[Policy]]) -> dict[int, Choices]:
+    """Return the policies that rank each full-attention layer, ascending: one for all, or one or several for each.
 
     Raises:
         UsageError: what is kept at one budget is not a part of what is kept at a larger one, or a layer has no policy.
@@ -81,12 +89,14 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy]) -> dict[in
             f"{type(model).__name__} has layers of kind {', '.join(odd)}, for which prompts cannot be stored and "
             "shared by candidates: a search needs a model of full and sliding-window attention"
         )
-    policies = dict.fromkeys(layers, base) if isinstance(base, Policy) else dict(base)
+    given = dict.fromkeys(layers, base) if isinstance(base, Policy) else base
+    policies = {layer: (one,) if isinstance(one, Policy) else tuple(one) for layer, one in given.items()}
     if odd_layers := sorted(set(policies) ^ set(layers)):
         raise UsageError(f"layers {odd_layers}: a search needs a policy in every full-attention layer, and in no other")
-    for layer, policy in policies.items():
-        _require_prefixes(policy, layer)
-    check_rotary(model, policies.values())
+    for layer, some in policies.items():
+        for policy in some:
+            _require_prefixes(policy, layer)
+    check_rotary(model, {policy for some in policies.values() for policy in some})
     return {layer: policies[layer] for layer in layers}
 
 
@@ -114,7 +124,7 @@ class PreparedSamples:
     def __init__(
         self,
         model: Any,
-        policies: Mapping[int, Policy],
+        policies: Rankings,
         windows: Mapping[int, int],
         samples: Sequence[BankSample],
         cap: int,
@@ -154,17 +164,32 @@ class PreparedSamples:
             self.store.put(name, self._kept(found))
 
     def portion(self, indices: Sequence[int], widths: Sequence[int]) -> Portion:
-        """Put some samples side by side; `widths` are how many entries per head each full-attention layer must have."""
+        """Put some samples side by side; `widths` are how many entries per head each row of candidates must have."""
         samples = [self.samples[index] for index in indices]
-        wanted = {**self.windows, **dict(zip(self.policies, widths, strict=True))}
-        names = {f"{part}.{layer}": width for layer, width in wanted.items() for part in ("keys", "values")}
+        rows = [(layer, choice) for choice in range(self.choices) for layer in self.policies]
+        wanted = {
+            **{(layer, 0): width for layer, width in self.windows.items()},
+            **dict(zip(rows, widths, strict=True)),
+        }
+        names = {_name(part, *row): width for row, width in wanted.items() for part in ("keys", "values")}
         found = [self.store.get(sample.prompt_sha256, names) for sample in samples]
 
-        def together(part: str, layer: int) -> Tensor:
-            return side_by_side([states[f"{part}.{layer}"] for states in found], right=layer in self.windows)
+        def together(part: str, layer: int, choice: int) -> Tensor:
+            return side_by_side([states[_name(part, layer, choice)] for states in found], right=layer in self.windows)
 
-        layers = [(together("keys", layer), together("values", layer)) for layer in sorted(wanted)]
+        layers = [
+            [
+                (together("keys", layer, choice), together("values", layer, choice))
+                for choice in range(1 if layer in self.windows else self.choices)
+            ]
+            for layer in sorted({layer for layer, _ in wanted})
+        ]
         return self._portion(samples, layers)
+
+    @property
+    def choices(self) -> int:
+        """How many policies each layer may have."""
+        return len(next(iter(self.policies.values())))
 
     def last_logits(self, indices: Sequence[int]) -> Tensor | None:
         """Return logits [S, V] fp32 after prompts that replies follow at once; None where a question comes first."""
@@ -189,8 +214,9 @@ class PreparedSamples:
             self.given[index] = answer_losses(found.logits[None, None], sample.answer[None, :1])[0]
         if not self.full or not len(sample.answer):
             return
-        layers = [(keys[None], values[None]) for keys, values in found.layers]
-        everything = np.full((1, len(self.policies), layers[next(iter(self.policies))][0].shape[1]), found.length)
+        layers = [[(keys[None], values[None]) for keys, values in some] for some in found.layers]
+        heads = layers[next(iter(self.policies))][0][0].shape[1]
+        everything = np.full((1, self.choices * len(self.policies), heads), found.length)
         logits = Pass(self.model, self._portion([sample], layers), everything).forced()
         if logits is None:
             return
@@ -199,12 +225,14 @@ class PreparedSamples:
 
     def _kept(self, found: Prefilled) -> dict[str, Tensor]:
         kept = {}
-        for index, (keys, values) in enumerate(found.layers):
-            last = keys.shape[1] if index in self.windows else self.cap
-            kept[f"keys.{index}"], kept[f"values.{index}"] = _alone(keys[:, :last]), _alone(values[:, :last])
+        for index, some in enumerate(found.layers):
+            for choice, (keys, values) in enumerate(some):
+                last = keys.shape[1] if index in self.windows else self.cap
+                kept[_name("keys", index, choice)] = _alone(keys[:, :last])
+                kept[_name("values", index, choice)] = _alone(values[:, :last])
         return kept
 
-    def _portion(self, samples: Sequence[BankSample], layers: Sequence[tuple[Tensor, Tensor]]) -> Portion:
+    def _portion(self, samples: Sequence[BankSample], layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Portion:
         lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
         return Portion(samples, lengths, layers, self.windows)
 
@@ -214,6 +242,10 @@ def _alone(states: Tensor) -> Tensor:
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)
+
+
+def _name(part: str, layer: int, choice: int) -> str:
+    return f"{part}.{layer}.{choice}"
 
 
 def _answer_name(index: int) -> str:

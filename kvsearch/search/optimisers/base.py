@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Vector
+from kvsearch.arrays import Ints, Vector
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 
@@ -25,6 +25,7 @@ BUILT_IN = {
     "cma": "kvsearch.search.optimisers.cma:CMA",
     "coordinate": "kvsearch.search.optimisers.coordinate:Coordinate",
     "golden": "kvsearch.search.optimisers.golden:Golden",
+    "mixed": "kvsearch.search.optimisers.mixed:Mixed",
     "random": "kvsearch.search.optimisers.random:Random",
 }
 
@@ -44,6 +45,8 @@ class Problem:
         sigma: first step, in units of x; golden section search starts from the bounds instead.
         tolerance: in units of x; once steps are smaller the search is finished. Half an entry is a good value: smaller
             steps change no budget. Random search has no steps, and so no end.
+        categories: how many choices 0, 1, ... each coordinate has that stands for one of several things, [d], 0 where
+            it is a number; None: all are numbers.
 
     Raises:
         UsageError: the start is outside the bounds, or an argument is out of range.
@@ -56,9 +59,12 @@ class Problem:
     population: int | None = None
     sigma: float = 0.3
     tolerance: float = 1e-3
+    categories: Ints | None = None
 
     def __post_init__(self) -> None:
         _check_box(self.start, self.lower, self.upper)
+        if self.categories is not None and np.shape(self.categories) != self.start.shape:
+            raise UsageError(f"categories must have shape [{self.dimension}], got {list(np.shape(self.categories))}")
         for fine, problem in (
             (self.seed >= 0, f"the seed must be 0 or more, got {self.seed}"),
             (self.population is None or self.population >= 1, f"a population of {self.population} has no points"),
@@ -77,13 +83,17 @@ class Optimiser(ABC):
     """Searches the box [lower, upper] for the point with the smallest value.
 
     Raises:
-        UsageError: the optimiser does not fit the dimension, or has no population and is given one.
+        UsageError: the optimiser does not fit the dimension, has no population and is given one, or knows numbers only
+            and is given categories.
     """
 
     name: ClassVar[str]
     has_population: ClassVar[bool] = True
+    has_categories: ClassVar[bool] = False
 
     def __init__(self, problem: Problem) -> None:
+        if problem.categories is not None and np.any(problem.categories) and not self.has_categories:
+            raise UsageError(f"the optimiser {self.name} searches numbers, not choices: use the optimiser mixed")
         if problem.population is not None and not self.has_population:
             raise UsageError(f"the optimiser {self.name} has no population: leave it out")
         self.start, self.lower, self.upper = (each.copy() for each in (problem.start, problem.lower, problem.upper))
@@ -191,6 +201,7 @@ def create_optimiser(
     population: int | None = None,
     sigma: float = 0.3,
     tolerance: float = 1e-3,
+    categories: Ints | None = None,
 ) -> Optimiser:
     """Build an optimiser from its name; arguments and errors are those of `Problem` and of the optimiser."""
     if name not in BUILT_IN:
@@ -198,7 +209,7 @@ def create_optimiser(
     module, _, attribute = BUILT_IN[name].partition(":")
     built: type[Optimiser] = getattr(import_module(module), attribute)
     first, low, high = (np.array(given, dtype=np.float64) for given in (start, lower, upper))
-    return built(Problem(first, low, high, seed, population, sigma, tolerance))
+    return built(Problem(first, low, high, seed, population, sigma, tolerance, categories))
 
 
 def default_population(dimension: int) -> int:

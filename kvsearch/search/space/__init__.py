@@ -5,8 +5,9 @@ from kvsearch.search.space.base import Space
 from kvsearch.search.space.basis import Basis, basis_from_tables
 from kvsearch.search.space.group import Group, Parity
 from kvsearch.search.space.heads import Heads
-from kvsearch.search.space.joint import Joint
+from kvsearch.search.space.joint import Joint, chosen_of, placed
 from kvsearch.search.space.layers import LayerGroups, Layers
+from kvsearch.search.space.phases import Phases
 
 __all__ = [
     "Basis",
@@ -16,7 +17,10 @@ __all__ = [
     "LayerGroups",
     "Layers",
     "Parity",
+    "Phases",
     "Space",
     "Vector",
     "basis_from_tables",
+    "chosen_of",
+    "placed",
 ]

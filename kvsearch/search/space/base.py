@@ -31,6 +31,11 @@ class Space(ABC):
         return len(self.lower)
 
     @property
+    def categories(self) -> Ints:
+        """How many choices each coordinate has that stands for one of several things, [d]; 0: it is a number."""
+        return np.zeros(self.dimension, dtype=np.int64)
+
+    @property
     @abstractmethod
     def lower(self) -> Vector:
         """Least value of each coordinate, [d]."""

@@ -1,65 +1,122 @@
-"""Budgets of several phases: the points of their spaces, and their tables, one after the other."""
+"""A policy for every layer and multipliers of what its heads get, searched together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvsearch.arrays import Ints, Vector
+from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.errors import UsageError
-from kvsearch.search.space.base import Space
+from kvsearch.plan.rounding import largest_remainder, water_level
+from kvsearch.search.space.base import BoxSpace, layer_groups, table_within
+
+LEAST = 0.5  # entries: what layers without free entries count as in a logarithm
 
 
-class Joint(Space):
-    """Spaces side by side: a point is their points one after the other, a table their tables one below the other.
+def chosen_of(table: Ints, choices: int) -> Ints:
+    """Return which choice each layer of a table [choices * L, Hkv] has, [L]: the one with entries; else the first."""
+    found: Ints = table.reshape(choices, -1, table.shape[1]).any(axis=2).argmax(axis=0)
+    return found
 
-    Every space keeps its own total. A table [L, Hkv] in place of a space stays as it is.
+
+def placed(budgets: Ints, chosen: Ints, choices: int) -> Ints:
+    """Return the table [choices * L, Hkv] of budgets [L, Hkv] where each layer has a choice, [L]."""
+    layers, heads = budgets.shape
+    table = np.zeros((choices, layers, heads), dtype=np.int64)
+    table[chosen, np.arange(layers)] = budgets
+    return table.reshape(-1, heads)
+
+
+class Joint(BoxSpace):
+    """Policies of layers, and multipliers of groups of layers above the floors: k = floor + lam * exp(x_j) * free.
+
+    A table has the layers under the first choice, then under the next, [choices * L, Hkv]; a layer has entries under
+    one of them. The first L coordinates say which, the others are x_j. A layer that takes another policy keeps its
+    total, at x = 0, and its heads share it as in the first of the tables that has this policy there, or else as
+    before. lam is such that the total is right; caps bind as in water-filling, and the rest is rounded to the exact
+    total by largest remainders. The first table is the start, with x = 0.
 
     Args:
-        parts: from the top of the table to its end; at least one of them is a space.
+        tables: start plans, each int64 [choices * L, Hkv]; the first one's sum is the total.
+        floors: least entries per head of a layer that has the choice, int64 [choices * L, Hkv].
+        caps: most entries per head, int64 [choices * L, Hkv].
+        choices: how many policies there are.
+        size: layers per multiplier; the last group may have fewer.
+        reach: bound of every |x_j|.
 
     Raises:
-        UsageError: no part is a space.
+        UsageError: one choice, a table outside its bounds, nothing above the floors, or one group has all layers.
     """
 
-    def __init__(self, parts: Sequence[Space | Ints]) -> None:
-        self.parts = tuple(parts)
-        self._spaces = [part for part in self.parts if isinstance(part, Space)]
-        if not self._spaces:
-            raise UsageError("all parts of the table are fixed: nothing is left to search")
-        self._ends = np.cumsum([space.dimension for space in self._spaces])[:-1].tolist()
+    def __init__(
+        self, tables: Sequence[Ints], floors: Ints, caps: Ints, choices: int, size: int = 1, reach: float = 3.0
+    ) -> None:
+        if choices < 2:
+            raise UsageError("there is one policy: nothing is left to choose from")
+        self.choices, heads = choices, floors.shape[1]
+        stacked = (choices, len(floors) // choices, heads)
+        self._layers, self._low, self._high = stacked[1], floors.reshape(stacked), caps.reshape(stacked)
+        self._rows = np.arange(self._layers)
+        self._first = chosen_of(tables[0], choices)
+        least = self._low[self._first, self._rows]
+        base, *_ = table_within(
+            tables[0].reshape(stacked)[self._first, self._rows], least, self._high[self._first, self._rows]
+        )
+        self.total = int(base.sum())
+        if self.total <= int(least.sum()):
+            raise UsageError("the base budgets are all at their floor: nothing is left to multiply")
+        self._free = self._shares([table.reshape(stacked) for table in tables], base)
+        self._group = layer_groups(self._layers, size)
+        groups = int(self._group.max()) + 1
+        bound = np.concatenate([np.zeros(self._layers), np.full(groups, float(reach))])
+        upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, float(reach))])
+        super().__init__((len(floors), heads), -bound, upper)
 
     @property
-    def lower(self) -> Vector:
-        return np.concatenate([space.lower for space in self._spaces])
-
-    @property
-    def upper(self) -> Vector:
-        return np.concatenate([space.upper for space in self._spaces])
+    def categories(self) -> Ints:
+        return np.where(np.arange(self.dimension) < self._layers, self.choices, 0)
 
     @property
     def start(self) -> Vector:
-        return np.concatenate([space.start for space in self._spaces])
+        """The first table."""
+        return np.concatenate([self._first, np.zeros(self.dimension - self._layers)])
 
-    def budgets(self, x: Vector) -> Ints:
-        points = iter(self._split(x))
-        return np.concatenate([part.budgets(next(points)) if isinstance(part, Space) else part for part in self.parts])
+    def _shares(self, tables: Sequence[Ints], base: Ints) -> Floats:
+        """Return what heads get above the floors under each choice while no multiplier says otherwise, [C, L, Hkv]."""
+        free = np.zeros((self.choices, self._layers, base.shape[1]))
+        for choice in range(self.choices):
+            for layer in range(self._layers):
+                known = [table[choice, layer] for table in tables if table[choice, layer].any()]
+                low = self._low[choice, layer]
+                shape = np.maximum((known[0] if known else base[layer]) - low, 0).astype(np.float64)
+                wanted = max(float(base[layer].sum() - low.sum()), 0.0)
+                shape = shape if shape.any() else np.ones_like(shape)
+                free[choice, layer] = shape if shape.sum() == wanted else shape * wanted / shape.sum()
+        return free
 
-    def project(self, x: Vector) -> Vector:
-        return np.concatenate([space.project(point) for space, point in zip(self._spaces, self._split(x), strict=True)])
+    def _project(self, x: Vector) -> Vector:
+        return np.concatenate([np.rint(x[: self._layers]), x[self._layers :]])
 
-    def point_of(self, budgets: Ints) -> Vector:
-        table = np.asarray(budgets, dtype=np.int64)
-        rows = [len(part.budgets(part.start)) if isinstance(part, Space) else len(part) for part in self.parts]
-        if table.ndim != 2 or len(table) != sum(rows):
-            raise UsageError(f"a table of this space has {sum(rows)} rows, got shape {list(table.shape)}")
-        tables = np.split(table, np.cumsum(rows)[:-1].tolist())
-        pairs = zip(self.parts, tables, strict=True)
-        return np.concatenate([part.point_of(some) for part, some in pairs if isinstance(part, Space)])
+    def _table(self, x: Vector) -> Ints:
+        chosen = x[: self._layers].astype(np.int64)
+        low, high = self._low[chosen, self._rows], self._high[chosen, self._rows]
+        logs = x[self._layers :][self._group]
+        weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
+        above = self.total - int(low.sum())
+        if above < 0:
+            raise UsageError(f"a total of {self.total} is below the {int(low.sum())} entries that policies always keep")
+        shares = water_level(weights, above, 0, high - low)
+        return placed(low + largest_remainder(shares, above, 0, high - low), chosen, self.choices)
 
-    def _split(self, x: Vector) -> list[Vector]:
-        given = np.asarray(x, dtype=np.float64)
-        if given.shape != (self.dimension,):
-            raise UsageError(f"a point of this space has shape [{self.dimension}], got {list(given.shape)}")
-        return np.split(given, self._ends)
+    def _point_of(self, table: Ints) -> Vector:
+        chosen = chosen_of(table, self.choices)
+        stacked = table.reshape(self.choices, self._layers, -1)
+        above = (stacked - self._low)[chosen, self._rows].sum(axis=1)
+        free = self._free[chosen, self._rows].sum(axis=1)
+        groups = int(self._group.max()) + 1
+        sums = (np.bincount(self._group, weights=one, minlength=groups) for one in (above, free))
+        wanted, known = (np.maximum(one, LEAST) for one in sums)
+        logs = np.log(wanted / known) - math.log(max(float(above.sum()), LEAST) / max(float(free.sum()), LEAST))
+        return np.concatenate([chosen, logs])

@@ -62,14 +62,15 @@ def random_candidates(loaded: LoadedModel, count: int, most: int, seed: int = 0)
     return [rng.integers(6, most + 1, table_shape(loaded)) for _ in range(count)]
 
 
-def program_of(loaded: LoadedModel, candidate: Ints, policy: Policy = SNAPKV) -> Program:
-    """What the runtime executes for a candidate."""
-    return Program(PhaseProgram(dict.fromkeys(describe(loaded.model).full_layers, policy), lambda _: candidate))
+def program_of(loaded: LoadedModel, candidate: Ints, policy: Policy | dict[int, Policy] = SNAPKV) -> Program:
+    """What the runtime executes for a candidate, under one policy or one for each layer."""
+    policies = dict.fromkeys(describe(loaded.model).full_layers, policy) if isinstance(policy, Policy) else policy
+    return Program(PhaseProgram(policies, lambda _: candidate))
 
 
 @torch.no_grad()
 def runtime_logits(
-    loaded: LoadedModel, sample: BankSample, candidates: Sequence[Ints], policy: Policy = SNAPKV
+    loaded: LoadedModel, sample: BankSample, candidates: Sequence[Ints], policy: Policy | dict[int, Policy] = SNAPKV
 ) -> list[Tensor]:
     """Logits [A, V] of every candidate for the answer: prompt, then all that follows, through a PlanCache."""
     model, prompt, following = loaded.model, sample.prompt[None], sample.following[None]

@@ -173,7 +173,7 @@ def test_a_candidate_that_breaks_the_model_is_data(model: LoadedModel, samples: 
     """The entries ranked from 30 on are broken: candidates that keep less never see them."""
     bank = CandidateBank(model, SNAPKV, samples, 50)
     for held in bank._store._held.values():
-        held["values.1"][:, 30:] = float("nan")
+        held["values.1.0"][:, 30:] = float("nan")
     small, large = (np.full(bank.shape, budget) for budget in (25, 40))
     losses, scores = bank.losses([small, large]), bank.scores([large, small])
     assert np.isfinite(losses).tolist() == [[True] * 6, [False] * 6]

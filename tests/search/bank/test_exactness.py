@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvsearch.evaluation.runner import run_encoded
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.protocol import Protocol
 from kvsearch.policies import create_policy
@@ -22,6 +23,7 @@ from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, win
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.executors import Job
+from kvsearch.search.space import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
@@ -66,6 +68,25 @@ def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> Non
         expected = torch.stack(runtime_logits(model, sample, candidates))
         rows = sample.predicting
         assert_close(found[:, number, found.shape[2] - rows :], expected[:, len(sample.answer) - rows :])
+
+
+@families
+def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> None:
+    """Tables of two policies, one below the other, against plans of these policies."""
+    model = loaded(family)
+    keydiff = create_policy("keydiff", {"sinks": 2, "window": 3})
+    samples, budgets = samples_of(model, "question-agnostic"), random_candidates(model, 3, 60)
+    layers = describe(model.model).full_layers
+    chosen = [np.arange(len(layers)) % 2, np.zeros(len(layers), dtype=np.int64), np.ones(len(layers), dtype=np.int64)]
+    tables = [placed(table, some, 2) for table, some in zip(budgets, chosen, strict=True)]
+    with CandidateBank(model, dict.fromkeys(layers, (SNAPKV, keydiff)), samples, cap=60, full=True) as bank:
+        found, divergence = bank.losses(tables), bank.losses(tables, objective="kl")
+    for row, (table, some) in enumerate(zip(budgets, chosen, strict=True)):
+        policies = {layer: (SNAPKV, keydiff)[at] for layer, at in zip(layers, some, strict=True)}
+        expected = [losses_of(sample, runtime_logits(model, sample, [table], policies))[0] for sample in samples]
+        np.testing.assert_allclose(found[row], expected, atol=TOLERANCE)
+    with CandidateBank(model, keydiff, samples, cap=60, full=True) as alone:
+        np.testing.assert_allclose(divergence[2], alone.losses([budgets[2]], objective="kl")[0], atol=TOLERANCE)
 
 
 @protocols

@@ -38,12 +38,12 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     for row, layer in enumerate(describe(model.model).full_layers):
         for head, budget in enumerate(candidate[row]):
             kept = planned.kept_positions(layer, 0, head)
-            keys, values = (states[head, :budget] for states in found.layers[layer])
+            keys, values = (states[head, :budget] for states in found.layers[layer][0])
             assert same_rows(keys, full.layers[layer].keys[0, head, kept])
             assert same_rows(values, full.layers[layer].values[0, head, kept])
     for layer in windows_of(model.model):
-        torch.testing.assert_close(found.layers[layer][0], full.layers[layer].keys[0])
-        torch.testing.assert_close(found.layers[layer][1], full.layers[layer].values[0])
+        torch.testing.assert_close(found.layers[layer][0][0], full.layers[layer].keys[0])
+        torch.testing.assert_close(found.layers[layer][0][1], full.layers[layer].values[0])
 
 
 def same_rows(one: Tensor, two: Tensor) -> bool:
@@ -59,8 +59,8 @@ def test_no_more_than_the_cap_is_kept() -> None:
         whole, capped = prefill(model.model, policies, ids, None), prefill(model.model, policies, ids, 12)
     for layer, (states, all_states) in enumerate(zip(capped.layers, whole.layers, strict=True)):
         count = 12 if layer in policies else 15
-        assert torch.equal(states[0], all_states[0][:, :count])
-        assert states[1].shape[1] == count
+        assert torch.equal(states[0][0], all_states[0][0][:, :count])
+        assert states[0][1].shape[1] == count
 
 
 def test_windows() -> None:
@@ -113,12 +113,13 @@ def test_a_single_bad_layer_is_named(model: LoadedModel) -> None:
 @pytest.mark.parametrize("name", ["cam", "duo_attention", "streaming", "knorm"])
 def test_policies_with_one_order_are_not(model: LoadedModel, name: str) -> None:
     policy = create_policy(name)
-    assert ranking_policies(model.model, policy) == dict.fromkeys(range(4), policy)
+    assert ranking_policies(model.model, policy) == dict.fromkeys(range(4), (policy,))
 
 
 def test_a_policy_in_every_layer(model: LoadedModel) -> None:
     policies = {layer: create_policy("snapkv", {"window": layer + 1}) for layer in (3, 1, 0, 2)}
-    assert list(ranking_policies(model.model, policies).items()) == sorted(policies.items(), key=lambda pair: pair[0])
+    found = ranking_policies(model.model, policies)
+    assert list(found.items()) == [(layer, (policies[layer],)) for layer in range(4)]
     del policies[2]
     with pytest.raises(UsageError, match=r"layers \[2\]: a search needs a policy in every full-attention layer"):
         ranking_policies(model.model, policies)

@@ -10,7 +10,7 @@ from kvsearch.search.optimisers.base import create_optimiser, default_population
 
 
 def test_the_registered_names() -> None:
-    assert optimiser_names() == ["cma", "coordinate", "golden", "random"]
+    assert optimiser_names() == ["cma", "coordinate", "golden", "mixed", "random"]
 
 
 @pytest.mark.parametrize(("dimension", "points"), [(1, 4), (2, 6), (4, 8), (8, 10), (16, 12), (32, 14)])

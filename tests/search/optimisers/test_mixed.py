@@ -1,0 +1,105 @@
+"""Choices and numbers together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvsearch.arrays import Vector
+from kvsearch.errors import UsageError
+from kvsearch.search.optimisers.base import Optimiser, create_optimiser
+from tests.search.contract import OptimiserContract
+
+CATEGORIES = np.array([3, 0, 4, 0])
+
+
+class TestMixed(OptimiserContract):
+    name = "mixed"
+
+    def moved(self, points: list[Vector]) -> list[Vector]:
+        """A lattice as wide as the steps would hold them all back."""
+        return [np.round(point * 1024) / 1024 for point in points]
+
+
+def build(seed: int = 0, **options: float) -> Optimiser:
+    start, upper = [0.0, 1.0, 0.0, 1.0], [2.0, 2.0, 3.0, 2.0]
+    return create_optimiser("mixed", start, [0.0] * 4, upper, seed, categories=CATEGORIES, **options)
+
+
+def loss(point: Vector) -> float:
+    """Best at choices 2 and 1 with numbers 1.5 and 0.5; which number is best depends on the choice."""
+    first = 1.5 if point[0] == 2 else 0.2
+    return float((point[0] != 2) + (point[2] != 1) + (point[1] - first) ** 2 + (point[3] - 0.5) ** 2)
+
+
+def run(optimiser: Optimiser, generations: int = 200) -> list[list[Vector]]:
+    asked = []
+    for _ in range(generations):
+        if optimiser.finished is not None:
+            break
+        asked.append(optimiser.ask())
+        optimiser.tell(asked[-1], [loss(point) for point in asked[-1]])
+    return asked
+
+
+def test_it_finds_choices_and_numbers() -> None:
+    optimiser = build(tolerance=0.01)
+    asked = run(optimiser)
+    assert optimiser.best_guess[[0, 2]].tolist() == [2, 1]
+    assert optimiser.best_guess[[1, 3]] == pytest.approx([1.5, 0.5], abs=0.05)
+    assert optimiser.finished is not None
+    assert "no choice is better" in optimiser.finished
+    assert all(point[[0, 2]].tolist() == np.rint(point[[0, 2]]).tolist() for points in asked for point in points)
+
+
+def test_generations_take_turns_and_change_one_choice_at_a_time() -> None:
+    optimiser = build()
+    first = optimiser.ask()
+    np.testing.assert_equal(first[-1], optimiser.start)
+    changed = [np.flatnonzero(point != optimiser.start).tolist() for point in first[:-1]]
+    assert changed == [[0], [0], [2], [2], [2]]
+    optimiser.tell(first, [1.0] * len(first))
+    numbers = optimiser.ask()
+    assert all(point[[0, 2]].tolist() == [0, 0] for point in numbers)
+    assert len(numbers) == 8
+
+
+def test_a_small_population_takes_coordinates_in_turn() -> None:
+    optimiser = build(population=3)
+    seen = []
+    for _ in range(4):
+        points = optimiser.ask()
+        seen.append({int(at) for point in points for at in np.flatnonzero(point != optimiser.start)})
+        optimiser.tell(points, [1.0] * len(points))
+    assert seen[0] == {0}
+    assert seen[2] == {2}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 7])
+def test_it_is_replayed_with_choices(cut: int) -> None:
+    first = build()
+    asked = run(first, 12)
+    fresh = build()
+    for points in asked[:cut]:
+        fresh.ask()
+        fresh.tell(points, [loss(point) for point in points])
+    np.testing.assert_equal(fresh.ask(), asked[cut])
+
+
+def test_choices_alone() -> None:
+    optimiser = create_optimiser("mixed", [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 4]))
+    for _ in range(20):
+        if optimiser.finished is not None:
+            break
+        points = optimiser.ask()
+        optimiser.tell(points, [abs(point[0] - 2) + abs(point[1] - 3) for point in points])
+    assert optimiser.best_guess.tolist() == [2, 3]
+    assert optimiser.finished is not None
+
+
+@pytest.mark.parametrize("name", ["cma", "coordinate", "random"])
+def test_optimisers_of_numbers_refuse_choices(name: str) -> None:
+    with pytest.raises(UsageError, match="searches numbers, not choices: use the optimiser mixed"):
+        create_optimiser(name, [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 0]))
+    with pytest.raises(UsageError, match=r"categories must have shape \[2\], got \[1\]"):
+        create_optimiser(name, [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([0]))
