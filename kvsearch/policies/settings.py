@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from kvsearch.errors import UsageError
 from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import create_policy
@@ -16,10 +18,11 @@ def protecting_like(policy: Policy, other: Policy) -> Policy:
     Raises:
         UsageError: it cannot.
     """
-    known = policy.parameters()
-    recent = next((name for name in RECENT if name in known), None)
-    wanted = {SINKS: other.sink_count, **({} if recent is None else {recent: other.recent_count})}
-    found = create_policy(policy.name, {**known, **{name: value for name, value in wanted.items() if name in known}})
+    known = {field.name for field in fields(policy)}
+    recent = next((name for name in RECENT if name in known), "")
+    wanted = {SINKS: other.sink_count, recent: other.recent_count}
+    alike = {name: value for name, value in wanted.items() if name in known}
+    found = create_policy(policy.name, {**policy.parameters(), **alike})
     if (found.sink_count, found.recent_count) != (other.sink_count, other.recent_count):
         raise UsageError(
             f"policy {policy.name} cannot keep the {other.sink_count} first and {other.recent_count} last entries that "

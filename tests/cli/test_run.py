@@ -219,8 +219,8 @@ def test_policies_are_compared_with_equally_many_recent_entries() -> None:
     protecting = [(name, field) for name in policy_names() for field in fields(policy_class(name))]
     assert set(PROTECTED) == {name for name, one in protecting if one.name == "protect" and one.default == AS_WINDOW}
     policies = RunOptions.of(model="bundled", budget=8, output=Path("x")).curves(["snapkv", "cake", "keydiff"], ())
-    assert [policy.recent_count for policy in policies.policies()] == [8, 8, 1]
-    assert [policy.sink_count for policy in policies.policies()] == [4, 0, 4]
+    assert [policy.recent_count for policy in policies.policies()] == [8, 8, 8]
+    assert [policy.sink_count for policy in policies.policies()] == [4, 4, 4]
 
 
 def test_the_recipe_that_is_shipped() -> None:

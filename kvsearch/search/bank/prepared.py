@@ -59,7 +59,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Pre
             found.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
         return found
 
-    watch(model, (policy.needs() for policy in policies.values()))
+    watch(model, (policy.needs() for some in policies.values() for policy in some))
     layers = stock_layers(model)
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
