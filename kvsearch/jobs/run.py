@@ -50,6 +50,7 @@ SIZE, FITTED = "How much is kept", "What is fitted"
 SIZES = ("budget", "ratio", "budgets", "smallest")
 FIT, CURVES, CHOICE, PLAN, REPORT = "fit", "curves", "choice", "plan.json", "run.json"
 WRITTEN = (FIT, CURVES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
+FIRST = 0.25  # of the contexts to choose by: what the first stage asks
 RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe, "query_bank": CalibrateQueryBank}
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
@@ -447,7 +448,9 @@ class _Run:
         options, known = self.options, measured.contexts
         settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
         found = find_contenders(self.loaded, measured, size)
-        contest = prepare_contest(self.loaded, found, options.questions("select"), settings, Rule(), size)
+        # a few candidates need few questions to be ranked: most are for what is decided on
+        rule = Rule(share=FIRST)
+        contest = prepare_contest(self.loaded, found, options.questions("select"), settings, rule, size)
         choice = OverallChoice(contest, size, options.questions("report"))
         choice.check()
         return choice
