@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,9 +239,19 @@ class Ran:
         if not self.asked:
             yield "this run was finished: nothing was left to do"
         yield f"wrote {', '.join(map(str, files))}"
-        model, first = self.options.model, files[0]
-        yield f"next: kvsearch show {first}"
-        yield f'next: kvsearch generate {model} --plan {first} --context @FILE --prompt "..."'
+        yield f"next: {shlex.join(['kvsearch', 'show', str(files[0])])}"
+        yield f"next: {shlex.join(['kvsearch', *self._evaluation(files[0])])}"
+
+    def _evaluation(self, plan: Path) -> Iterator[str]:
+        """Yield the words of a command that evaluates a plan on the tasks of the run."""
+        options = self.options
+        yield from ("evaluate", options.model, "--plan", str(plan))
+        if options.tasks is not None:
+            yield from ("--tasks", options.tasks)
+        for name, (_, option) in TaskDetails.offered().items():
+            value = getattr(options, name)
+            if value is not None and not (name == "data" and options.tasks is None):
+                yield from (option.called(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
 @job(RunOptions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,7 +70,12 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert f"{budget} entries per kv head: {outcome['decision']}" in talk
         assert "full cache minus plan" in found["words"][1]
         assert found["words"][1] in talk
-    assert f"next: kvsearch show {directory / 'plan-40.json'}" in talk
+    following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
+    assert [words[0] for words in following] == ["show", "evaluate"]
+    code, _, talk_of_next = invoke(*following[0])
+    assert code == 0, talk_of_next
+    code, _, talk_of_next = invoke(*following[1], "--samples", 1)
+    assert code == 0, talk_of_next
     assert "1/5 fitting the ranking probe" in talk  # two fits, a measurement, two sizes
 
 
