@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint bench train clean
+.PHONY: setup demo test quick ci lint interop bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -33,6 +33,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
+interop: setup
+	cd benchmarks && ../$(BIN)/python -c "import compare_kvpress as it; it.side.ensure_environment(it.ENVIRONMENT, None)"
+	$(BIN)/python -m pytest -q tests/interop
 
 bench: setup
 	$(BIN)/python benchmarks/bench_decode.py --batch 1

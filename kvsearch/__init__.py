@@ -4,7 +4,8 @@ The verbs of the command line are functions here, with the same options as keywo
 
     profile = kvsearch.calibrate("bundled", output="runs/snapkv", questions=8)
     plan = kvsearch.export("runs/snapkv", ratio=0.8, output="plan.json")
-    planned = kvsearch.attach(model, plan)  # planned.generate(...) runs on the smaller cache
+    with kvsearch.attach(model, plan) as planned:
+        planned.generate(...)  # runs on the smaller cache
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvsearch.jobs.calibrate import calibrate
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
-    from kvsearch.jobs.export import export
+    from kvsearch.jobs.export import export, export_to
     from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
     from kvsearch.jobs.validate import validate
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
-    "load_profile": "kvsearch.plan.profile",
+    "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
     **{
         verb: f"kvsearch.jobs.{verb}"
         for verb in ("calibrate", "evaluate", "evolve", "export", "run", "select", "validate")
@@ -40,7 +41,7 @@ _HOMES = {
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "evaluate", "evolve",
-    "export", "load_plan", "load_profile", "run", "select", "validate",
+    "export", "export_to", "load_plan", "load_profile", "run", "select", "validate",
 ]  # fmt: skip
 
 

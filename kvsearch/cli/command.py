@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,24 +22,30 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def command(
-    options: type[Checked], *, json: bool = True, dry_run: bool = False
+    options: type[Checked], *, json: bool = True, dry_run: bool = False, eager: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[Checked, Console], None]], Callable[..., None]]:
     """Make a command of a function that takes checked options and a console.
 
-    Errors become messages and exit codes. `json` and `dry_run` say whether the command has these flags.
+    Errors become messages and exit codes. `json` and `dry_run` say whether the command has these flags; `eager` ones
+    have a callback of their own that answers them, before anything else is asked for.
     """
     left_out = {name for name, wanted in (("as_json", json), ("dry_run", dry_run)) if not wanted}
 
     def decorated(function: Callable[[Checked, Console], None]) -> Callable[..., None]:
         general = list(_general(left_out))
         context = inspect.Parameter("typer_context", KEYWORD, annotation=typer.Context)
-        parameters = [context, *_own(options), *general]
+        answered = {
+            name: inspect.Parameter(name, KEYWORD, default=False, annotation=Annotated[bool, about])
+            for name, about in (eager or {}).items()
+        }
+        parameters = [context, *_own(options), *answered.values(), *general]
         negated = [name for name, (_, option) in options.offered().items() if option.negated]
 
         @functools.wraps(function)
         def wrapped(typer_context: typer.Context, **values: Any) -> None:
             console = Console(**{one.name: values.pop(one.name) for one in general})
-            typed = {name: value for name, value in values.items() if _is_typed(typer_context, name)}
+            asked = (name for name in values if name not in answered and _is_typed(typer_context, name))
+            typed = {name: values[name] for name in asked}
             typed |= {name: False for name in negated if name in typed}
             code = console.run(lambda: function(options.of(**typed), console))
             if code:

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
 from kvsearch.cli.plan_output import make, written
 from kvsearch.jobs.export import ExportOptions
+from kvsearch.jobs.targets import PLAN
 
 if TYPE_CHECKING:
+    from kvsearch.exporters.base import Exported
     from kvsearch.plan import PhasePlan
 
 
-@command(ExportOptions, dry_run=True)
+def list_targets(asked: bool) -> None:
+    """Say which targets there are and what of a plan they keep."""
+    if not asked:
+        return
+    from rich.text import Text
+
+    from kvsearch.exporters import TARGETS, exporter_of
+    from kvsearch.report.screen import listing
+
+    table = listing("targets of export --to", ["target", "read by", "keeps"])
+    for name in TARGETS:
+        target = exporter_of(name)
+        table.add_row(*map(Text, (name, target.tool, target.keeps)))
+    Console().out.print(table)
+    raise typer.Exit
+
+
+LIST = typer.Option("--list", is_eager=True, callback=list_targets, help="List the targets of --to, and stop.")
+
+
+@command(ExportOptions, dry_run=True, eager={"listed": LIST})
 def export(options: ExportOptions, console: Console) -> None:
     """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
 
@@ -23,10 +47,16 @@ def export(options: ExportOptions, console: Console) -> None:
     Examples: kvsearch export runs/snapkv --ratio 0.8 -o plan.json
 
     kvsearch export runs/polykv --budget 512 --budget-signal entropy -o plan.json
+
+    kvsearch export plan.json --to folder -o deploy
     """
     from kvsearch.jobs import export as jobs
     from kvsearch.strategies.from_signals import SIGNAL_BUDGET
 
+    if options.to != PLAN:
+        found = options.for_target(console) if console.dry_run else jobs.export_to(options, talk=console)
+        _say_target(found, options, console)
+        return
     plan = make(jobs.export, options, console)
     parts = {name: part for name in ("prefill", "decode") if (part := getattr(plan, name)) is not None}
     shown = parts if SIGNAL_BUDGET in plan.provenance.settings else {}  # what every phase of a strategy does
@@ -41,6 +71,22 @@ def export(options: ExportOptions, console: Console) -> None:
     console.say(written(plan, options, console))
     for name, part in shown.items():
         console.say(f"{name}: {_in_words(part)}")
+
+
+def _say_target(found: Exported, options: ExportOptions, console: Console) -> None:
+    """Say where the files of a target are, what they lost, and how they are loaded."""
+    usage = [line.format(path=str(options.output)) for line in found.usage]
+    if console.as_json:
+        losses = [{"what": loss.what, "entries": loss.entries} for loss in found.losses]
+        files = [str(options.output / name) for name in found.files]
+        summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
+        console.print_json(summary)
+        return
+    verb = "would write" if console.dry_run else "wrote"
+    lost = "nothing is lost" if not found.losses else f"{len(found.losses)} things are lost"
+    console.say(f"{verb} {options.output} for {options.to}: {lost}")
+    for line in usage:
+        console.say(f"  {line}")
 
 
 def _patterns(phase: PhasePlan) -> dict[str, list[int]]:

@@ -15,8 +15,10 @@ from kvsearch.jobs.groups import BUDGET, Names
 from kvsearch.jobs.plan_files import PlanOptions, Sized
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.targets import PLAN, Targeted, upload, write_files
 
 if TYPE_CHECKING:
+    from kvsearch.exporters.base import Exported
     from kvsearch.plan import Plan, Profile, Size
     from kvsearch.strategies.from_signals import Strategy
 
@@ -27,12 +29,12 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False  # 0 is
 
 
-class ExportOptions(PlanOptions, Sized):
-    """The profile, the size of the plan, and how PolyKV's signals become one."""
+class ExportOptions(PlanOptions, Sized, Targeted):
+    """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
     job: ClassVar[str] = "export"
 
-    profile: Annotated[Path, Option("Directory or file that `calibrate` wrote.", argument=True)]
+    profile: Annotated[Path, Option("Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)]
     join: Annotated[
         tuple[Path, ...],
         Repeated,
@@ -92,6 +94,31 @@ class ExportOptions(PlanOptions, Sized):
         Option("So many layers keep the whole cache, at its full cost.", panel=PANEL, shown="none"),
     ] = None
     allow_harmful: Annotated[bool, Option("Use signals that `validate` judged harmful.", panel=PANEL)] = False
+
+    def for_target(self, talk: Talk) -> Exported:
+        """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
+
+        Raises:
+            UsageError: there is no such target, it needs a profile, or as `make`.
+            IncompatibleError: the target cannot express all of it, and `lossy` is off.
+        """
+        from kvsearch.exporters import exporter_of
+        from kvsearch.exporters.base import ProfileExporter
+        from kvsearch.plan import load_plan, load_profile
+        from kvsearch.plan.saved import FOLDER_PLAN
+
+        exporter, path = exporter_of(self.to), self.profile
+        if self.push_to_hub is not None and (self.to != "folder" or self.offline):
+            raise UsageError("--push-to-hub is for --to folder, and not with --offline")
+        of_plan = (path / FOLDER_PLAN).is_file() if path.is_dir() else path.suffix != ".safetensors"
+        if isinstance(exporter, ProfileExporter):
+            if of_plan:
+                raise UsageError(f"target {self.to} is made of a profile, at all sizes: give the directory of one")
+            found = exporter.export(load_profile(profile_file(path)))
+        else:
+            found = self.converted(load_plan(path) if of_plan else self.make(talk), self.length, talk)
+        self.refuse_loss(found)
+        return found
 
     def make(self, talk: Talk) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
@@ -200,4 +227,24 @@ def export(options: ExportOptions, talk: Talk) -> Plan:
             plan that is there already.
         EnvironmentFault: a file cannot be read or written.
     """
+    if options.to != PLAN:
+        raise UsageError(f"export() writes plan files: call export_to() for target {options.to!r}")
     return options.write(talk)
+
+
+@job(ExportOptions)
+def export_to(options: ExportOptions, talk: Talk) -> Exported:
+    """Write a plan, or what a profile knows, in the files of another tool (`to`), and return what that loses.
+
+    Raises:
+        UsageError: as `export`, or there is no such target.
+        IncompatibleError: the target cannot express all of it, and `lossy` is off.
+        EnvironmentFault: a file cannot be written, or the hub does not take the folder.
+    """
+    found = options.for_target(talk)
+    for line in found.describe():
+        talk.warn(f"lost: {line}")
+    write_files(found, options.output, options.force)
+    if options.push_to_hub is not None:
+        talk.say(f"uploaded to {upload(options.output, options.push_to_hub)}")
+    return found

@@ -103,7 +103,7 @@ def test_a_hand_edited_file_lists_all_its_mistakes(path: Path) -> None:
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         load_plan(tmp_path / "none.json")
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="there is no file"):
         load_plan(tmp_path)
     with pytest.raises(UsageError, match="null byte"):
         load_plan("a\0b")

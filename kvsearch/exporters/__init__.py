@@ -1,0 +1,35 @@
+"""Plans and profiles for other tools: one exporter per target, by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvsearch.errors import UsageError
+from kvsearch.naming import suggest
+
+if TYPE_CHECKING:
+    from kvsearch.exporters.base import Exporter
+
+TARGETS = {
+    "folder": "kvsearch.exporters.folder:Folder",
+    "kvpress-lukv": "kvsearch.exporters.kvpress:KvpressLukv",
+    "kvpress-layers": "kvsearch.exporters.kvpress:KvpressLayers",
+    "duo": "kvsearch.exporters.heads:DuoAttention",
+    "headkv": "kvsearch.exporters.heads:HeadKV",
+    "attention-matching": "kvsearch.exporters.heads:AttentionMatching",
+    "sparse-vllm": "kvsearch.exporters.layers:SparseVLLM",
+    "spectralkv": "kvsearch.exporters.layers:SpectralKV",
+    "trtllm-windows": "kvsearch.exporters.windows:TensorRTLLM",
+    "vllm-windows": "kvsearch.exporters.windows:VLLM",
+    "openvino": "kvsearch.exporters.windows:OpenVINO",
+}
+
+
+def exporter_of(target: str) -> Exporter:
+    """Return the exporter of a target; UsageError if there is none of that name."""
+    if target not in TARGETS:
+        raise UsageError(f"unknown target {target!r}{suggest(target, list(TARGETS))}")
+    module, _, name = TARGETS[target].partition(":")
+    found: Exporter = getattr(import_module(module), name)()
+    return found

@@ -1,0 +1,232 @@
+"""The Exporter seam: a plan in the words of another tool, and what these words cannot say.
+
+An exporter makes files out of a plan and lists what is lost on the way, in entries where that can be counted. Nothing
+is lost in silence: what a target has no word for is a `Loss`. `read` tells what the target makes of the files, and so
+proves what was said to be lost and what was not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from kvsearch.arrays import Ints
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import Architecture
+from kvsearch.plan import LayerPlan, ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
+
+SINGLE = ""  # the name of the one file of a target that is no folder
+
+
+class Loss(NamedTuple):
+    """Something of a plan that a target cannot express; `entries` of the plan are concerned, None: not countable."""
+
+    what: str
+    entries: int | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a target gets: files by name, what they cannot say, and how they are loaded.
+
+    The file called `SINGLE` is written at the path itself, others into the folder at that path. In lines of `usage`,
+    {path} stands for it. `total` counts the entries of the plan.
+    """
+
+    files: Mapping[str, bytes]
+    losses: tuple[Loss, ...]
+    total: int
+    usage: tuple[str, ...]
+
+    def describe(self) -> list[str]:
+        """Return a line for every loss, with entries and percent where they were counted."""
+        return [
+            loss.what
+            if loss.entries is None
+            else f"{loss.what}: {loss.entries:,} of {self.total:,} entries ({100 * loss.entries / self.total:.1f}%)"
+            for loss in self.losses
+        ]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The prefill budgets of a plan at one prompt length: `entries` [L, Hkv] of all layers of the model.
+
+    A layer that is not planned holds the whole prompt. `length` is None where the plan is for no length and none was
+    asked for.
+    """
+
+    plan: Plan
+    entries: Ints
+    length: int | None
+
+    @classmethod
+    def of(cls, plan: Plan, length: int | None = None) -> Budgets:
+        """Read them off a plan, scaled to prompts of `length` tokens where they follow the prompt.
+
+        Raises:
+            IncompatibleError: the plan has no prefill phase.
+            UsageError: the plan leaves layers alone, and what they hold cannot be known without a length.
+        """
+        if plan.prefill is None:
+            raise IncompatibleError("the plan evicts while decoding only, and other tools are told budgets of a prompt")
+        at = length or plan.length
+        if at is None and None in plan.prefill.layers:
+            raise UsageError("the plan leaves some layers their whole cache: give the --length of your prompts")
+        entries = np.full((plan.model.layers, plan.model.kv_heads), at or 0, dtype=np.int64)
+        # without a length budgets are fixed, and no prompt is shorter than all of them together
+        entries[list(plan.prefill.planned_layers)] = budgets_at(plan, "prefill", at or plan.prefill.total)
+        return cls(plan, entries, at)
+
+    @property
+    def layers(self) -> list[LayerPlan]:
+        """The planned layers."""
+        assert self.plan.prefill is not None
+        return [layer for layer in self.plan.prefill.layers if layer is not None]
+
+    @property
+    def total(self) -> int:
+        return int(self.entries.sum())
+
+    @property
+    def known_length(self) -> int:
+        """The prompt length; UsageError where there is none."""
+        if self.length is None:
+            raise UsageError("the target is told shares of a prompt and the plan is for no length: give --length")
+        return self.length
+
+    @property
+    def shares(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """What is kept of the prompt, [L, Hkv] in 0 to 1; UsageError as `known_length`."""
+        return self.entries / self.known_length
+
+    @property
+    def per_layer(self) -> list[int]:
+        """Entries per kv head of each layer, the mean over its heads, rounded down."""
+        return [int(row.sum()) // len(row) for row in self.entries]
+
+    @property
+    def policy(self) -> PolicySpec:
+        """The policy of most entries."""
+        counts: dict[str, tuple[int, PolicySpec]] = {}
+        for layer in self.layers:
+            key = layer.policy.model_dump_json()
+            counts[key] = (counts.get(key, (0, layer.policy))[0] + sum(layer.budget), layer.policy)
+        return max(counts.values(), key=lambda pair: pair[0])[1]
+
+    def entries_of(self, differs: Callable[[PolicySpec], bool]) -> int:
+        """Count the entries of layers whose policy differs."""
+        assert self.plan.prefill is not None
+        rows = zip(self.plan.prefill.layers, self.entries, strict=True)
+        return int(sum(row.sum() for layer, row in rows if layer is not None and differs(layer.policy)))
+
+
+class Exporter(ABC):
+    """A target: another tool, or a form in which a plan is handed on."""
+
+    name: ClassVar[str]
+    tool: ClassVar[str]  # who reads it
+    keeps: ClassVar[str]  # what survives, for people
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a target is told besides the plan: a prompt length in tokens, and the model where it needs one."""
+
+    length: int | None = None
+    architecture: Architecture | None = None
+
+    @property
+    def known_architecture(self) -> Architecture:
+        """The shape of the model; UsageError where it was not given."""
+        if self.architecture is None:
+            raise UsageError("the target is told of query heads, which a plan does not know: give --model")
+        return self.architecture
+
+
+class PlanExporter(Exporter):
+    """A target that is told the budgets of a plan."""
+
+    needs_model: ClassVar[bool] = False  # its shape
+
+    @abstractmethod
+    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:
+        """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
+
+        Raises:
+            UsageError: a length or the model is needed.
+            IncompatibleError: the target has no word for such a plan at all.
+        """
+
+    @abstractmethod
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Return the entries [L, Hkv] that the target makes of its files at a prompt of `length` tokens."""
+
+
+class ProfileExporter(Exporter):
+    """A target that is told what was measured, for all sizes at once."""
+
+    @abstractmethod
+    def export(self, profile: Profile) -> Exported:
+        """Make the files.
+
+        Raises:
+            UsageError: the profile has not what the target needs.
+            IncompatibleError: the target has no word for it.
+        """
+
+
+def ranks_as(budgets: Budgets, *names: str) -> list[Loss]:
+    """Return the loss of layers whose policy is not one of `names`, the only ones that the target has."""
+    other = budgets.entries_of(lambda spec: spec.name not in names)
+    return [Loss(f"the target picks entries as {names[0]} does, other policies do not", other)] if other else []
+
+
+def written_off(planned: Ints, written: Ints) -> int:
+    """Count the entries of a plan that a target does not hold where they were planned."""
+    return int(np.maximum(planned - written, 0).sum())
+
+
+def budget_loss(planned: Ints, written: Ints, what: str) -> list[Loss]:
+    """Return what is lost between two sets of budgets [L, Hkv], nothing if they are the same."""
+    return [] if np.array_equal(planned, written) else [Loss(what, written_off(planned, written))]
+
+
+def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
+    """Return what no target has that is told static budgets of prompts.
+
+    `proportional`: whether the target's budgets follow the prompt (True), are numbers (False), or are shares of a
+    total that it is told elsewhere (None).
+    """
+    plan, losses = budgets.plan, []
+    if plan.decode is not None:
+        losses.append(Loss("eviction while decoding is left out"))
+    if plan.allocation.name != "static":
+        losses.append(Loss(f"budgets that {plan.allocation.name} shares out anew for every prompt become fixed ones"))
+    if proportional is True and plan.scaling == "fixed":
+        losses.append(Loss(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only"))
+    if proportional is False and plan.scaling == "proportional":
+        losses.append(Loss(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens"))
+    return losses
+
+
+def one_policy(budgets: Budgets) -> list[Loss]:
+    """Return the loss of layers that rank by another policy than most entries."""
+    spec = budgets.policy
+    other = budgets.entries_of(lambda found: found != spec)
+    return [Loss(f"layers that do not rank by {spec.name} do so there", other)] if other else []
+
+
+def same_for_heads(entries: Sequence[int], heads: int) -> Ints:
+    """Return budgets [L, Hkv] of so many entries per head in every layer."""
+    return np.repeat(np.array(entries, dtype=np.int64)[:, None], heads, axis=1)
+
+
+def heads_lost(budgets: Budgets) -> list[Loss]:
+    """Return the loss where all heads of a layer keep as many entries."""
+    even = same_for_heads(budgets.per_layer, budgets.plan.model.kv_heads)
+    return budget_loss(budgets.entries, even, "budgets of single heads: all heads of a layer keep the same number")

@@ -1,0 +1,109 @@
+"""kvsearch export --to: a plan or profile in the files of another tool, or as a folder to share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from kvsearch.config.options import Option
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.jobs.groups import Loading
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.files import atomic_write
+
+if TYPE_CHECKING:
+    from kvsearch.exporters.base import Exported
+    from kvsearch.plan import Plan
+
+PANEL = "Other tools"
+PLAN = "plan"  # the target of every other kind of export: one plan file
+
+
+class Targeted(Loading):
+    """Who the plan is for."""
+
+    to: Annotated[
+        str, Option("plan: a plan file; or a target of --list.", metavar="TARGET", panel=PANEL, recorded=False)
+    ] = PLAN
+    lossy: Annotated[
+        bool, Option("Write it though the target cannot express all of the plan.", panel=PANEL, recorded=False)
+    ] = False
+    model: Annotated[
+        str | None, Option("The model, for targets that are told of its query heads.", panel=PANEL, recorded=False)
+    ] = None
+    push_to_hub: Annotated[
+        str | None,
+        Option(
+            "With --to folder: upload the folder to this repository of the hub, made private if it is new.",
+            metavar="USER/NAME",
+            panel=PANEL,
+            recorded=False,
+        ),
+    ] = None
+
+    def converted(self, plan: Plan, length: int | None, talk: Talk) -> Exported:
+        """Make the files of a target that is told of a plan; raises as its exporter."""
+        from kvsearch.exporters import exporter_of
+        from kvsearch.exporters.base import Inputs, PlanExporter
+
+        exporter, shape = exporter_of(self.to), None
+        assert isinstance(exporter, PlanExporter)
+        if exporter.needs_model and self.model is None:
+            raise UsageError(f"target {self.to} is told of query heads, which a plan does not know: give --model")
+        if exporter.needs_model and self.model is not None:
+            from kvsearch.models.architecture import describe
+
+            loaded = self.load(self.model, talk)
+            plan.model.require(loaded.fingerprint, "the plan")
+            shape = describe(loaded.model)
+        return exporter.export(plan, Inputs(length, shape))
+
+    def refuse_loss(self, found: Exported) -> None:
+        """Raise IncompatibleError if something is lost, unless that was asked for."""
+        if found.losses and not self.lossy:
+            raise IncompatibleError(
+                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; --lossy to write it "
+                "all the same"
+            )
+
+
+def write_files(found: Exported, path: Path, force: bool) -> None:
+    """Write the files of a target at `path`, or into the folder at `path`.
+
+    Raises:
+        UsageError: something is there already, and `force` is off, or it is a folder in place of a file or vice versa.
+        EnvironmentFault: they cannot be written.
+    """
+    from kvsearch.exporters.base import SINGLE
+
+    if SINGLE in found.files:
+        atomic_write(path, found.files[SINGLE], overwrite=force)
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
+    taken = [name for name in found.files if (path / name).exists()]
+    if taken and not force:
+        raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
+    path.mkdir(parents=True, exist_ok=True)
+    for name, data in found.files.items():
+        atomic_write(path / name, data)
+
+
+def upload(path: Path, repository: str) -> str:
+    """Upload a folder to the Hugging Face hub; a repository that is new is private. Returns its address.
+
+    Raises:
+        EnvironmentFault: nobody is logged in, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    from kvsearch.errors import EnvironmentFault
+
+    hub = HfApi(library_name="kvsearch")
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=path, commit_message="Plan made by kvsearch")
+    except Exception as error:  # of the hub, of its HTTP library, of the network
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentFault(f"{path} is written, but cannot be uploaded to {repository}: {reason}") from error
+    return f"https://huggingface.co/{repository}"

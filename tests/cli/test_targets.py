@@ -1,0 +1,111 @@
+"""`kvsearch export --to`: exit codes, what is said, and what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsearch.plan import load_plan, save_plan
+from kvsearch.plan.profile import save_profile
+from tests.cli.conftest import Run
+from tests.plan.builders import make_plan, make_profile
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    budgets = [[10, 6], [4, 12]]
+    layers = [{"policy": {"name": "keydiff", "params": {}}, "budget": budget} for budget in budgets]
+    save_plan(make_plan(budgets, prefill={"layers": layers}), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp_path: Path) -> None:
+    command = ("export", plan, "--to", "trtllm-windows", "-o", tmp_path / "windows.yaml")
+    code, out, talk = run(*command)
+    assert (code, out) == (4, "")
+    assert "budgets are windows of whole layers: 6 of 32 entries (18.8%)" in talk
+    assert "--lossy" in talk
+    assert not (tmp_path / "windows.yaml").exists()
+    code, out, talk = run(*command, "--lossy", "--json")
+    assert code == 0, talk
+    assert json.loads(out)["losses"][0] == {"what": "budgets are windows of whole layers", "entries": 6}
+    assert (tmp_path / "windows.yaml").read_text() == (
+        "kv_cache_config:\n  max_attention_window:\n  - 8\n  - 8\n  sink_token_length: 0\n"
+    )
+    code, _, talk = run(*command, "--lossy")
+    assert code == 2
+    assert "exists" in talk
+
+
+def test_a_dry_run_writes_nothing(run: Run, plan: Path, tmp_path: Path) -> None:
+    code, _, talk = run("export", plan, "--to", "folder", "-o", tmp_path / "deploy", "--dry-run")
+    assert (code, (tmp_path / "deploy").exists()) == (0, False)
+    assert "would write" in talk
+
+
+def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> None:
+    code, _, talk = run("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
+    assert code == 0, talk
+    assert "nothing is lost" in talk
+    assert load_plan(tmp_path / "deploy") == load_plan(plan)
+    code, _, talk = run("export", tmp_path / "deploy", "--to", "attention-matching", "--lossy", "-o", tmp_path / "a")
+    assert code == 0, talk
+    shares = json.loads((tmp_path / "a").read_text())
+    assert shares == {"L0H0": 10 / 32, "L0H1": 6 / 32, "L1H0": 4 / 32, "L1H1": 12 / 32}
+
+
+def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Path) -> None:
+    profile = make_profile(policy={"name": "keydiff", "params": {}})
+    save_profile(profile, tmp_path / "profile.safetensors")
+    code, _, talk = run("export", tmp_path / "profile.safetensors", "--to", "kvpress-lukv", "-o", tmp_path / "c.npy")
+    assert code == 0, talk
+    assert "LUKVPress(KeyDiffPress(), compression_ratio=0.8, sink=0, window=0)" in talk
+    curves = np.load(tmp_path / "c.npy")
+    assert curves.shape == (99, 3, 2)
+    np.testing.assert_array_equal(curves[:, [0, 2]], profile.arrays["evicted_ratio"])
+    assert not curves[:, 1].any()
+    layers = (
+        "export",
+        tmp_path / "profile.safetensors",
+        "--to",
+        "kvpress-layers",
+        "--lossy",
+        "-o",
+        tmp_path / "l.json",
+    )
+    assert run(*layers)[0] == 2  # of which size?
+    code, _, talk = run(*layers, "--ratio", "0.5")
+    assert code == 0, talk
+    code, _, talk = run("export", plan, "--to", "kvpress-lukv", "-o", tmp_path / "d.npy")
+    assert code == 2
+    assert "is made of a profile" in talk
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (("--to", "vllm-window"), 2, "unknown target 'vllm-window'; did you mean 'vllm-windows'?"),
+        (("--to", "headkv"), 2, "give --model"),
+        (("--to", "headkv", "--model", "bundled"), 4, "was made for another model"),
+        (("--to", "duo", "--push-to-hub", "me/plan", "--lossy"), 2, "--push-to-hub is for --to folder"),
+        (("--to", "folder", "--push-to-hub", "me/plan", "--offline"), 2, "not with --offline"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: Run, plan: Path, tmp_path: Path, more: tuple[str, ...], code: int, words: str
+) -> None:
+    found, out, talk = run("export", plan, "-o", tmp_path / "x", *more)
+    assert (found, out) == (code, "")
+    assert words in talk
+    assert talk.count("error:") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_list_needs_nothing_else(run: Run) -> None:
+    code, out, _ = run("export", "--list")
+    assert code == 0
+    assert "kvpress-lukv" in out
+    assert "budgets of all heads at every ratio" in " ".join(out.split())

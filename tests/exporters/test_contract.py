@@ -1,0 +1,154 @@
+"""What every target owes: what it says is lost is lost, what it does not say is there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.exporters import TARGETS, exporter_of
+from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter, written_off
+from kvsearch.models.architecture import Architecture
+from kvsearch.plan import Plan
+from tests.plan.builders import PROVENANCE, make_plan, model_dict
+
+HEADS, LENGTH = 2, 400
+TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
+PLAN_TARGETS = [name for name in TARGETS if isinstance(exporter_of(name), PlanExporter)]
+
+
+def architecture(layers: int, heads: int) -> Architecture:
+    return Architecture("llama", layers, 3 * heads, heads, 8, 24 * heads, tuple(range(layers)), 4096)
+
+
+def plan_of(
+    budgets: list[list[int] | None], policy: str = "knorm", params: dict[str, Any] | None = None, **changes: Any
+) -> Plan:
+    spec = {"name": policy, "params": params or {}}
+    layers = [None if budget is None else {"policy": spec, "budget": budget} for budget in budgets]
+    total = sum(sum(budget) for budget in budgets if budget is not None)
+    settings = {"length": LENGTH, "scaling": "proportional", "floor": 1, **changes}
+    return Plan.model_validate(
+        {
+            "model": model_dict(layers=len(budgets), kv_heads=HEADS), "prefill": {"layers": layers},
+            "total": total, "provenance": PROVENANCE, **settings,
+        }
+    )  # fmt: skip
+
+
+def exported(name: str, plan: Plan, length: int | None = None) -> Any:
+    exporter = exporter_of(name)
+    assert isinstance(exporter, PlanExporter)
+    return exporter, exporter.export(plan, Inputs(length, architecture(plan.model.layers, plan.model.kv_heads)))
+
+
+rows = st.lists(st.integers(1, LENGTH), min_size=HEADS, max_size=HEADS)
+policies = st.sampled_from(["knorm", "snapkv", "streaming", "expected_attention", "keydiff"])
+
+
+@pytest.mark.parametrize("name", [name for name in PLAN_TARGETS if name not in TOLD_SHARES])
+@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
+def test_entries_that_a_target_does_not_hold_are_counted(
+    name: str, budgets: list[list[int] | None], policy: str, fixed: bool
+) -> None:
+    plan = plan_of(budgets, policy, scaling="fixed" if fixed else "proportional")
+    exporter, found = exported(name, plan)
+    length = found.total // plan.model.layers // HEADS if name == "headkv" else LENGTH  # it is told the mean
+    planned = Budgets.of(plan).entries
+    held = exporter.read(found.files, plan.model, max(1, length))
+    missing = written_off(planned, held)
+    counted = [loss.entries for loss in found.losses if loss.entries is not None]
+    assert name == "folder" or found.total == planned.sum()
+    assert all(0 <= entries <= found.total for entries in counted)
+    assert missing in counted or np.array_equal(planned, held)
+    assert len(found.describe()) == len(found.losses)
+
+
+@pytest.mark.parametrize("name", TOLD_SHARES)
+@given(st.lists(rows, min_size=1, max_size=5))
+def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
+    plan = plan_of(budgets)
+    exporter, found = exported(name, plan)
+    planned = Budgets.of(plan).entries
+    if name == "spectralkv":
+        planned = np.repeat(planned.sum(1, keepdims=True) / HEADS, HEADS, axis=1)
+    held = exporter.read(found.files, plan.model, 10**6)
+    np.testing.assert_allclose(held / held.sum(), planned / planned.sum(), atol=2e-6)
+
+
+def test_an_even_plan_of_a_press_loses_nothing() -> None:
+    _, found = exported("kvpress-layers", plan_of([[80, 80], [20, 20]]))
+    assert found.losses == ()
+    assert json.loads(found.files[SINGLE]) == [1 - 80.5 / LENGTH, 1 - 20.5 / LENGTH]
+
+
+def test_what_else_is_lost_is_named() -> None:
+    plan = plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed")
+    _, found = exported("kvpress-layers", plan)
+    assert found.describe() == [
+        "budgets of single heads: all heads of a layer keep the same number: 20 of 160 entries (12.5%)",
+        "the press pools by the mean, the policy by max",
+        "the press protects all 32 queries that it looks at, the policy 8",
+        "the press does not protect the first 4 entries",
+        "budgets become shares of the prompt: right at 400 tokens only",
+    ]
+
+
+def test_streaming_heads_come_back_from_gates() -> None:
+    plan = plan_of([[400, 68], [68, 400]], "duo_attention", {"sinks": 4, "window": 64})
+    exporter, found = exported("duo", plan)
+    assert found.losses == ()
+    assert found.files["full_attention_heads.tsv"] == b"1\t0.16999999983\n0.16999999983\t1\n"
+    assert exporter.read(found.files, plan.model, 1000).tolist() == [[1000, 68], [68, 1000]]
+
+
+@given(st.lists(rows, min_size=1, max_size=4), st.integers(1, 60))
+def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None], recent: int) -> None:
+    plan = plan_of(budgets, "streaming", {"sinks": 2})
+    exporter, found = exported("duo", plan)
+    held = exporter.read(found.files, plan.model, LENGTH)
+    whole = (held == LENGTH).sum()
+    streaming = held.min()
+    assert abs(held.sum() - found.total) <= (LENGTH - streaming) / 2 or whole in (0, held.size)
+
+
+def test_headkv_gives_every_query_head_its_budget_of_a_whole_mean() -> None:
+    plan = plan_of([[30, 10], [50, 30]], "snapkv", {"pooling": "avg"})
+    _, found = exported("headkv", plan)
+    assert json.loads(found.files[SINGLE])["0-3"] == [10]
+    assert [loss for loss in found.losses if loss.entries is not None] == []
+    assert "--max_capacity_prompts 30" in found.usage[0]
+
+
+def test_the_window_of_vllm_is_that_of_most_layers() -> None:
+    plan = plan_of([[400, 400], [32, 32], [32, 32], [40, 40]], "streaming")
+    _, found = exported("vllm-windows", plan)
+    kinds = json.loads(found.files[SINGLE])
+    assert kinds["layer_types"] == ["full_attention", *["sliding_attention"] * 3]
+    assert kinds["sliding_window"] == 32
+    assert "budgets are windows of whole layers: 16 of 1,008 entries (1.6%)" in found.describe()
+
+
+def test_what_a_target_needs_and_has_no_word_for() -> None:
+    plan = plan_of([[8, 8]])
+    decode = plan.model_copy(update={"prefill": None, "decode": plan.prefill})
+    with pytest.raises(IncompatibleError, match="while decoding only"):
+        exported("openvino", decode)
+    with pytest.raises(UsageError, match="give --model"):
+        exporter_of("headkv").export(plan)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="give --length"):
+        exported("kvpress-layers", plan_of([[8, 8]], scaling="fixed", length=None))
+    with pytest.raises(IncompatibleError, match="no press that ranks as h2o"):
+        exported("kvpress-layers", plan_of([[8, 8]], "h2o"))
+    with pytest.raises(UsageError, match=r"unknown target 'kvpres-layers'.*kvpress-layers"):
+        exporter_of("kvpres-layers")
+
+
+def test_unplanned_layers_hold_the_prompt() -> None:
+    budgets = Budgets.of(make_plan(), 80)
+    assert budgets.entries.tolist() == [[20, 12], [80, 80], [8, 24]]

@@ -1,0 +1,109 @@
+"""The folder to deploy: loads by itself, from a path and from the hub, and its script answers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvsearch
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.exporters.base import Inputs
+from kvsearch.exporters.folder import Folder
+from kvsearch.jobs.targets import upload, write_files
+from kvsearch.plan import Plan
+from kvsearch.resources import resource
+from tests.plan.builders import make_plan
+
+
+def folder(tmp_path: Path, plan: Plan) -> Path:
+    path = tmp_path / "deploy"
+    write_files(Folder().export(plan, Inputs()), path, force=False)
+    return path
+
+
+def test_it_loads_as_the_plan_that_was_written(tmp_path: Path) -> None:
+    plan = make_plan()
+    path = folder(tmp_path, plan)
+    assert kvsearch.load_plan(path) == plan
+    assert sorted(item.name for item in path.iterdir()) == ["README.md", "generate.py", "plan.json"]
+
+
+def test_its_card_says_what_it_is(tmp_path: Path) -> None:
+    text = (folder(tmp_path, make_plan()) / "README.md").read_text()
+    assert text.startswith('---\nlibrary_name: kvsearch\nbase_model: "toy"\n')
+    assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    path = folder(tmp_path, make_plan())
+    with pytest.raises(UsageError, match="--force"):
+        folder(tmp_path, make_plan())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        write_files(Folder().export(make_plan(), Inputs()), tmp_path / "file", force=True)
+    (path / "plan.json").unlink()
+    with pytest.raises(UsageError, match=r"there is no file .*deploy/plan\.json"):
+        kvsearch.load_plan(path)
+
+
+def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = folder(tmp_path, make_plan()), []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert kvsearch.load_plan("somebody/plan") == make_plan()
+    assert asked == [("somebody/plan", ["plan.json", "*.safetensors"])]
+    with pytest.raises(UsageError, match=r"no file somebody/plan\.json"):
+        kvsearch.load_plan("somebody/plan.json")
+
+
+def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(EnvironmentFault, match="no file or folder somebody/nothing, and the hub") as caught:
+        kvsearch.load_plan("somebody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_new_repositories_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Hub:
+        def __init__(self, **about: str) -> None:
+            done.append(about)
+
+        def create_repo(self, name: str, **how: bool) -> None:
+            done.append((name, how))
+
+        def upload_folder(self, **what: Any) -> None:
+            done.append(what["folder_path"])
+            if what["repo_id"] == "nobody/x":
+                raise OSError("not\nlogged in")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert upload(tmp_path, "me/plan") == "https://huggingface.co/me/plan"
+    assert done == [{"library_name": "kvsearch"}, ("me/plan", {"private": True, "exist_ok": True}), tmp_path]
+    with pytest.raises(EnvironmentFault, match="is written, but cannot be uploaded to nobody/x: not logged in"):
+        upload(tmp_path, "nobody/x")
+
+
+@pytest.mark.slow
+def test_its_script_answers(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "kvsearch", "plan", "uniform", "bundled", "--policy", "snapkv"]
+    subprocess.run([*command, "--ratio", "0.5", "--length", "256", "-o", str(path)], check=True, capture_output=True)
+    made = tmp_path / "deploy"
+    kvsearch.export_to(path, to="folder", output=made)
+    moved = shutil.move(made, tmp_path / "moved")
+    script = [sys.executable, str(Path(moved) / "generate.py"), "--prompt", "recall"]
+    where = ["--model", str(resource("data/bundled")), "--max-new-tokens", "2"]
+    done = subprocess.run([*script, *where], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
