@@ -7,9 +7,11 @@ from typing import Any
 
 from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
+from kvsearch.plan import Profile
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.weights import WEIGHTS, know
-from kvsearch.policies.fitted import Fitted
+from kvsearch.policies.fitted import Fitted, profile_of
+from kvsearch.policies.probe import Probe
 from kvsearch.policies.registry import FITTED, policy_class
 
 
@@ -19,7 +21,8 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     DIR is a directory with the policy's weights, or their file there.
 
     Raises:
-        UsageError: another policy than the fitted ones with a directory, no such file, or one without weights of it.
+        UsageError: another policy than the fitted ones with a directory, no such file, or one without weights of it;
+            a fit that every built-in ranking is better than, unless it was made with --allow-harmful.
     """
     name, given, source = text.partition("=")
     if name not in FITTED:
@@ -35,4 +38,20 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     path = path / (policy.published or PROFILE) if path.is_dir() else path
     digest = know(read_bytes(path), path)
     policy.check_weights(digest)
+    if name == Probe.name:
+        _refuse_last(profile_of(digest, name), text)
     return name, {WEIGHTS: digest}
+
+
+def _refuse_last(profile: Profile, text: str) -> None:
+    """Raise UsageError if a fit loses to every ranking that it was compared with, and was not insisted on."""
+    settings = profile.metadata.provenance.settings
+    loss = profile.arrays.get("loss")  # [P, B], the fit first; older fits did not measure it
+    if loss is None or settings.get("allow_harmful"):
+        return
+    mean = loss.mean(1)
+    if bool((mean[1:] < mean[0]).all()):
+        raise UsageError(
+            f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
+            "contexts, or insist with calibrate --method probe --allow-harmful"
+        )

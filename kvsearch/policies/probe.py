@@ -17,7 +17,9 @@ from kvsearch.policies.tensors import F, Tensor, torch
 
 METHOD = "probe"  # of the profile that has the weights
 OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
-FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff")
+SPREAD = "spread"  # the feature that no regression reads: heads that attend everywhere are ranked by it alone
+FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
+GOLDEN = (5**0.5 - 1) / 2
 ARRAYS = ("center", "scale", "linear", "hidden", "hidden_bias", "output", "bias")
 SINKS, WINDOW = 4, 8  # of the policies whose scores are features
 LEAST = 1e-8
@@ -59,16 +61,28 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
     """Return what is looked at of every entry, [B, Hkv, T, F] fp32, the features in the order of `names`.
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
-    these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine.
+    these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
+    spread: the fractional part of its index times the golden ratio, whose largest values lie evenly at every budget.
     """
     parts = [_FEATURES[name](observation) for name in names]
     return torch.cat([part if part.ndim == 4 else part[..., None] for part in parts], -1)
+
+
+def columns_of(observation: Observation, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return of every column of `features_of` the name of its feature."""
+    sizes = {"key": observation.keys.shape[-1], "value": observation.values.shape[-1]}
+    return tuple(name for name in names for _ in range(sizes.get(name, 1)))
 
 
 def needs_of(names: tuple[str, ...]) -> Needs:
     """Return what these features need of a prompt."""
     start = SINKS if "expected_attention" in names else None
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
+
+
+def _spread(observation: Observation) -> Tensor:
+    places = (observation.index.clamp(min=0).double() * GOLDEN).frac().float()
+    return places[:, None].expand(observation.keys.shape[:3])
 
 
 def _log_score(policy: Policy) -> Any:
@@ -86,6 +100,7 @@ _FEATURES: dict[str, Any] = {
     "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
     "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
     "keydiff": keydiff.KeyDiff(sinks=SINKS).score,
+    SPREAD: _spread,
 }
 
 

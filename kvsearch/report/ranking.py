@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,41 @@ class RankingView:
         """Recall by policy and budget, mean over heads and layers, [P, B]."""
         return np.asarray(self.profile.arrays["recall"].mean((2, 3)), np.float64)
 
+    @property
+    def loss(self) -> Floats | None:
+        """How far replies move by policy and budget where all heads keep as much, [P, B]; None: not measured."""
+        found = self.profile.arrays.get("loss")
+        return None if found is None else np.asarray(found, np.float64)
+
     def loses_to(self) -> str | None:
-        """Return the policy whose mean recall is highest, if it is not the fitted one."""
-        best = int(self.recall.mean(1).argmax())
+        """Return the best policy, if not the fitted one: by how far replies move or, where not measured, recall."""
+        best = int(self._goodness.argmax())
         return str(self.settings["rankings"][best]) if best else None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether every other policy is better."""
+        return bool((self._goodness[1:] > self._goodness[0]).all())
+
+    @property
+    def _goodness(self) -> Floats:
+        """The mean over budgets of each policy, [P], higher is better."""
+        mean: Floats = self.recall.mean(1) if self.loss is None else -self.loss.mean(1)
+        return mean
 
     def remarks(self) -> Iterator[str]:
         """Yield what to know before the ranking is used."""
         fit, choose, report = self.settings["contexts"]
         yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
-        if (better := self.loses_to()) is not None:
+        if self.settings.get("few_contexts"):
+            yield f"{counted(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
+        if self.settings.get("reconstruction_only"):
+            yield "the contexts have no questions: entries are worth what asking for the context itself takes of them"
+        if silent := self.settings.get("silent_layers"):
+            yield f"nothing that was asked looks at the context in layers {', '.join(map(str, silent))}: even ranking"
+        if self.is_last:
+            yield "every other ranking is better than the fit on contexts that it never saw: it is not used"
+        elif (better := self.loses_to()) is not None:
             yield f"{better} ranks better than the fit on contexts that it never saw: use {better}, or fit on more"
 
     def as_json(self) -> dict[str, Any]:
@@ -51,8 +76,8 @@ class RankingView:
         names, at = self.settings["rankings"], self.settings["at"]
         return {
             "metadata": self.profile.metadata.model_dump(mode="json"),
-            "recall": {name: dict(zip(map(str, at), row.tolist(), strict=True))
-                       for name, row in zip(names, self.recall, strict=True)},
+            "recall": _by_budget(names, at, self.recall),
+            **({} if self.loss is None else {"loss": _by_budget(names, at, self.loss)}),
             "recall_by_layer": self.profile.arrays["recall"].mean(3).tolist(), "remarks": list(self.remarks()),
         }  # fmt: skip
 
@@ -66,10 +91,14 @@ class RankingView:
             told["bank"] = f"{self.settings['bank']} queries for every head, chosen by {self.settings['chosen_by']}"
         yield from facts(told)
         columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
-        table = screen_table("importance kept, of what the oracle keeps; mean over heads and layers", columns)
-        for name, row in zip(self.settings["rankings"], self.recall, strict=True):
-            table.add_row(name, *(f"{value:.3f}" for value in row))
-        yield table
+        named = ("importance kept, of what the oracle keeps; mean over heads and layers", self.recall, 3)
+        lost = ("how far replies move with even budgets (total variation)", self.loss, 3)
+        for title, found, digits in (lost, named):
+            if found is not None:
+                table = screen_table(title, columns)
+                for name, row in zip(self.settings["rankings"], found, strict=True):
+                    table.add_row(name, *(f"{value:.{digits}f}" for value in row))
+                yield table
         layers = self.profile.arrays["recall"].mean(3)  # [P, B, L]
         table = screen_table(f"by layer at {at[0]:.0%}", ["layer", metadata.method, "the best other policy"])
         for row, layer in enumerate(metadata.layers):
@@ -78,3 +107,7 @@ class RankingView:
             table.add_row(str(layer), f"{layers[0, 0, row]:.3f}", other)
         yield table
         yield from self.remarks()
+
+
+def _by_budget(names: Sequence[str], at: Sequence[float], found: Floats) -> dict[str, dict[str, float]]:
+    return {name: dict(zip(map(str, at), row.tolist(), strict=True)) for name, row in zip(names, found, strict=True)}

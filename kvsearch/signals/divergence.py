@@ -16,6 +16,16 @@ def divergence(full: Tensor, changed: Tensor) -> float:
     return float(_terms(full.float().log_softmax(-1), changed).sum().clamp(min=0))
 
 
+def total_variation(full: Tensor, changed: Tensor) -> float:
+    """Return the total variation of next-token distributions, 1/2 sum |p - q|, mean over rows, in [0, 1].
+
+    Unlike the divergence it has a bound: a reply that is lost for certain weighs as much as one that is just lost.
+    Both are logits [rows, vocabulary].
+    """
+    moved = (full.float().softmax(-1) - changed.float().softmax(-1)).abs().sum(-1) / 2
+    return float(moved.mean())
+
+
 def answer_divergences(full: Tensor, changed: Tensor, answers: Tensor) -> Floats:
     """Sum the divergences KL(full || changed) over the rows that predict answers [S, R], -1 where there is none, [S].
 

@@ -21,14 +21,14 @@ from tests.runtime.layers import Layer, Scene
 
 def observation(length: int = 20) -> Observation:
     layer = Layer(Scene(2, 2, length, (0, 3), 1, (4, 4), 0))
-    return layer.observation(fitted(ranking(FEATURES, size=12, layers=range(8))))
+    return layer.observation(fitted(ranking(FEATURES, size=13, layers=range(8))))
 
 
 def test_the_features_of_an_entry() -> None:
     seen = observation()
     found = features_of(seen, FEATURES)
     dim = seen.keys.shape[-1]
-    assert found.shape == (*seen.keys.shape[:3], 2 * dim + 4)
+    assert found.shape == (*seen.keys.shape[:3], 2 * dim + 5)
     assert seen.rotary is not None
     turned = plain_queries(seen.keys, seen.index.clamp(min=0), seen.rotary)
     torch.testing.assert_close(found[..., :dim], turned)
@@ -39,7 +39,19 @@ def test_the_features_of_an_entry() -> None:
         params = {"sinks": SINKS} if place == 1 else {"sinks": SINKS, "window": WINDOW}
         score = create_policy(name, params).score(seen).clamp(min=0)
         torch.testing.assert_close(found[..., 2 * dim + place], (score * count + 1e-8).log())
-    torch.testing.assert_close(found[..., -1], create_policy("keydiff", {"sinks": SINKS}).score(seen))
+    torch.testing.assert_close(found[..., -2], create_policy("keydiff", {"sinks": SINKS}).score(seen))
+    places = (seen.index.clamp(min=0).double() * (5**0.5 - 1) / 2 % 1).float()
+    torch.testing.assert_close(found[..., -1], places[:, None].expand(found.shape[:3]))
+
+
+def test_a_spread_is_even_at_every_budget() -> None:
+    """Of 200 entries the best n leave no gap much larger than 200 / n (three-distance theorem)."""
+    layer = Layer(Scene(1, 1, 200, (0,), 1, (4, 4), 0))
+    places = features_of(layer.observation(fitted(ranking(("spread",), layers=range(8)))), ("spread",))[0, 0, :, 0]
+    for kept in (5, 13, 40, 100):
+        chosen = places.topk(kept).indices.sort().values
+        gaps = chosen.diff(prepend=torch.tensor([-1]), append=torch.tensor([200]))
+        assert int(gaps.max()) <= 3 * 200 / kept
 
 
 def test_the_score_is_the_exponential_of_a_small_network() -> None:
@@ -105,7 +117,7 @@ def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tup
 def test_a_new_token_is_scored_when_it_comes() -> None:
     """By its own head's regression, from its key, value and the cosine to the prompt's mean key."""
     dim = DIM
-    profile = ranking(FEATURES, size=2 * dim + 4, heads=2, layers=(3,))
+    profile = ranking(FEATURES, size=2 * dim + 5, heads=2, layers=(3,))
     scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
     layer, found = scored_while_decoding(fitted(profile, sinks=0, protect=1), scene)
     keys, values, a = layer.key, layer.value, profile.arrays

@@ -19,7 +19,8 @@ from kvsearch.arrays import Floats
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
-from kvsearch.calibration.probe.measure import BUDGETS, REPEAT, _chunk, _questions, recall_of, split
+from kvsearch.calibration.probe.measure import recall_of
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, split
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError
@@ -33,12 +34,10 @@ from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.collector import plain_queries
 from kvsearch.runtime.observe import DensePass
-from kvsearch.tasks.prompts import PromptFormat
 
 SINKS = 4
 CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 ROUNDS = 10  # of k-means
-Again = tuple[Tensor, int]  # how a context is asked for, and how many tokens of it at a time
 
 
 def calibrate_query_bank(
@@ -54,8 +53,7 @@ def calibrate_query_bank(
     require_plain_rotary(loaded.model, f"policy {METHOD}")
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
     check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
-    repeat = PromptFormat(loaded.tokenizer, data.prompt).question(REPEAT)
-    again = (repeat, _chunk(loaded, prompts, repeat) if "reconstruction" in options.targets else 0)
+    asking = Asking.of(loaded, prompts, data.prompt, options.targets)
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
     lengths = [prompt.length for prompt in prompts]
     with running(loaded.model):
@@ -68,7 +66,7 @@ def calibrate_query_bank(
         }  # fmt: skip
         random = torch.Generator().manual_seed(options.seed)
         share = -(-CANDIDATES // len(parts.fit))
-        read = (queries_asked(loaded, prompt, options, again, share, random) for prompt in parts.fit)
+        read = (queries_asked(loaded, prompt, options, asking, share, random) for prompt in parts.fit)
         asked = torch.cat(list(counted(read, len(prompts), progress)), 3)  # [L, Hkv, G, M, D]
 
         def profile(queries: Tensor, how: str, recall: Floats | None = None) -> Profile:
@@ -84,10 +82,10 @@ def calibrate_query_bank(
 
         banks = {how: chosen(asked, options.bank) for how, chosen in (("farthest", farthest), ("k-means", k_means))}
         rankings = [ranking(profile(bank, how)) for how, bank in banks.items()]
-        tried = [recalls(loaded, prompt, options, again, rankings) for prompt in parts.choose]
+        tried = [recalls(loaded, prompt, options, asking, rankings) for prompt in parts.choose]
         best = list(banks)[int(np.mean(tried, axis=0).mean((1, 2, 3)).argmax())]
         compared = [ranking(profile(banks[best], best)), *options.policies()]
-        found = [recalls(loaded, prompt, options, again, compared) for prompt in parts.report]
+        found = [recalls(loaded, prompt, options, asking, compared) for prompt in parts.report]
     return profile(banks[best], best, np.mean(found, axis=0))
 
 
@@ -95,7 +93,7 @@ def queries_asked(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
     options: QueryBankOptions,
-    again: Again,
+    asking: Asking,
     count: int,
     random: torch.Generator,
 ) -> Tensor:
@@ -106,7 +104,7 @@ def queries_asked(
     ids, full = prompt.ids.to(loaded.device), describe(loaded.model).full_layers
     passed = DensePass(loaded.model, dict.fromkeys(full, ()), lambda _: True, ids, refusal=prompt.refusal(loaded.name))
     parts, own = [], 0
-    for number, tokens in enumerate(_questions(prompt, options, again, ids)):
+    for target, tokens, _ in asking.questions(prompt, loaded.device):
         with passed.following(tokens):
             positions = prompt.length + torch.arange(tokens.shape[1], device=tokens.device)[None]
             layers = []
@@ -114,7 +112,7 @@ def queries_asked(
                 plain = plain_queries(layer.query, positions, rotary(loaded.model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
-        if "answers" in options.targets and number < len(prompt.continuations):
+        if target == "answers":
             own += tokens.shape[1]
     queries = torch.cat(parts, 3)
     if not bool(queries.isfinite().all()):
@@ -170,14 +168,14 @@ def recalls(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
     options: QueryBankOptions,
-    again: Again,
+    asking: Asking,
     policies: Sequence[Policy],
 ) -> Floats:
     """Return the recall of policies on a context, [P, B, L, Hkv]."""
     free = slice(SINKS, prompt.length - options.protect)
     ids = prompt.ids.to(loaded.device)
     passed = ImportancePass(loaded.model, policies, ids, options.group, prompt.refusal(loaded.name))
-    asked = [passed.ask(tokens).importance for tokens in _questions(prompt, options, again, ids)]
+    asked = [passed.ask(one.tokens).importance for one in asking.questions(prompt, loaded.device)]
     importance = torch.stack(asked).amax(0)[..., free]
     ranks = [passed.ranks(number)[..., free] for number in range(len(policies))]
     return np.stack([recall_of(importance.gather(-1, one.argsort(-1)).numpy()) for one in ranks])

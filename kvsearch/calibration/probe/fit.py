@@ -90,6 +90,25 @@ def fit_network(z: Tensor, target: Tensor, width: int, steps: int, batch: int, d
     return Fit(linear, hidden.detach(), hidden_bias.detach()[:, 0], scaled, offset[:, 0])
 
 
+def spread_fit(z: Tensor, target: Tensor, column: int) -> Fit:
+    """Rank by one standardised feature alone, whatever the target; scores spread as the target does, around its mean.
+
+    Args:
+        z: standardised features [Hkv, N, F].
+        target: [Hkv, N].
+        column: of the feature.
+    """
+    heads, _, size = z.shape
+    linear, none = z.new_zeros(heads, size), z.new_zeros(heads, 0)
+    linear[:, column] = target.std(1, correction=0).clamp(min=ROUNDOFF)
+    return Fit(linear, z.new_zeros(heads, size, 0), none, none, target.mean(1))
+
+
+def reading(fit: Fit, columns: Tensor) -> Fit:
+    """Return a fit that reads the features `columns` [F] bool alone: it was fitted with zeros for the others."""
+    return fit._replace(linear=fit.linear * columns, hidden=fit.hidden * columns[:, None])
+
+
 def mixed(fits: Sequence[Fit], chosen: Tensor, width: int) -> Fit:
     """Return, of every head, the fit of the index `chosen` [Hkv]; hidden units are filled up with zeros to `width`."""
 

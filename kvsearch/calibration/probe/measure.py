@@ -1,15 +1,18 @@
 """Calibrate a ranking: fit what entries are worth to later questions, choose the fit, and report how good it is.
 
-Three disjoint parts of the contexts: one to fit on, one to choose form and regularisation of every head on, one to
-report recall on. Importance is LU-KV's (Eq. 4), the largest over all that is asked of a context: the questions, and
-the context itself, chunk by chunk, so that what no question asks for is worth something, too (KVzip, arXiv 2505.23416).
+Three disjoint parts of the contexts: one to fit on, one to choose on, one to report on. Importance is LU-KV's (Eq. 4),
+the largest over all that is asked of a context: the questions, and the context itself, chunk by chunk, so that what no
+question asks for is worth something, too (KVzip, arXiv 2505.23416).
+
+A head gets the fit that recalls most importance, or an even spread over its entries where that moves its output less.
+Importance says which entries a head looks at, not that it needs them: the output of a head that looks everywhere is a
+mean, and an even sample keeps a mean that the entries with most attention do not.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,68 +21,32 @@ from torch import Tensor
 from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.options import COMPARED, ProbeOptions, RankingOptions
-from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
+from kvsearch.calibration.options import COMPARED, ProbeOptions
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, split
+from kvsearch.calibration.probe.sample import Drawn, Fitted, draw, fit_all
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
-from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.policies.probe import METHOD, SINKS, Weights, features_of, needs_of
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Weights
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
-from kvsearch.tasks.prompts import PromptFormat
 
-BUDGETS = (0.05, 0.1, 0.2)  # at which recall is measured
-RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
-WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
-LEAST_CONTEXTS = 3
-REPEAT = "Repeat the text above, word for word."
-CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
-
-
-class Parts(NamedTuple):
-    """The contexts to fit on, to choose on and to report on."""
-
-    fit: list[CalibrationPrompt]
-    choose: list[CalibrationPrompt]
-    report: list[CalibrationPrompt]
-
-
-class MeasuredContext(NamedTuple):
-    """The entries of a context between its sinks and the recent ones, T of them."""
-
-    features: list[Tensor]  # by layer: [Hkv, T, F]
-    importance: Tensor  # [L, Hkv, T]
-    ranks: Tensor  # [P, L, Hkv, T] of the policies that were asked
-
-
-def split(prompts: Sequence[CalibrationPrompt], seed: int) -> Parts:
-    """Share out contexts: a fifth to choose on, a fifth to report on, the others to fit on.
-
-    Raises:
-        UsageError: there are fewer than three.
-    """
-    if len(prompts) < LEAST_CONTEXTS:
-        raise UsageError(
-            f"a ranking is fitted, chosen and reported on different contexts, and there are {len(prompts)}: give at "
-            f"least {LEAST_CONTEXTS}, better dozens"
-        )
-    mixed_up = random.Random(seed).sample(list(prompts), len(prompts))
-    part = max(1, len(prompts) // 5)
-    return Parts(mixed_up[2 * part :], mixed_up[:part], mixed_up[part : 2 * part])
+FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
+SURE = 2.0  # standard errors
+LEAST_ERROR = 1e-30  # of a head whose output does not move
 
 
 def calibrate_probe(
     loaded: LoadedModel, data: CalibrationData, options: ProbeOptions, progress: Progress | None = None
 ) -> Profile:
-    """Fit a ranking; the profile has the weights, and "recall" [P, B, L, Hkv] of it and of other policies.
+    """Fit a ranking; the profile has the weights, and how good it and other policies are on the contexts to report on.
 
-    Recall is the importance that a ranking keeps at a budget, as a share of what the oracle keeps there, on the
-    contexts to report on. Its policies are the setting "rankings" of the provenance, the probe first.
+    "recall" [P, B, L, Hkv] is the importance that a ranking keeps at a budget, as a share of what the oracle keeps
+    there; "loss" [P, B] is how far next-token distributions of replies move where all heads keep as much (total
+    variation). Policies are the setting "rankings" of the provenance, the probe first.
 
     Raises:
         UsageError: fewer than three contexts, or one too short.
@@ -87,124 +54,137 @@ def calibrate_probe(
     """
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
     check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
-    repeat = PromptFormat(loaded.tokenizer, data.prompt).question(REPEAT)
-    chunk = _chunk(loaded, prompts, repeat) if "reconstruction" in options.targets else 0
-    others = options.policies()
-    with running(loaded.model):
+    asking = Asking.of(loaded, prompts, data.prompt, options.targets)
+    given = {prompt.context: prompt for prompt in prompts}
+    with torch.no_grad(), running(loaded.model):
         if options.answers == "own" and "answers" in options.targets:
             prompts = with_own_replies(loaded, prompts, options.answer_tokens)
         parts = split(prompts, options.seed)
-        work = (
-            _measured(loaded, prompt, options, (repeat, chunk), others if part is parts.report else [])
-            for part in parts
-            for prompt in part
-        )
-        measured = counted(work, len(prompts), progress)
-        sampled = _Sample(options, len(parts.fit))
-        for _ in parts.fit:
-            sampled.add(next(measured))
-        candidates = sampled.fits()
-        choose = [next(measured) for _ in parts.choose]
-        gain = np.mean([_recalls(candidates, one, sampled).mean(1) for one in choose], axis=0)  # [C, L, Hkv]
-        weights = sampled.weights(candidates, torch.from_numpy(gain.argmax(0)), describe(loaded.model).full_layers)
-        recall = np.mean([_reported(weights, context) for context in measured], axis=0)
-    settings = {
+        steps = len(parts.fit) + 3 * len(parts.choose) + len(parts.report)
+        read = _Reader(loaded, options, asking, given, steps, progress)
+        random = torch.Generator().manual_seed(options.seed)
+        each = -(-options.entries // len(parts.fit))
+        drawn: list[Drawn] = []
+        for reading in read(parts.fit):
+            drawn.append(draw(reading, each, random))
+        few = len(parts.fit) < FEW
+        fitted = fit_all(drawn, reading.columns, options, few)
+        layers = describe(loaded.model).full_layers
+        chosen = _best_fits(fitted, read(parts.choose), options, layers)
+        weights, spread = _with_spread(fitted, chosen, lambda: read(parts.choose), options, layers)
+        recall, loss = _reported(weights, read(parts.report, options.policies()))
+    silent = torch.stack([one.largest for one in drawn]).amax((0, 2)) == 0
+    settings: dict[str, Any] = {
         "data": data.name, **options.settings(), "features": options.features, "rankings": (METHOD, *COMPARED),
-        "at": BUDGETS, "contexts": tuple(map(len, parts)),
+        "at": BUDGETS, "contexts": tuple(map(len, parts)), "few_contexts": few, "spread_heads": spread,
+        "silent_layers": tuple(layer for layer, none in zip(layers, silent.tolist(), strict=True) if none),
     }  # fmt: skip
     lengths = [prompt.length for prompt in prompts]
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
     origin = profile_metadata(loaded, data, policy, METHOD, options.seed, settings, lengths, SINKS + options.protect)
     arrays = {name: array.numpy() for name, array in weights.arrays.items()}
-    return Profile(origin, {**arrays, "recall": recall.astype(np.float32)})
+    judged = {"recall": recall.astype(np.float32), "loss": loss.astype(np.float32)}
+    return Profile(origin, {**arrays, **judged})
 
 
-class _Sample:
-    """Entries drawn from the contexts that are fitted on, as many of each; `options.entries` of a head in all."""
+class _Reader:
+    """Reads contexts one at a time, and counts them."""
 
-    def __init__(self, options: ProbeOptions, contexts: int) -> None:
-        self.options, self.each = options, -(-options.entries // contexts)
-        self._random = torch.Generator().manual_seed(options.seed)
-        self._features: list[list[Tensor]] = []
-        self._targets: list[Tensor] = []  # of each context, [L, Hkv, n]
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: ProbeOptions,
+        asking: Asking,
+        given: Mapping[int, CalibrationPrompt],
+        steps: int,
+        progress: Progress | None,
+    ) -> None:
+        self.how, self.given = (options, asking), given
+        self.loaded, self._ticks = loaded, counted(iter(range(steps)), steps, progress)
 
-    def add(self, context: MeasuredContext) -> None:
-        """Draw entries of one more context."""
-        length = context.importance.shape[-1]
-        some = torch.randperm(length, generator=self._random)[: self.each].sort().values
-        self._features.append([x[:, some] for x in context.features])
-        self._targets.append(log_importance(context.importance)[..., some])
-
-    def fits(self) -> list[list[Fit]]:
-        """Return the fits of every layer that are tried: linear ones, and a network."""
-        targets, found = torch.cat(self._targets, -1), []
-        self.standards = []
-        for row, target in enumerate(targets):
-            x = torch.cat([context[row] for context in self._features], 1)
-            center, scale = standardised(x)
-            z = (x - center[:, None]) / scale[:, None]
-            forms = [fit_ridge(z, target, strength) for strength in RIDGE]
-            if self.options.form == "network":
-                forms.append(fit_network(z, target, WIDTH, STEPS, BATCH, DECAY, self.options.seed))
-            found.append(forms)
-            self.standards.append((center, scale))
-        return found
-
-    def weights(self, fits: Sequence[Sequence[Fit]], chosen: Tensor, layers: tuple[int, ...]) -> Weights:
-        """Return the weights of the fits `chosen` [L, Hkv]."""
-        width = max(fit.output.shape[-1] for forms in fits for fit in forms)
-        picked = [mixed(forms, row, width) for forms, row in zip(fits, chosen, strict=True)]
-        arrays = {name: torch.stack([getattr(fit, name) for fit in picked]) for name in Fit._fields}
-        center, scale = (torch.stack(parts) for parts in zip(*self.standards, strict=True))
-        return Weights(self.options.features, layers, {"center": center, "scale": scale, **arrays})
+    def __call__(self, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy] = ()) -> Iterator[Reading]:
+        for prompt in prompts:
+            yield Reading.of(self.loaded, prompt, self.given[prompt.context], *self.how, policies)
+            next(self._ticks, None)
 
 
-def _chunk(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], repeat: Tensor) -> int:
-    """Return how many tokens of the contexts can be asked for at a time; UsageError if next to none."""
-    limit, longest = describe(loaded.model).max_positions, max(prompt.length for prompt in prompts)
-    room = limit - longest - repeat.shape[1] if limit else CHUNK
-    if room < LEAST_CHUNK:
-        raise UsageError(
-            f"a context of {longest} tokens leaves no room to ask for it again ({loaded.name} takes {limit}): give "
-            f"--max-length {limit - CHUNK - repeat.shape[1]}, or --targets answers"
-        )
-    return min(CHUNK, room)
+def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOptions, layers: tuple[int, ...]) -> Tensor:
+    """Return of every head the regression that recalls most, [L, Hkv]."""
+    regressions = len(fitted.fits[0]) - (SPREAD in options.features)
+    heads = fitted.standards[0][0].shape[0]
+    tried = [
+        fitted.weights(options.features, layers, torch.full((len(layers), heads), number))
+        for number in range(max(1, regressions))
+    ]
+    gains = [[recall_of(_sorted(one.largest, _scores(weights, one))).mean(0) for weights in tried] for one in readings]
+    return torch.from_numpy(np.mean(gains, axis=0).argmax(0))
 
 
-def _measured(
-    loaded: LoadedModel,
-    prompt: CalibrationPrompt,
+def _with_spread(
+    fitted: Fitted,
+    chosen: Tensor,
+    readings: Callable[[], Iterator[Reading]],
     options: ProbeOptions,
-    again: tuple[Tensor, int],
-    policies: Sequence[Policy],
-) -> MeasuredContext:
-    """Read a context and ask of it all that is to be asked."""
-    refusal = prompt.refusal(loaded.name)
-    free = slice(SINKS, prompt.length - options.protect)
+    layers: tuple[int, ...],
+) -> tuple[Weights, int]:
+    """Return the weights, with an even spread for heads that it moves less, and for how many that is.
 
-    def look(observation: Observation) -> Tensor:
-        return features_of(observation, options.features)[0, :, free].cpu()
+    It must move a head less for each target: by answers alone what no question needs, by reconstruction alone what is
+    needed once, would not count. Every question counts the same, however large its errors are. All heads keep their
+    fits if replies move more with the spread, beyond chance: heads are judged one by one, and lose together.
+    """
+    fits = fitted.weights(options.features, layers, chosen)
+    if SPREAD not in options.features:
+        return fits, 0
+    last = torch.full_like(chosen, len(fitted.fits[0]) - 1)
+    even = fitted.weights(options.features, layers, last)
+    ratios: dict[str, list[Tensor]] = {}
+    for one in readings():
+        keeps = [one.kept(_scores(weights, one), budget) for weights in (fits, even) for budget in BUDGETS]
+        errors = (
+            one.head_errors(keeps).clamp(min=LEAST_ERROR).log().view(len(one.asked), 2, len(BUDGETS), *chosen.shape)
+        )
+        for asked, row in zip(one.asked, (errors[:, 0] - errors[:, 1]).mean(1), strict=True):
+            ratios.setdefault(asked.target, []).append(row)
+    better = torch.stack([torch.stack(rows).mean(0) > 0 for rows in ratios.values()]).all(0)
+    mixture = fitted.weights(options.features, layers, torch.where(better, last, chosen))
+    lost = torch.cat([_losses((fits, mixture), one).mean(-1) for one in readings()])  # [questions, 2]
+    worse = lost[:, 1] - lost[:, 0]
+    beyond = SURE * float(worse.std(correction=0)) / len(worse) ** 0.5
+    return (fits, 0) if float(worse.mean()) > beyond else (mixture, int(better.sum()))
 
-    ids = prompt.ids.to(loaded.device)
-    passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, (needs_of(options.features), look))
-    asked = [found.importance for found in map(passed.ask, _questions(prompt, options, again, ids))]
-    importance = torch.stack(asked).amax(0)[..., free]
-    features = [context.noted for context in passed.noted]
-    if not bool(importance.isfinite().all()) or not all(bool(x.isfinite().all()) for x in features):
-        raise IncompatibleError(refusal)
-    ranks = [passed.ranks(number)[..., free] for number in range(len(policies))]
-    return MeasuredContext(features, importance, torch.stack(ranks) if ranks else torch.empty(0))
+
+def _losses(rankings: Sequence[Weights], reading: Reading) -> Tensor:
+    """Return how far replies move under each of several fitted rankings, [questions, R, B]."""
+    keeps = [reading.kept(_scores(one, reading), budget) for one in rankings for budget in BUDGETS]
+    return reading.losses(keeps).view(-1, len(rankings), len(BUDGETS))
 
 
-def _questions(
-    prompt: CalibrationPrompt, options: RankingOptions, again: tuple[Tensor, int], ids: Tensor
-) -> Iterator[Tensor]:
-    """Yield what is asked of a context, ids [1, K]; `again` is how it is asked for, and how many tokens at a time."""
-    repeat, size = again
-    if "answers" in options.targets:
-        yield from (after.tokens.to(ids.device) for after in prompt.continuations)
-    if "reconstruction" in options.targets:
-        yield from (torch.cat([repeat.to(ids.device), chunk], 1) for chunk in torch.split(ids, size, 1))
+def _reported(weights: Weights, readings: Iterator[Reading]) -> tuple[Floats, Floats]:
+    """Return recall [P, B, L, Hkv] and loss [P, B] of the fitted ranking and of the policies that were asked."""
+    recalls, losses = [], []
+    for one in readings:
+        importance, own = one.largest, _scores(weights, one)
+        ranks = [one.passed.ranks(number) for number in range(len(COMPARED))]
+        others = [recall_of(importance.gather(-1, rank[..., one.free].argsort(-1)).numpy()) for rank in ranks]
+        recalls.append(np.stack([recall_of(_sorted(importance, own)), *others]))
+        keeps = [one.kept(own, budget) for budget in BUDGETS]
+        keeps += [rank < max(1, round(budget * one.length)) for rank in ranks for budget in BUDGETS]
+        losses.append(one.losses(keeps).mean(0).view(-1, len(BUDGETS)).numpy())
+    return np.mean(recalls, axis=0), np.mean(losses, axis=0)
+
+
+def _scores(weights: Weights, reading: Reading) -> Tensor:
+    """Return the fitted log importance, [L, Hkv, T]."""
+    pairs = zip(weights.layers, reading.features, strict=True)
+    return torch.stack([weights.log_importance(x[None], layer)[0] for layer, x in pairs])
+
+
+def _sorted(importance: Tensor, scores: Tensor) -> Floats:
+    """Return importance in the order of a ranking."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    found: Floats = importance.gather(-1, order).numpy()
+    return found
 
 
 def recall_of(importance: Floats) -> Floats:
@@ -215,26 +195,3 @@ def recall_of(importance: Floats) -> Floats:
     at = [max(1, round(budget * importance.shape[-1])) for budget in BUDGETS]
     kept, best = recall_curve(importance)[..., at], oracle_recall_curve(importance)[..., at]
     return np.moveaxis(kept / best, -1, 0)
-
-
-def _recalls(fits: Sequence[Sequence[Fit]], context: MeasuredContext, sampled: _Sample) -> Floats:
-    """Return the recall of every candidate, [C, B, L, Hkv]."""
-    found = []
-    for number in range(len(fits[0])):
-        chosen = torch.full(context.importance.shape[:2], number)
-        found.append(_recall(sampled.weights(fits, chosen, tuple(range(len(fits)))), context))
-    return np.stack(found)
-
-
-def _recall(weights: Weights, context: MeasuredContext) -> Floats:
-    """Return the recall [B, L, Hkv] of a fitted ranking."""
-    pairs = zip(weights.layers, context.features, strict=True)
-    scores = torch.stack([weights.log_importance(x[None], layer)[0] for layer, x in pairs])
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return recall_of(context.importance.gather(-1, order).numpy())
-
-
-def _reported(weights: Weights, context: MeasuredContext) -> Floats:
-    """Return the recall [P, B, L, Hkv] of the fitted ranking and of the policies that were asked."""
-    others = [recall_of(context.importance.gather(-1, ranks.argsort(-1)).numpy()) for ranks in context.ranks]
-    return np.stack([_recall(weights, context), *others])

@@ -12,7 +12,8 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.lukv import calibrate_lukv
 from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.measure import BUDGETS, calibrate_probe, recall_of, split
+from kvsearch.calibration.probe.measure import calibrate_probe, recall_of
+from kvsearch.calibration.probe.reading import BUDGETS, split
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
@@ -44,7 +45,7 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
 def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile: Profile) -> None:
     layers, heads = profile.metadata.shape
     dim = model.model.config.head_dim
-    assert profile.arrays["linear"].shape == (layers, heads, 2 * dim + 4)
+    assert profile.arrays["linear"].shape == (layers, heads, 2 * dim + 5)
     assert profile.arrays["hidden"].shape[-1] == 0
     recall = profile.arrays["recall"]
     assert recall.shape == (1 + len(COMPARED), len(BUDGETS), layers, heads)
@@ -60,13 +61,16 @@ def test_the_same_bytes_again(model: LoadedModel, data: CalibrationData, profile
 
 
 def test_a_fit_that_loses_says_so(profile: Profile) -> None:
-    recall = np.zeros_like(profile.arrays["recall"])
-    recall[0] = 0.5
-    better = Profile(profile.metadata, {**profile.arrays, "recall": recall.copy()})
+    loss = np.ones_like(profile.arrays["loss"])
+    loss[0] = 0.5
+    better = Profile(profile.metadata, {**profile.arrays, "loss": loss.copy()})
     assert RankingView(better).loses_to() is None
-    recall[2] = 1.0
-    worse = Profile(profile.metadata, {**profile.arrays, "recall": recall})
-    assert f"{COMPARED[1]} ranks better than the fit" in list(RankingView(worse).remarks())[1]
+    loss[2] = 0.0
+    worse = Profile(profile.metadata, {**profile.arrays, "loss": loss.copy()})
+    assert f"{COMPARED[1]} ranks better than the fit" in list(RankingView(worse).remarks())[-1]
+    loss[0] = 2.0
+    last = Profile(profile.metadata, {**profile.arrays, "loss": loss})
+    assert "every other ranking is better" in list(RankingView(last).remarks())[-1]
 
 
 def test_budgets_on_top_of_a_ranking(

@@ -1,0 +1,221 @@
+"""Contexts that a ranking is calibrated on: what their entries look like, and all that is asked of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.options import ProbeOptions
+from kvsearch.calibration.prompts import CalibrationPrompt
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.probe import SINKS, columns_of, features_of, needs_of
+from kvsearch.signals.divergence import total_variation
+from kvsearch.signals.output_loss import attention_change
+from kvsearch.tasks.prompts import PromptFormat
+
+BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
+LEAST_CONTEXTS = 3
+REPEAT = "Repeat the text above, word for word."
+CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
+
+
+class Parts(NamedTuple):
+    """The contexts to fit on, to choose on and to report on."""
+
+    fit: list[CalibrationPrompt]
+    choose: list[CalibrationPrompt]
+    report: list[CalibrationPrompt]
+
+
+def split(prompts: Sequence[CalibrationPrompt], seed: int) -> Parts:
+    """Share out contexts: a fifth to choose on, a fifth to report on, the others to fit on.
+
+    Raises:
+        UsageError: there are fewer than three.
+    """
+    if len(prompts) < LEAST_CONTEXTS:
+        raise UsageError(
+            f"a ranking is fitted, chosen and reported on different contexts, and there are {len(prompts)}: give at "
+            f"least {LEAST_CONTEXTS}, better dozens"
+        )
+    mixed_up = random.Random(seed).sample(list(prompts), len(prompts))
+    part = max(1, len(prompts) // 5)
+    return Parts(mixed_up[2 * part :], mixed_up[:part], mixed_up[part : 2 * part])
+
+
+class Asked(NamedTuple):
+    """What is asked of a context: token ids [1, K], and the rows of them that predict the reply."""
+
+    target: str  # "answers" or "reconstruction"
+    tokens: Tensor
+    predicting: slice
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How contexts are asked: for `targets`, for themselves in words `repeat` [1, R] and `chunk` tokens at a time."""
+
+    targets: tuple[str, ...]
+    repeat: Tensor
+    chunk: int
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], form: str, targets: tuple[str, ...]
+    ) -> Asking:
+        """Say how these prompts can be asked; UsageError if a context leaves no room to ask for it again."""
+        repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
+        if "reconstruction" not in targets:
+            return cls(targets, repeat, 0)
+        limit, longest = describe(loaded.model).max_positions, max(prompt.length for prompt in prompts)
+        room = limit - longest - repeat.shape[1] if limit else CHUNK
+        if room < LEAST_CHUNK:
+            raise UsageError(
+                f"a context of {longest} tokens leaves no room to ask for it again ({loaded.name} takes {limit}): give "
+                f"--max-length {limit - CHUNK - repeat.shape[1]}, or --targets answers"
+            )
+        return cls(targets, repeat, min(CHUNK, room))
+
+    def questions(self, prompt: CalibrationPrompt, device: torch.device | str) -> Iterator[Asked]:
+        """Yield what is asked of a context."""
+        if "answers" in self.targets:
+            for after in prompt.continuations:
+                yield Asked("answers", after.tokens.to(device), after.predicting)
+        if "reconstruction" in self.targets:
+            for chunk in torch.split(prompt.ids, self.chunk, 1):
+                tokens = torch.cat([self.repeat, chunk], 1).to(device)
+                yield Asked("reconstruction", tokens, slice(self.repeat.shape[1] - 1, -1))
+
+
+class Look(NamedTuple):
+    """What a layer's entries look like: features [Hkv, T, F], and the name of each column's feature."""
+
+    features: Tensor
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A context that was read under the full cache; T counts the entries between its sinks and the recent ones."""
+
+    passed: ImportancePass
+    asked: tuple[Asked, ...]
+    judged: tuple[Asked, ...]  # the given answers, or all that is asked where there are none
+    length: int
+    free: slice
+    refusal: str
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        prompt: CalibrationPrompt,
+        given: CalibrationPrompt,
+        options: ProbeOptions,
+        asking: Asking,
+        policies: Sequence[Policy] = (),
+    ) -> Reading:
+        """Read a context; IncompatibleError if the model computes NaN on it.
+
+        `given` has the right answers in place of own replies, which go on after the answer where nothing ends them.
+        """
+        refusal = prompt.refusal(loaded.name)
+        free = slice(SINKS, prompt.length - options.protect)
+
+        def look(observation: Observation) -> Look:
+            features = features_of(observation, options.features)[0, :, free].cpu()
+            return Look(features, columns_of(observation, options.features))
+
+        wanted = needs_of(options.features), look
+        passed = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal, wanted)
+        if not all(bool(context.noted.features.isfinite().all()) for context in passed.noted):
+            raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
+        asked = tuple(asking.questions(prompt, loaded.device))
+        answers = tuple(one for one in asking.questions(given, loaded.device) if one.target == "answers")
+        return cls(passed, asked, answers or asked, prompt.length, free, refusal)
+
+    @property
+    def features(self) -> list[Tensor]:
+        """What entries look like, by layer [Hkv, T, F]."""
+        return [context.noted.features for context in self.passed.noted]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The feature of every column."""
+        columns: tuple[str, ...] = self.passed.noted[0].noted.columns
+        return columns
+
+    @cached_property
+    def importance(self) -> Mapping[str, Tensor]:
+        """The largest importance over all that is asked for each target, [L, Hkv, T] on the CPU."""
+        found: dict[str, Tensor] = {}
+        for one in self.asked:
+            values = self.passed.ask(one.tokens).importance[..., self.free]
+            if not bool(values.isfinite().all()):
+                raise IncompatibleError(self.refusal)
+            found[one.target] = torch.maximum(found[one.target], values) if one.target in found else values
+        return found
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest importance over all that is asked, [L, Hkv, T]."""
+        return torch.stack(list(self.importance.values())).amax(0)
+
+    def kept(self, scores: Tensor, budget: float) -> Tensor:
+        """Mark what stays of a context under scores [L, Hkv, T] of its free entries, [L, Hkv, length] bool."""
+        whole = scores.new_full((*scores.shape[:2], self.length), float("inf"))
+        whole[..., self.free] = scores
+        ranks = whole.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return ranks < max(1, round(budget * self.length))
+
+    def head_errors(self, keeps: Sequence[Tensor]) -> Tensor:
+        """Return how far a head's output moves where only `keeps` [L, Hkv, length] stay, [questions, keeps, L, Hkv].
+
+        The mean over rows of |(yhat - y) W_O|^2: what a loss is to second order. A head that attends everywhere loses
+        less with an even sample of its entries, which keeps their mean, than with those it attends to most.
+        """
+        return torch.stack([self._errors(one, keeps) for one in self.asked])
+
+    def _errors(self, asked: Asked, keeps: Sequence[Tensor]) -> Tensor:
+        found = []
+        with self.passed.following(asked.tokens):
+            for row, layer in enumerate(self.passed.continuations()):
+                rows, heads = layer.query.shape[2], layer.keys.shape[1]
+                own = torch.ones(1, heads, rows, rows, dtype=torch.bool, device=layer.keys.device)
+                weight = layer.output_weight
+                weight = weight.view(heads, -1, *weight.shape[1:])
+                how, errors = layer.logits, []
+                for keep in keeps:
+                    shown = keep[row].to(own.device)[None, :, None].expand(1, heads, rows, -1)
+                    change = attention_change(
+                        layer.query, layer.keys, layer.values, torch.cat([shown, own], -1), how.scaling, how.softcap,
+                        how.sinks,
+                    ).outputs[0]  # fmt: skip
+                    parts = change.view(heads, -1, *change.shape[1:])
+                    moved = torch.einsum("hgkd,hgdm->hkm", parts, weight)
+                    errors.append(moved.square().sum(-1).mean(-1).cpu())
+                found.append(torch.stack(errors))
+        return torch.stack(found, 1)
+
+    def losses(self, keeps: Sequence[Tensor]) -> Tensor:
+        """Return how far replies move where only `keeps` [L, Hkv, length] stay in all layers, [questions, keeps].
+
+        By the total variation of next-token distributions, mean over tokens, in [0, 1].
+        """
+        lost = torch.zeros(len(self.judged), len(keeps))
+        for question, (_, tokens, predicting) in enumerate(self.judged):
+            full = self.passed.logits_seeing(tokens, {})[predicting]
+            for number, keep in enumerate(keeps):
+                seen = self.passed.logits_seeing(tokens, dict(enumerate(keep)))[predicting]
+                lost[question, number] = total_variation(full, seen)
+        return lost
