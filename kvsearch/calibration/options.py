@@ -379,6 +379,9 @@ class ProbeOptions(RankingOptions):
     ] = FEATURES
     form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
     entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
+    allow_harmful: Annotated[
+        bool, Option("probe: let a fit be used that every built-in ranking is better than.", panel=PROBE)
+    ] = False
 
 
 class DynamicOptions(CalibrationOptions):

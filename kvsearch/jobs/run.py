@@ -438,12 +438,17 @@ class _Run:
     def _measured(self, stages: Overall) -> Measured:
         """Fit the rankings, then measure what every policy and every ranking keeps."""
         from kvsearch.choose.contenders import Measured
+        from kvsearch.report.ranking import RankingView
         from kvsearch.strategies.joint import policy_curves
 
         options, rankings = self.options, {}
         for name, fit in options.fits().items():
             with stages.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
-                rankings[name] = kept_profile(fit.with_model(self.loaded), stage)
+                profile = kept_profile(fit.with_model(self.loaded), stage)
+                if RankingView(profile).is_last:
+                    stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
+                else:
+                    rankings[name] = profile
         named = ", ".join((*self.policies, *rankings))
         with stages.stage(CURVES, f"measuring what {named} keep") as stage:
             measuring = options.curves(self.policies, list(rankings)).with_model(self.loaded)

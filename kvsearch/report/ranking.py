@@ -47,8 +47,8 @@ class RankingView:
 
     @property
     def is_last(self) -> bool:
-        """Whether every other policy is better."""
-        return bool((self._goodness[1:] > self._goodness[0]).all())
+        """Whether every other policy is better, by how far replies move."""
+        return self.loss is not None and bool((self._goodness[1:] > self._goodness[0]).all())
 
     @property
     def _goodness(self) -> Floats:

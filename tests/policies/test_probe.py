@@ -135,7 +135,9 @@ def test_a_new_token_is_scored_when_it_comes() -> None:
             mean = torch.nn.functional.normalize(keys[row, head, pads:9], dim=-1).mean(0)
             cosine = torch.nn.functional.cosine_similarity(keys[row, head, column], mean, dim=0)
             value = values[row, head, column]
-            x = np.concatenate([key, value, [math.log(value.norm() + 1e-8)], [0, 0], [-cosine]])
+            x = np.concatenate(
+                [key, value, [math.log(value.norm() + 1e-8)], [0, 0], [-cosine], [position * (5**0.5 - 1) / 2 % 1]]
+            )
             z = (x - a["center"][0, head]) / a["scale"][0, head]
             z[2 * dim + 1 : 2 * dim + 3] = 0
             inner = z @ a["hidden"][0, head] + a["hidden_bias"][0, head]

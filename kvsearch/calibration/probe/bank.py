@@ -66,7 +66,7 @@ def calibrate_query_bank(
         }  # fmt: skip
         random = torch.Generator().manual_seed(options.seed)
         share = -(-CANDIDATES // len(parts.fit))
-        read = (queries_asked(loaded, prompt, options, asking, share, random) for prompt in parts.fit)
+        read = (queries_asked(loaded, prompt, asking, share, random) for prompt in parts.fit)
         asked = torch.cat(list(counted(read, len(prompts), progress)), 3)  # [L, Hkv, G, M, D]
 
         def profile(queries: Tensor, how: str, recall: Floats | None = None) -> Profile:
@@ -92,7 +92,6 @@ def calibrate_query_bank(
 def queries_asked(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
-    options: QueryBankOptions,
     asking: Asking,
     count: int,
     random: torch.Generator,

@@ -11,6 +11,7 @@ import torch
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
 from kvsearch.calibration.probe.bank import calibrate_query_bank, queries_asked
+from kvsearch.calibration.probe.reading import Asking
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
@@ -53,10 +54,10 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
     (prompt, *_) = prompts_of(model, DATA)
-    options = SMALL.model_copy(update={"targets": ("answers",)})
+    asking = Asking.of(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with running(model.model):
-        found = queries_asked(model, prompt, options, (ids[:, :0], 0), 999, torch.Generator())[0]
+        found = queries_asked(model, prompt, asking, 999, torch.Generator())[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():

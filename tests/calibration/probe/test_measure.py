@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.lukv import calibrate_lukv
 from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
 from kvsearch.calibration.probe.measure import calibrate_probe, recall_of
-from kvsearch.calibration.probe.reading import BUDGETS, split
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, split
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
@@ -21,6 +23,7 @@ from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
 from kvsearch.strategies.from_profile import plan_from_profile
 from tests import tiny
 
@@ -60,7 +63,7 @@ def test_the_same_bytes_again(model: LoadedModel, data: CalibrationData, profile
     assert calibrate_probe(model, data, SMALL).to_bytes() == profile.to_bytes()
 
 
-def test_a_fit_that_loses_says_so(profile: Profile) -> None:
+def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     loss = np.ones_like(profile.arrays["loss"])
     loss[0] = 0.5
     better = Profile(profile.metadata, {**profile.arrays, "loss": loss.copy()})
@@ -71,6 +74,14 @@ def test_a_fit_that_loses_says_so(profile: Profile) -> None:
     loss[0] = 2.0
     last = Profile(profile.metadata, {**profile.arrays, "loss": loss})
     assert "every other ranking is better" in list(RankingView(last).remarks())[-1]
+    save_profile(last, tmp_path / "profile.safetensors")
+    with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):
+        fitted_policy(f"probe={tmp_path}")
+    insisted = last.metadata.model_dump()
+    insisted["provenance"]["settings"]["allow_harmful"] = True
+    metadata = type(last.metadata).model_validate(insisted)
+    save_profile(Profile(metadata, dict(last.arrays)), tmp_path / "profile.safetensors", overwrite=True)
+    assert fitted_policy(f"probe={tmp_path}")[0] == "probe"
 
 
 def test_budgets_on_top_of_a_ranking(
@@ -127,3 +138,42 @@ def test_recall_is_a_share_of_the_oracle() -> None:
 def test_bad_options(given: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         ProbeOptions(**given)
+
+
+def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:
+    few = replace(data, contexts=data.contexts[:4])
+    found = calibrate_probe(model, few, SMALL.model_copy(update={"form": "network"}))
+    assert found.arrays["hidden"].shape[-1] == 0
+    assert (
+        "2 contexts to fit on are few: regressions with strong shrinkage alone" in list(RankingView(found).remarks())[1]
+    )
+
+
+def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
+    """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
+    prompts = prompts_of(model, data)[:1]
+    asking = Asking.of(model, prompts, data.prompt, ("answers",))
+    with torch.no_grad(), running(model.model):
+        one = Reading.of(model, prompts[0], prompts[0], SMALL, asking)
+        every = torch.ones(4, 2, one.length, dtype=torch.bool)
+        some = every.clone()
+        some[:, :, 5:60:2] = False
+        errors = one.head_errors([every, some])
+        assert float(errors[:, 0].max()) == 0
+        with one.passed.following(one.asked[0].tokens):
+            layer = list(one.passed.continuations())[1]
+            group = layer.query.shape[1] // 2
+            rows = layer.query.shape[2]
+            logits = layer.query[0] @ layer.keys[0].repeat_interleave(group, 0).transpose(1, 2) * layer.logits.scaling
+            later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(logits.shape[-1] - rows + 1)
+            hidden = torch.cat([~some[1], torch.zeros(2, rows, dtype=torch.bool)], 1).repeat_interleave(group, 0)
+            values = layer.values[0].repeat_interleave(group, 0)
+            outputs = [
+                logits.masked_fill(later | gone, float("-inf")).softmax(-1) @ values
+                for gone in (torch.tensor(False), hidden[:, None])
+            ]
+            moved = torch.einsum("qkd,qdm->qkm", outputs[1] - outputs[0], layer.output_weight)
+        unmoved = one.losses([every])
+        wanted = moved.unflatten(0, (2, group)).sum(1).square().sum(-1).mean(-1)
+    torch.testing.assert_close(errors[0, 1, 1], wanted, rtol=1e-3, atol=1e-6)
+    assert float(unmoved.max()) == pytest.approx(0, abs=1e-5)
