@@ -19,7 +19,7 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.calibration.tables import RatioTables, grid_totals
+from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of, grid_totals
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -61,7 +61,7 @@ def calibrate_dynamic(
             demands = observe_demands(loaded, prompt, policy, allocation)
             budgets = decisions(allocation, demands, prompt.length, tables.floor(prompt.length))
             tables.add((1.0 - budgets / prompt.length).astype(np.float32), prompt.length, prompt.context)
-    how = {"protocol": options.protocol, "minimum": options.minimum}
+    how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
     settings = {**options.texts(data), **allocation.parameters(), **how}
     seed, floor = options.seed, tables.floor(tables.length)
     origin = profile_metadata(loaded, data, policy.spec, allocation.name, seed, settings, tables.lengths, floor)
@@ -69,6 +69,8 @@ def calibrate_dynamic(
         "ratio_deviation": tables.deviation(),
         "question_length": np.array(tables.lengths, dtype=np.int32),
     }
+    if options.check and checkable(data):
+        spread[HELD_OUT] = tables.held_out(folds_of(data))
     return Profile(origin, {**tables.arrays(), **spread})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import permutations
 from math import factorial
 
@@ -38,10 +39,12 @@ def integrated_gradients(passed: ImportancePass, after: Continuation, protected:
     """
     tokens, keep = after.tokens.to(passed.model.device), dict(enumerate(protected))
     found = torch.zeros(protected.shape)
+    # recurrent layers write their states in place; allowing for that is slow
+    recurrent = not all(hasattr(layer, "keys") for layer in passed.cache.layers)
     for node, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
         gates = torch.full(protected.shape, (1 + float(node)) / 2, requires_grad=True)
-        # recurrent layers write their states in place
-        with allow_mutation_on_saved_tensors(), passed.following(tokens, keep, dict(enumerate(gates))) as output:
+        writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
+        with writable, passed.following(tokens, keep, dict(enumerate(gates))) as output:
             (slope,) = torch.autograd.grad(_loss(output.logits[0], after), gates)
         found -= float(weight) / 2 * slope
     return found.masked_fill(protected, 0.0)

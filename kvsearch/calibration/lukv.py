@@ -26,7 +26,15 @@ from kvsearch.calibration.layer_mass import effects_under, integrated_gradients,
 from kvsearch.calibration.options import DECIDING, IN_NATS, RECALL_AT, LukvOptions, Normalization
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.calibration.tables import RatioTables, floor_entries
+from kvsearch.calibration.tables import (
+    CHECKED_RATIOS,
+    FOLDS,
+    HELD_OUT,
+    RatioTables,
+    checkable,
+    floor_entries,
+    folds_of,
+)
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -169,6 +177,7 @@ def calibrate_lukv(
     options = options or LukvOptions()
     kept, summary, worth = [], _Summary(policy, options), {}
     prompts = asked_prompts(loaded, data, [policy, *rivals], options)
+    checked = options.check and options.aggregate == "ratios" and checkable(data)
     with running(loaded.model):
         questions = measure_importance(loaded, prompts, policy, options, rivals)
         for measured in counted(questions, data.questions, progress):
@@ -183,7 +192,11 @@ def calibrate_lukv(
             weights = layer_weights(effects.sum(0), kept)
             for measured in kept:
                 summary.add(measured, weights)
+            if checked:
+                worth[HELD_OUT] = _held_out(kept, effects, folds_of(data), policy, options)
             worth["layer_worth"] = np.stack([effects.mean(0), effects.std(0) / len(kept) ** 0.5]).astype(np.float32)
+        elif checked:
+            worth[HELD_OUT] = summary.tables.held_out(folds_of(data))
     settings = {**options.texts(data), **options.settings()}
     if named := tuple(choices(policy)):
         settings["choices"] = named
@@ -228,23 +241,49 @@ def remeasured_effects(
             found += [effects_under(passed, after, plan, protected) for after in prompt.continuations]
         rounds.append(np.stack(found))
         effects: Floats = np.mean(rounds, axis=0)
-        before, shares = shares, _solved_shares(kept, layer_weights(effects.sum(0), kept), policy, options)
+        before, shares = (
+            shares,
+            _solved_shares(kept, layer_weights(effects.sum(0), kept), policy, options, REMEASURED_AT),
+        )
         if np.abs(shares - before).sum() / 2 < STILL * shares.sum():
             break
     return effects
 
 
-def _solved_shares(kept: Sequence[MeasuredQuestion], weights: Floats, policy: Policy, options: LukvOptions) -> Floats:
-    """Return what heads keep of a prompt where `REMEASURED_AT` is evicted, [L, Hkv], mean over the questions."""
+def _solved_shares(
+    kept: Sequence[MeasuredQuestion], weights: Floats, policy: Policy, options: LukvOptions, ratio: float
+) -> Floats:
+    """Return the share of a prompt that heads keep where `ratio` is evicted, [L, Hkv], mean over the questions."""
     found = []
     for one in kept:
-        values = one.importance.astype(np.float64) * weights[:, None, None]
-        floor, length = floor_entries(values.shape[-1], policy, options.minimum), values.shape[-1]
-        heads = values.shape[0] * values.shape[1]
-        total = max(round((1 - REMEASURED_AT) * length * heads), floor * heads)
+        values = solved_worth(one, weights, policy, options)
+        length, heads = values.shape[-1], values.shape[0] * values.shape[1]
+        floor = floor_entries(length, policy, options.minimum)
+        total = max(round((1 - ratio) * length * heads), floor * heads)
         found.append(MarginalSolver(values, floor).solve(total) / length)
     mean: Floats = np.mean(found, axis=0)
     return mean
+
+
+def solved_worth(
+    measured: MeasuredQuestion, weights: Floats, policy: Policy, options: LukvOptions
+) -> NDArray[np.float64]:
+    """Return what budgets are solved with, [L, Hkv, T]; `weights` [L] make layers comparable."""
+    values: NDArray[np.float64] = measured.worth.astype(np.float64) * weights[:, None, None]
+    return values if options.gap else without_gap(values, policy.protected(values.shape[-1]))
+
+
+def _held_out(
+    kept: Sequence[MeasuredQuestion], effects: Floats, folds: Sequence[int], policy: Policy, options: LukvOptions
+) -> NDArray[np.float32]:
+    """Return what `RatioTables.held_out` does where layers are compared by all questions: by those of the others."""
+    found = []
+    for fold in range(FOLDS):
+        others = [number for number, one in enumerate(kept) if folds[one.context] != fold]
+        part = [kept[number] for number in others]
+        weights = layer_weights(effects[others].sum(0), part)
+        found.append([1 - _solved_shares(part, weights, policy, options, ratio) for ratio in CHECKED_RATIOS])
+    return np.array(found, dtype=np.float32)
 
 
 class _Summary:
@@ -274,8 +313,7 @@ class _Summary:
         kept_worth = _sampled(recall_curve(values))
         oracle, mass = _sampled(oracle_recall_curve(measured.importance)), values.sum(-1, keepdims=True)
         self._curves.append(np.stack([recall, oracle, kept_worth * mass]))
-        if not self.options.gap:
-            values = without_gap(values, self.tables.policy.protected(length))
+        values = solved_worth(measured, weights, self.tables.policy, self.options)
         table = profile_grid(MarginalSolver(values, self.tables.floor(length)))
         self.tables.add(table, length, measured.context)
         if self.options.aggregate == "importance":

@@ -82,6 +82,10 @@ Minimum = Annotated[
         shown="lukv 0.01, others 0",
     ),
 ]
+Check = Annotated[
+    bool,
+    Option("Do not ask the table beside even budgets on held-out contexts.", flag="--no-check", negated=True),
+]
 ProtocolChoice = Annotated[
     Protocol,
     Option(
@@ -227,11 +231,12 @@ class AnsweredOptions(CalibrationOptions):
 class LukvOptions(AnsweredOptions):
     """What LU-KV's paper leaves open, and its ablations.
 
-    `normalization` makes layers comparable, which the paper asks for without saying how. "effect" measures it: a
-    layer's importance adds up to what the answer loses when the layer sees only the protected entries of the context.
-    That does not see layers which can stand in for each other; these measures in nats do. "integrated" shares out what
-    all layers lose together, by integrated gradients, and "integrated_entry" does so entry by entry, in place of
-    importance; "remeasured" measures effects again under the plan that they make; "shapley" is the slow yardstick.
+    `normalization` makes layers comparable, which the paper asks for without saying how. "integrated" measures it: what
+    the answer loses when all layers see only the protected entries of the context is shared out to layers by integrated
+    gradients, and a layer's importance adds up to its part. "integrated_entry" shares it out to entries, in place of
+    importance. "effect" takes what the answer loses when one layer alone sees only protected entries, which is next to
+    nothing where layers can stand in for each other; "remeasured" measures that again under the plan that it makes, and
+    "shapley" is the slow yardstick: random orders of removing layers.
     "layer" gives every layer the same mass, "layer_max" the same largest value, "output" and "residual" divide by the
     mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
 
@@ -257,12 +262,13 @@ class LukvOptions(AnsweredOptions):
             "layer_max, output, residual or none.",
             panel=LUKV,
         ),
-    ] = "effect"
+    ] = "integrated"
     aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.", panel=LUKV)] = "ratios"
     gap: Annotated[
         bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
     ] = True
     minimum: Minimum = 0.01
+    check: Check = True
     rivals: Annotated[
         Names,
         Option(
@@ -397,6 +403,7 @@ class DynamicOptions(CalibrationOptions):
     policy: str = "snapkv"
     protocol: ProtocolChoice = QUESTION_AGNOSTIC
     minimum: Minimum = 0.0
+    check: Check = True
 
     def make_allocation(self) -> Allocation:
         """Return the rule that decides; UsageError if its options contradict each other."""

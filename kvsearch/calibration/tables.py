@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.arrays import Floats, Ints
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.plan import GRID
 from kvsearch.policies import Policy
 
+CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is asked beside even budgets
+HELD_OUT = "held_out_ratio"  # [FOLDS, len(CHECKED_RATIOS), L, Hkv]: tables of all contexts but those of a fold
+FOLDS = 4
+LEAST_CONTEXTS = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
 STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
 
 
@@ -29,6 +35,17 @@ def grid_totals(length: int, heads: int, floor: int) -> Ints:
     entries = length * heads
     totals: Ints = (2 * (100 - np.arange(1, GRID + 1, dtype=np.int64)) * entries + 100) // 200
     return np.maximum(totals, floor * heads)
+
+
+def folds_of(data: CalibrationData) -> list[int]:
+    """Return the fold of every context, by turns; equal texts are in one fold."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(one.text for one in data.contexts))}
+    return [numbers[one.text] % FOLDS for one in data.contexts]
+
+
+def checkable(data: CalibrationData) -> bool:
+    """Tell whether there are enough different contexts to tell a good table from a bad one."""
+    return len({one.text for one in data.contexts}) >= LEAST_CONTEXTS
 
 
 class RatioTables:
@@ -55,18 +72,32 @@ class RatioTables:
 
     def mean(self) -> NDArray[np.float32]:
         """Return mean local ratios, float32 [99, L, Hkv]; each row over the prompts that can be cut that far."""
-        mean: Floats = np.einsum("mr,mrlh->rlh", self._shares(), np.stack(self.tables))
+        return self._mean(range(len(self.tables)))
+
+    def held_out(self, folds: Sequence[int]) -> NDArray[np.float32]:
+        """Return the mean tables at `CHECKED_RATIOS` without the contexts of each fold, [FOLDS, R, L, Hkv].
+
+        `folds` has that of every context, see `folds_of`.
+        """
+        rows = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
+        parts = [[n for n, context in enumerate(self.contexts) if folds[context] != fold] for fold in range(FOLDS)]
+        return np.stack([self._mean(part)[rows] for part in parts])
+
+    def _mean(self, some: Sequence[int]) -> NDArray[np.float32]:
+        tables = np.stack([self.tables[number] for number in some])
+        mean: Floats = np.einsum("mr,mrlh->rlh", self._shares(some), tables)
         return mean.astype(np.float32)
 
     def deviation(self) -> NDArray[np.float32]:
         """Return the standard deviation of the local ratios over the same prompts, float32 [99, L, Hkv]."""
         apart = np.stack(self.tables).astype(np.float64) - self.mean()
-        variance: Floats = np.einsum("mr,mrlh->rlh", self._shares(), apart**2)
+        variance: Floats = np.einsum("mr,mrlh->rlh", self._shares(range(len(apart))), apart**2)
         return np.sqrt(variance).astype(np.float32)
 
-    def _shares(self) -> Floats:
-        """Return how much each prompt counts in each row, [M, 99]."""
-        reach = np.array([1 - self.floor(length) / length for length in self.lengths])
+    def _shares(self, some: Sequence[int]) -> Floats:
+        """Return how much each of `some` prompts counts in each row, [M, 99]."""
+        lengths = [self.lengths[number] for number in some]
+        reach = np.array([1 - self.floor(length) / length for length in lengths])
         rows = np.arange(1, GRID + 1) / (GRID + 1)
         able = reach[:, None] >= np.minimum(rows, reach.max()) - 1e-9
         shares: Floats = able / able.sum(0)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from statistics import stdev
 from typing import Final, NamedTuple
 
+from kvsearch.calibration.tables import LEAST_CONTEXTS
 from kvsearch.choose.verdicts import Gains, Judged, Kind, SignalUse, Verdict, side
 from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.runs.estimates import Difference, Estimate
 
 ALPHA: Final = 0.05  # of a signal that says nothing to be called useful
 ENOUGH: Final = 19  # random strategies of which the best of all is so by chance one time in twenty
-LEAST_CONTEXTS: Final = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
 _UNIFORM: Final[dict[Kind, str]] = {"route": "one pattern in all layers", "budgets": "equal budgets"}
 _CHANCE: Final = "more than strategies differ by chance"
 _RANDOM: Final[dict[Kind, str]] = {"route": "random patterns", "budgets": "random permutations"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvsearch.calibration.polykv.cost import CostEstimate
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
+    from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
 TFLOPS = 100.0
@@ -236,6 +238,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         config = config.model_copy(update={"execution": environment(loaded)})
         with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
             profile = _measure(options, loaded, texts, progress, start)
+        profile = _checked_table(options, loaded, texts, profile, talk)
         save_profile(profile, options.output / PROFILE, overwrite=True)
         write_contexts(options.output, {"fitted": texts.hashes})
         if isinstance(options, PolykvOptions):
@@ -243,6 +246,31 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
 
             forget_samples(options.output)
     return profile
+
+
+def _checked_table(
+    options: CalibrateOptions, loaded: LoadedModel, texts: CalibrationData, profile: Profile, talk: Talk
+) -> Profile:
+    """Return the profile with what its table is worth beside even budgets, and say that; as it is where it has none."""
+    from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
+    from kvsearch.choose.table_check import check_table
+
+    if not getattr(options, "check", False):
+        return profile
+    checks: tuple[TableCheck, ...] = ()
+    if HELD_OUT in profile.arrays:
+        with talk.progress("contexts checked") as progress:
+            checks = check_table(loaded, texts, options, profile, progress)
+    if not checks:
+        talk.say(f"the table was not checked against even budgets: that takes {LEAST_CONTEXTS} different contexts with "
+                 "answers, and a table by ratios")  # fmt: skip
+        return profile
+    for one in checks:
+        if one.verdict == "harmful":
+            talk.warn(f"the table loses to even budgets: {one.words}; export refuses it without --allow-harmful")
+        else:
+            talk.say(f"{one.verdict}: {one.words}")
+    return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
 
 
 def kept_profile(options: CalibrateOptions, talk: Talk) -> Profile:

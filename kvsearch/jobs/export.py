@@ -93,7 +93,9 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         Field(ge=0),
         Option("So many layers keep the whole cache, at its full cost.", panel=PANEL, shown="none"),
     ] = None
-    allow_harmful: Annotated[bool, Option("Use signals that `validate` judged harmful.", panel=PANEL)] = False
+    allow_harmful: Annotated[
+        bool, Option("Use signals that `validate` judged harmful, or a table that loses to even budgets.")
+    ] = False
 
     def for_target(self, talk: Talk) -> Exported:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
@@ -140,7 +142,20 @@ class ExportOptions(PlanOptions, Sized, Targeted):
                 f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
                 f"{profile.metadata.method}"
             )
-        return self._joint(profile, talk) if several else plan_from_profile(profile, self.size)
+        if several:
+            return self._joint(profile, talk)
+        from kvsearch.choose.table_check import harmful_table
+
+        plan, pool = plan_from_profile(profile, self.size), self.size.pool(profile.metadata)
+        self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), talk)
+        return plan
+
+    def _refuse_harmful(self, warning: str | None, talk: Talk) -> None:
+        """Raise the UsageError of what was judged harmful, if it is not allowed."""
+        if warning is not None and not self.allow_harmful:
+            raise UsageError(f"{warning}; --allow-harmful to write it all the same")
+        if warning is not None:
+            talk.warn(warning)
 
     def _joint(self, profile: Profile, talk: Talk) -> Plan:
         """Choose a policy for every layer, and budgets."""
@@ -170,10 +185,7 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         warning = None
         if (directory / verdicts.FILE).exists():
             warning = verdicts.harmful(directory, strategy, size.pool(profile.metadata).mean)
-        if warning is not None and not self.allow_harmful:
-            raise UsageError(f"{warning}; --allow-harmful to write it all the same")
-        if warning is not None:
-            talk.warn(warning)
+        self._refuse_harmful(warning, talk)
         return plan
 
     def size_in(self, profile: Profile) -> Size:

@@ -49,12 +49,39 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32
 _SLACK = 1e-3
 
 
+class TableCheck(Record):
+    """A table of local ratios beside even budgets at one eviction ratio, on contexts that it was not made of.
+
+    `table` and `even` are the shares of answers before the first token predicted otherwise than under the full cache;
+    `low` and `high` bound the difference of the two, a 95% interval over `contexts`.
+    """
+
+    ratio: float = Field(gt=0, lt=1)
+    contexts: Count
+    table: float = Field(ge=0, le=1)
+    even: float = Field(ge=0, le=1)
+    low: float
+    high: float
+    verdict: Literal["useful", "unproven", "harmful"]
+
+    @property
+    def words(self) -> str:
+        """What was found, for people."""
+        return (
+            f"at ratio {self.ratio:g} {100 * self.table:.1f}% of the answers stay what they are, "
+            f"{100 * self.even:.1f}% with even budgets ({100 * (self.table - self.even):+.1f} "
+            f"[{100 * self.low:+.1f}, {100 * self.high:+.1f}] points, {self.contexts} contexts that the table was not "
+            "made of)"
+        )
+
+
 class ProfileMetadata(Record):
     """What the arrays of a profile mean and where they come from.
 
     `length` is the calibration context in tokens; `layers` holds the model layer of each profile row, ascending.
     `signals` names the dimensions of signals by pattern; `policy` is then the one that strategies without a route use.
     `policies` are those of the array "kept", where several were measured on the same contexts; `policy` is the first.
+    `checks` say how the table does on held-out contexts; None: that was not asked.
     """
 
     format: Literal["kvsearch.profile"] = "kvsearch.profile"
@@ -68,14 +95,17 @@ class ProfileMetadata(Record):
     floor: Floor
     signals: SignalAxes | None = None
     policies: tuple[PolicySpec, ...] | None = Field(default=None, min_length=2)
+    checks: tuple[TableCheck, ...] | None = Field(default=None, min_length=1)
     provenance: Provenance
 
     @model_serializer(mode="wrap")
-    def _without_one_policy(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave the policies out where one was measured: a file without them keeps its bytes."""
+    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the policies where one was measured, and checks that were not made: such files keep their bytes."""
         written: dict[str, Any] = handler(self)
         if self.policies is None:
             written.pop("policies", None)
+        if self.checks is None:
+            written.pop("checks", None)
         return written
 
     @property

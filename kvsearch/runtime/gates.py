@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.logits import Logits
 
+HELD_LOGITS = 2**21  # of a layer that are held for the backward pass: 8 MiB, several times
+
 
 def gated_attention(states: tuple[Tensor, Tensor, Tensor], keep: Tensor, gates: Tensor, logits: Logits) -> Tensor:
     """Attend with K tokens to a prompt of T tokens through gates; [1, K, Hq, Dv].
@@ -18,8 +20,11 @@ def gated_attention(states: tuple[Tensor, Tensor, Tensor], keep: Tensor, gates: 
     gate, [Hkv, T] in [0, 1], and what the gates hold back goes to the entries without one, in proportion. So gates of 1
     are the full cache, gates of 0 a cache without these entries, and the output is linear in between.
 
-    Backward passes compute attention again, so that no more than one layer's is there at a time.
+    Where it is large, backward passes compute attention again, so that no more than one layer's is there at a time.
     """
+    query, keys, _ = states
+    if query.shape[1] * query.shape[2] * keys.shape[2] <= HELD_LOGITS:
+        return _gated(*states, keep, gates, logits)
     output: Tensor = checkpoint(_gated, *states, keep, gates, logits, use_reentrant=False)
     return output
 

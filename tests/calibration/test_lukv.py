@@ -83,7 +83,7 @@ def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
     assert (metadata.length, metadata.questions, metadata.floor) == (length_of(data), questions, PROTECTED)
     assert metadata.layers == (0, 1, 2, 3)
     assert metadata.provenance.data_sha256 == data.sha256
-    assert metadata.provenance.settings["normalization"] == "effect"
+    assert metadata.provenance.settings["normalization"] == "integrated"
     assert "seed" not in metadata.provenance.settings
 
 
