@@ -188,6 +188,7 @@ def test_what_a_profile_holds(method: str, profiles: dict[str, Profile], data: C
     assert made.arrays["question_context"].tolist() == [0, 1, 2]
     settings = metadata.provenance.settings
     assert settings == {
+        "check": True,
         "data": "tiny", "protocol": "question-agnostic", "minimum": 0.0, **allocation.parameters(),
     }  # fmt: skip
     assert metadata.provenance.data_sha256 == data.sha256

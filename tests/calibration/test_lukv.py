@@ -216,7 +216,7 @@ def test_effects_are_those_of_masked_runs_on_the_answer(model: LoadedModel, data
         with reference(model.model, kept) as cache:
             return feed(model.model, cache, pieces)[1][0, rows]
 
-    effect = measured(model, data, GIVEN)[0].effect
+    effect = measured(model, data, LukvOptions(answers="given", normalization="effect"))[0].effect
     protected = torch.zeros(1, 2, ids.shape[1], dtype=torch.bool)
     protected[..., :2] = protected[..., -4:] = True
     for layer in range(4):

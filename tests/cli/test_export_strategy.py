@@ -208,7 +208,6 @@ def test_a_phase_that_was_not_measured(run: Run, tmp_path: Path, bundled: ModelF
         (("--inverse-route", "--inverse-budgets"), "--inverse-route, --inverse-budgets:"),
         (("--policy", "tova", "--exclude", "h2o"), "--policy, --exclude:"),
         (("--least", 0, "--full-layers", 0), "--least, --full-layers:"),
-        (("--allow-harmful",), "--allow-harmful:"),
     ],
 )
 def test_other_profiles_have_no_strategies(
