@@ -201,7 +201,7 @@ class RunOptions(WithModel, WithTasks, Asking):
         It is on other contexts than rankings are fitted on: there they look better than they are.
         """
         first, *rivals = (*policies, *(f"{name}={self.output / FIT / name}" for name in rankings))
-        more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals)}
+        more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals), "check": False}  # the choice checks
         return self.calibration(Curves, self.output / CURVES, self.measure, self.seed + 1, **more)
 
 
