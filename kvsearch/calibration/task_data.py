@@ -9,28 +9,35 @@ from functools import partial
 from kvsearch.calibration.data import CalibrationData, Context, Pair, content_hash
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.contexts import ContextSet
 from kvsearch.runtime.forced_answers import Judge
 from kvsearch.tasks.base import Example, Task
-from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, most_tokens
+from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, most_tokens, unused
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.texts import is_blank
 
 
 def data_of_tasks(
-    loaded: LoadedModel, tasks: Sequence[Task], samples: int, seed: int, max_length: int | None = None
+    loaded: LoadedModel,
+    tasks: Sequence[Task],
+    samples: int,
+    seed: int,
+    max_length: int | None = None,
+    used: ContextSet | None = None,
 ) -> CalibrationData:
     """Return the first `samples` contexts of every task with their questions; right replies in full are the answers.
 
-    They are drawn as an evaluation draws them. Questions without an answer are left out.
+    They are drawn as an evaluation draws them, none of them `used`. Questions without an answer are left out.
 
     Raises:
-        UsageError: a task has no usable question, or fills contexts to a length above the limit; see `check_length`.
+        UsageError: a task has no usable question or no context that is not used, or fills contexts to a length above
+            the limit; see `check_length`.
     """
     count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
     contexts: list[Context] = []
     for task in tasks:
         check_length(loaded, task, limit)
-        drawn = map(_answerable, task.examples(samples, seed, count))
+        drawn = map(_answerable, unused(task, samples, seed, count, used or ContextSet())[0])
         examples = {example.key: example for example in drawn if example.queries and not is_blank(example.context)}
         if not examples:
             raise UsageError(f"task {task.name} has no question with an answer to calibrate on: leave it out")

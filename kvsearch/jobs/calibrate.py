@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvsearch.calibration.polykv.cost import CostEstimate
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
+    from kvsearch.plan.contexts import ContextSet
     from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
@@ -133,6 +134,10 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         """See `JobOptions.recorded`; without tasks there are no options of theirs."""
         unread = set() if self.tasks is not None else OF_TASKS
         return {key: value for key, value in super().recorded().items() if key not in unread}
+
+    def used(self) -> ContextSet | None:
+        """Return contexts in whose place others are drawn from tasks."""
+        return None
 
     def configuration(self, texts: CalibrationData) -> RunConfig:
         """Return the configuration of the run, on `texts`."""
@@ -332,7 +337,7 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
     if any(one.split == "all" for one in describe_tasks(options.tasks)):
         talk.say(f"evaluate asks all examples of {options.tasks} by default: give it --split report for fresh ones")
     loaded = options.load(options.model, talk)
-    return data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length), loaded
+    return data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length, options.used()), loaded
 
 
 def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.plan_comparison import Keep, KeptStage
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Size
+    from kvsearch.plan.contexts import ContextSet
     from kvsearch.report.table import Table
-    from kvsearch.tasks.base import Task
+    from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZE, FITTED = "How much is kept", "What is fitted"
@@ -68,6 +69,18 @@ class Curves(CalibrateLukv):
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
         """See `JobOptions.chosen`."""
         return cls
+
+    def used(self) -> ContextSet:
+        """See `CalibrateOptions.used`: what the rankings were fitted on, which look better there than they are."""
+        from kvsearch.plan.contexts import ContextSet
+        from kvsearch.policies.fitted import Fitted, profile_of
+
+        found = ContextSet()
+        for policy in self.policies():
+            if isinstance(policy, Fitted):
+                contexts = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                found = found if contexts is None else found.union(contexts.used)
+        return found
 
 
 class RunOptions(WithModel, WithTasks, Asking):
@@ -195,6 +208,32 @@ class RunOptions(WithModel, WithTasks, Asking):
             for name in self.rankings
         }
 
+    def refuse_policies(self) -> None:
+        """Raise UsageError if a policy is there twice, or is one that is fitted."""
+        from kvsearch.policies.registry import FITTED
+
+        for at, name in enumerate(self.policies):
+            if name.partition("=")[0] in FITTED:
+                raise UsageError(
+                    f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
+                    f"--rankings ({', '.join(RANKINGS)})"
+                )
+            if name in self.policies[:at]:
+                raise UsageError(f"--policies has {name} twice: name each once")
+
+    def refuse_few(self, count: TokenCount) -> None:
+        """Raise UsageError if rankings are fitted on all that a task has, so that there is nothing to measure on."""
+        if self.tasks is None and self.data is not None:
+            return
+        for task in self.questions("train") if self.rankings else ():
+            found = len(task.examples(self.fit + 1, self.seed, count))
+            if found <= self.fit:
+                lower = f"lower --fit to at most {found - 1}" if found > 1 else "give more"
+                raise UsageError(
+                    f"task {task.name}: --fit {self.fit} takes all {found} contexts of the split train, but budgets "
+                    f"are measured on others: {lower}"
+                )
+
     def curves(self, policies: Sequence[str], rankings: Sequence[str]) -> CalibrateLukv:
         """Return the measurement of what policies and fitted rankings keep.
 
@@ -232,7 +271,7 @@ class Ran:
         from kvsearch.report.run import sentences, smallest_words
 
         if self.smallest is not None:
-            yield smallest_words(self.smallest, self.options.within)
+            yield smallest_words(self.smallest, self.options.within, self.found[0].loss)
         for one in self.found:
             yield from sentences(one, several=len(self.found) > 1)
         files = [self.options.plan_file(one.selection.size) for one in self.found]
@@ -246,11 +285,15 @@ class Ran:
         """Yield the words of a command that evaluates a plan on the tasks of the run."""
         options = self.options
         yield from ("evaluate", options.model, "--plan", str(plan))
-        if options.tasks is not None:
-            yield from ("--tasks", options.tasks)
-        for name, (_, option) in TaskDetails.offered().items():
+        if options.tasks is not None:  # some tasks ask all of their contexts by default, those of the choice, too
+            yield from ("--tasks", options.tasks, "--split", "report")
+        for name, (_, option) in {**TaskDetails.offered(), **Asking.offered(), **Loading.offered()}.items():
             value = getattr(options, name)
-            if value is not None and not (name == "data" and options.tasks is None):
+            if value == type(options).model_fields[name].default or (name == "data" and options.tasks is None):
+                continue
+            if isinstance(value, bool):
+                yield option.called(name)
+            else:
                 yield from (option.called(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
 
 
@@ -309,12 +352,14 @@ class _Run:
         """Check all that can be before anything is measured; the sizes against the longest context."""
         from kvsearch.choose.contenders import find_contenders
         from kvsearch.choose.contest import refuse_shared
+        from kvsearch.choose.splits import halves
         from kvsearch.errors import IncompatibleError
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.tasks.encode import encode_tasks
+        from kvsearch.tasks.encode import counter, encode_tasks
 
         sizes, splits = options.sizes, {split: options.questions(split) for split in ("select", "report")}
         options.fits()
+        options.refuse_policies()
         measured = options.curves(options.policies, ()).policies()
         loaded = options.load(options.model, talk)
         usable = []
@@ -330,6 +375,9 @@ class _Run:
         }
         refuse_shared(encoded)
         found = cls(options.with_model(loaded), loaded, encoded, usable)
+        for task in encoded["select"]:
+            halves([task], FIRST, options.seed)  # a task with one context leaves a stage empty: told before any fit
+        options.refuse_few(counter(loaded.tokenizer))
         least = min(policy.floor for policy in measured)
         for size in sizes:
             if size.mean(found.longest) < least:

@@ -11,6 +11,7 @@ from kvsearch.choose.smallest import Smallest
 from kvsearch.report import selection as selections
 from kvsearch.report.numbers import bounds, interval, percent
 from kvsearch.report.table import Table
+from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.methods import FULL
 
 SCHEMA = "kvsearch.run-report/1"
@@ -36,14 +37,25 @@ def tables(found: Sequence[Overall]) -> list[Table]:
     return [table for one in found for table in selections.stage_tables(one.selection)]
 
 
-def smallest_words(found: Smallest, within: float) -> str:
-    """Say which budget is the smallest that loses at most `within` points, and how that was found."""
-    last, longest = found.tried[-1], found.choice.longest
+def smallest_words(found: Smallest, within: float, loss: Difference) -> str:
+    """Say which budget is the smallest that loses at most `within` points, how that was found, and what is in doubt.
+
+    `loss` is what the plan loses on the report split.
+    """
+    last, longest, judged = found.tried[-1], found.choice.longest, sum(one.confirmed for one in found.tried)
     steps = ", ".join(f"{one.budget}: {100 * one.loss:+.1f}" for one in found.tried)
+    asked = "questions that the budget was not found by"
+    if judged > 1:
+        asked = f"questions that {judged} budgets were judged by, this the first to hold"
+    verdict = "leaves that in doubt"
+    if 100 * loss.high <= within:
+        verdict = "confirms that"
+    elif 100 * loss.low > within:
+        verdict = "contradicts that: keep more"
     return (
         f"{last.budget} entries per kv head, {percent(last.budget / longest, 0)}% of {longest} tokens, are the fewest "
-        f"of those tried at which the chosen plan loses at most {within:g} points: {100 * last.loss:+.1f} on questions "
-        f"that the budget was not found by (points lost by what was tried: {steps})"
+        f"of those tried at which the chosen plan loses at most {within:g} points: {100 * last.loss:+.1f} on {asked} "
+        f"(points lost by what was tried: {steps}); the report split {verdict}"
     )
 
 

@@ -134,7 +134,7 @@ def encode_tasks(
         check_length(loaded, task, limit)
     made = []
     for task in tasks:
-        examples, left_out = _unused(task, samples, seed, count, used or ContextSet())
+        examples, left_out = unused(task, samples, seed, count, used or ContextSet())
         made.append(encode(loaded.tokenizer, task, examples, samples, limit, left_out))
     return made
 
@@ -197,7 +197,7 @@ def hashes_of(example: Example) -> tuple[str, ...]:
     return context_hash(example.context), *asked
 
 
-def _unused(task: Task, samples: int, seed: int, count: TokenCount, used: ContextSet) -> tuple[Sequence[Example], int]:
+def unused(task: Task, samples: int, seed: int, count: TokenCount, used: ContextSet) -> tuple[Sequence[Example], int]:
     """Draw up to `samples` examples whose contexts are not `used`, and count those that are left out for it.
 
     In their place come more of the same seed: others where a task makes its examples, else what is left of its data.

@@ -10,21 +10,28 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvsearch.calibration.options import PROTECTED
+from kvsearch.choose.overall import OverallChoice
+from kvsearch.choose.selection import PhaseResult
+from kvsearch.choose.smallest import Smallest, Tried
 from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import load_plan
 from kvsearch.policies.base import AS_WINDOW
 from kvsearch.policies.registry import policy_class, policy_names
+from kvsearch.report.run import smallest_words
 from kvsearch.runs.contexts import read_contexts
+from kvsearch.runs.estimates import Difference
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
 
 CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
-FEW = ("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 1, "--samples", 4)
+FEW = ("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 3, "--samples", 4)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,8 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert found["words"][1] in talk
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
     assert [words[0] for words in following] == ["show", "evaluate"]
+    assert following[1][following[1].index("--split") :][:2] == ["--split", "report"]  # not what it was chosen by
+    assert following[1][following[1].index("--samples") :][:2] == ["--samples", "4"]
     code, _, talk_of_next = invoke(*following[0])
     assert code == 0, talk_of_next
     code, _, talk_of_next = invoke(*following[1], "--samples", 1)
@@ -87,6 +96,8 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
     assert len(chosen) == len(reported) == 4
     assert not chosen & reported
     assert not fitted & (chosen | reported)
+    rankings = {one for name in ("probe", "query_bank") for one in read_contexts(directory / "fit" / name).fitted}
+    assert not rankings & set(read_contexts(directory / "curves").fitted)
     record = load_plan(directory / "plan-40.json").provenance.contexts
     assert record is not None
     assert all(map(record.chosen.has, chosen))
@@ -145,7 +156,7 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank"]
     assert stages["fit/probe"]["recipe"]["method"] == "probe"
     assert stages["fit/probe"]["questions"] == 8
-    assert stages["curves"]["own_replies"] == 2
+    assert stages["curves"]["own_replies"] == 6
     assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
     assert all(stage["tokens"] > 0 for stage in stages.values())
     assert not (tmp_path / "run").exists()
@@ -196,10 +207,20 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
         (("--budget", 5000), "is all of a"),
         (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
         (("--budget", 40, "--samples", 5000, "--policies", "nothing"), "unknown policy 'nothing'"),
+        (("--budget", 40, "--policies", "cake,snapkv,cake"), "--policies has cake twice"),
+        (("--budget", 40, "--policies", "probe=fit"), "policies that are fitted are not for --policies"),
+        (("--budget", 40, "--fit", 8), "--fit 8 takes all 8 contexts of the split train"),
     ],
 )
 def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[object, ...], words: str) -> None:
     refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_context_to_choose_by_is_told_before_anything_is_fitted(run: Run, tmp_path: Path) -> None:
+    few = tiny.task_file(tmp_path / "few.jsonl", 7, length=110, facts=3)
+    words = "has one context to select by"
+    refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{few}", "--budget", 40, "-o", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -227,6 +248,24 @@ def test_policies_are_compared_with_equally_many_recent_entries() -> None:
     policies = RunOptions.of(model="bundled", budget=8, output=Path("x")).curves(["snapkv", "cake", "keydiff"], ())
     assert [policy.recent_count for policy in policies.policies()] == [8, 8, 8]
     assert [policy.sink_count for policy in policies.policies()] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "words"),
+    [
+        ((0.01,), (0.0, -0.02, 0.02), ("that the budget was not found by", "the report split confirms that")),
+        ((0.01,), (0.01, 0.0, 0.03), ("that the budget was not found by", "leaves that in doubt")),
+        ((0.03, 0.01), (0.05, 0.03, 0.07), ("that 2 budgets were judged by", "the report split contradicts that")),
+    ],
+)
+def test_what_is_said_of_the_smallest_budget(
+    losses: tuple[float, ...], loss: tuple[float, float, float], words: tuple[str, ...]
+) -> None:
+    tried = (Tried(20, "probe", 0.0, confirmed=False), *(Tried(20, "probe", one, confirmed=True) for one in losses))
+    found = Smallest(cast("OverallChoice", SimpleNamespace(longest=200)), cast("PhaseResult", None), tried)
+    said = smallest_words(found, 2, Difference(*loss, 0, 0, 0))
+    assert said.startswith("20 entries per kv head, 10% of 200 tokens")
+    assert all(part in said for part in words)
 
 
 def test_the_recipe_that_is_shipped() -> None:
