@@ -269,6 +269,14 @@ class LukvOptions(AnsweredOptions):
     ] = True
     minimum: Minimum = 0.01
     check: Check = True
+    shrink: Annotated[
+        bool,
+        Option(
+            "Write the measured budgets as they are, also where a mixture with even ones keeps more answers.",
+            flag="--no-shrink",
+            negated=True,
+        ),
+    ] = True
     rivals: Annotated[
         Names,
         Option(

@@ -1,20 +1,22 @@
 """Whether a table of budgets is worth having: beside even budgets, on contexts that it was not made of.
 
 Every context is asked under the table that the other contexts make (`held_out_ratio` of its profile), so none judges
-what it was part of. What is compared is how much of each answer stays, by context: the share of its tokens before the
-first one that the model predicts otherwise than under its full cache, teacher-forced. Chance is that of a sign-flip
-test, see `kvsearch.choose.acceptance`; several ratios share the level among them.
+what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
+is the mixture that is written (`shrunk`). What is compared is how much of each answer stays, by context: the share of
+its tokens before the first one that the model predicts otherwise than under its full cache, teacher-forced. Chance is
+that of a sign-flip test, see `kvsearch.choose.acceptance`; several ratios share the level among them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Floats
+from kvsearch.arrays import Floats, Ints
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import CalibrationOptions
@@ -23,13 +25,17 @@ from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries,
 from kvsearch.choose.acceptance import Rule, chances
 from kvsearch.evaluation.statistics import interval_of, resampled_means
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile
-from kvsearch.plan.profile import TableCheck
+from kvsearch.plan import GRID, Profile
+from kvsearch.plan.profile import EVICTED_RATIO, TableCheck
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.plan.rounding import water_fill
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
+
+MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
+TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
+ROUNDOFF = 1e-9
 
 
 def check_table(
@@ -41,30 +47,40 @@ def check_table(
 ) -> tuple[TableCheck, ...]:
     """Ask the table of a profile with `held_out_ratio`, and even budgets, what the answers of `data` lose.
 
-    Takes a pass over every context, and 1 + 2 R over every question, for R ratios. Nothing where no answer has a token
-    that is predicted from the cache.
+    With `options.shrink` mixtures of the two are asked as well, see `shrunk`. Takes a pass over every context, and
+    1 + M R over every question, for M mixtures and R ratios. Nothing where no answer has a token that is predicted from
+    the cache.
     """
     protocol, minimum = getattr(options, "protocol", QUESTION_AGNOSTIC), getattr(options, "minimum", 0.0)
     answer_tokens = getattr(options, "answer_tokens", None)
+    mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
     prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
     policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
     asked: dict[str, list[Floats]] = {}
+    fold_of: dict[str, int] = {}
     with running(loaded.model):
         for prompt in counted(prompts, len(prompts), progress):
             table = tables[folds[prompt.context]].astype(np.float64)
-            stays = _staying(loaded, prompt, policy, minimum, table)
-            asked.setdefault(data.contexts[prompt.context].text, []).extend(stays)
-    scores = [np.mean(found, axis=0) for found in asked.values() if found]
+            text = data.contexts[prompt.context].text
+            fold_of[text] = folds[prompt.context]
+            asked.setdefault(text, []).extend(_staying(loaded, prompt, policy, minimum, table, mixes))
+    scores = {text: np.mean(found, axis=0) for text, found in asked.items() if found}
     if not scores:
         return ()
-    by_context = np.stack(scores)  # [contexts, R, 2]
-    return tuple(_judged(ratio, by_context[:, number]) for number, ratio in enumerate(CHECKED_RATIOS))
+    by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
+    parts = np.array([fold_of[text] for text in scores])
+    return tuple(_judged(ratio, by_context[:, number], parts, mixes) for number, ratio in enumerate(CHECKED_RATIOS))
 
 
 def _staying(
-    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, minimum: float, table: Floats
+    loaded: LoadedModel,
+    prompt: CalibrationPrompt,
+    policy: Policy,
+    minimum: float,
+    table: Floats,
+    mixes: tuple[float, ...],
 ) -> list[Floats]:
-    """Return the share of each answer's tokens that stays under the `table` [R, L, Hkv] and even budgets, [R, 2]."""
+    """Return the share of each answer's tokens that stays under mixtures of the `table` [R, L, Hkv], [R, mixes]."""
     ids, length = prompt.ids.to(loaded.device), prompt.length
     passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
     ranks, heads = passed.ranks(), table[0].size
@@ -79,10 +95,11 @@ def _staying(
             return passed.logits_seeing(tokens, keep)[after.predicting].argmax(-1)  # noqa: B023 - used at once
 
         full = said({})
-        stays = np.empty((len(CHECKED_RATIOS), 2))
+        stays = np.empty((len(CHECKED_RATIOS), len(mixes)))
         for row, ratio in enumerate(CHECKED_RATIOS):
             total = max(round((1 - ratio) * length * heads), floor * heads)
-            for column, weights in enumerate((1 - table[row], np.ones_like(table[row]))):
+            for column, mix in enumerate(mixes):
+                weights = 1 - mixed(table[row], mix)
                 budgets = torch.from_numpy(water_fill(weights, total, floor, length))
                 kept = dict(enumerate(ranks < budgets[..., None]))
                 stays[row, column] = float((said(kept) == full).double().cumprod(0).mean())
@@ -90,17 +107,60 @@ def _staying(
     return found
 
 
-def _judged(ratio: float, scores: Floats) -> TableCheck:
-    """Judge the scores [contexts, 2] of a table and of even budgets at one ratio."""
-    leads = scores[:, 0] - scores[:, 1]
+def _judged(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, ...]) -> TableCheck:
+    """Judge the scores [contexts, mixes] of a table, of mixtures with even budgets, and of even budgets, at one ratio.
+
+    Every context is judged under the mixture that is best on the contexts of the other `folds` [contexts], so none
+    judges what it has chosen; the mixture that is stated is the best of all contexts.
+    """
+    best = _best if mixes != TABLE_AND_EVEN else lambda _: 0
+    chosen = np.array([best(scores[folds != fold]) for fold in folds])
+    mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
+    leads = mine - even
     level = Rule().level / len(CHECKED_RATIOS)
     (means,) = resampled_means(np.random.default_rng(0), [leads], np.ones(len(leads)))
     low, high = interval_of(means)
     better, worse = (float(chances(sign * leads[None] / len(leads))[0]) <= level for sign in (1, -1))
     verdict: Literal["useful", "unproven", "harmful"]
     verdict = "useful" if low > 0 and better else "harmful" if high < 0 and worse else "unproven"
-    table, even = scores.mean(0).tolist()
-    return TableCheck(ratio=ratio, contexts=len(scores), table=table, even=even, low=low, high=high, verdict=verdict)
+    return TableCheck(
+        ratio=ratio,
+        contexts=len(scores),
+        table=float(mine.mean()),
+        even=float(even.mean()),
+        low=low,
+        high=high,
+        verdict=verdict,
+        mix=mixes[best(scores)],
+    )
+
+
+def _best(scores: Floats) -> int:
+    """Return the column with the best mean of scores [contexts, mixes]; of equal ones the first, most of the table."""
+    means = scores.mean(0) if len(scores) else np.zeros(scores.shape[1])
+    return int((means >= means.max() - ROUNDOFF).argmax())
+
+
+def mixed(table: Floats, mix: float) -> Floats:
+    """Return local eviction ratios [..., L, Hkv] that are the share `mix` of a table, and even ones for the rest."""
+    shared: Floats = mix * table + (1 - mix) * table.mean((-2, -1), keepdims=True)
+    return shared
+
+
+def shrunk(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
+    """Return the profile with every row of its table mixed with even budgets as the checks found best.
+
+    Between the ratios that were checked the mixture is linear in the logarithm of what is kept, beyond them it is that
+    of the nearest.
+    """
+    if all(one.mix == 1 for one in checks):
+        return profile
+    kept = np.log(1 - np.arange(1, GRID + 1) / (GRID + 1))
+    at = sorted(checks, key=lambda one: -one.ratio)  # by what is kept, ascending
+    mixes = np.interp(kept, np.log([1 - one.ratio for one in at]), [one.mix for one in at])
+    table = profile.arrays[EVICTED_RATIO].astype(np.float64)
+    rows = np.stack([mixed(row, mix) for row, mix in zip(table, mixes.tolist(), strict=True)])
+    return replace(profile, arrays={**profile.arrays, EVICTED_RATIO: rows.astype(np.float32)})
 
 
 def harmful_table(profile: Profile, ratio: float) -> str | None:

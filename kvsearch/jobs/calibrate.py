@@ -258,7 +258,7 @@ def _checked_table(
 ) -> Profile:
     """Return the profile with what its table is worth beside even budgets, and say that; as it is where it has none."""
     from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
-    from kvsearch.choose.table_check import check_table
+    from kvsearch.choose.table_check import check_table, shrunk
 
     if not getattr(options, "check", False):
         return profile
@@ -275,6 +275,7 @@ def _checked_table(
             talk.warn(f"the table loses to even budgets: {one.words}; export refuses it without --allow-harmful")
         else:
             talk.say(f"{one.verdict}: {one.words}")
+    profile = shrunk(profile, checks)
     return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
 
 

@@ -53,7 +53,8 @@ class TableCheck(Record):
     """A table of local ratios beside even budgets at one eviction ratio, on contexts that it was not made of.
 
     `table` and `even` are the shares of answers before the first token predicted otherwise than under the full cache;
-    `low` and `high` bound the difference of the two, a 95% interval over `contexts`.
+    `low` and `high` bound the difference of the two, a 95% interval over `contexts`. The table is the share `mix` of
+    what was calibrated, and even for the rest.
     """
 
     ratio: float = Field(gt=0, lt=1)
@@ -63,15 +64,17 @@ class TableCheck(Record):
     low: float
     high: float
     verdict: Literal["useful", "unproven", "harmful"]
+    mix: float = Field(default=1.0, ge=0, le=1)
 
     @property
     def words(self) -> str:
         """What was found, for people."""
+        mixed = "" if self.mix == 1 else f"; {100 * self.mix:.0f}% of the table, even for the rest"
         return (
             f"at ratio {self.ratio:g} {100 * self.table:.1f}% of the answers stay what they are, "
             f"{100 * self.even:.1f}% with even budgets ({100 * (self.table - self.even):+.1f} "
             f"[{100 * self.low:+.1f}, {100 * self.high:+.1f}] points, {self.contexts} contexts that the table was not "
-            "made of)"
+            f"made of{mixed})"
         )
 
 

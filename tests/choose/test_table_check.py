@@ -89,7 +89,8 @@ def test_even_budgets_are_as_good_as_themselves_and_other_tables_are_not(measure
 )
 def test_a_verdict_is_beyond_doubt(leads: list[float], verdict: str) -> None:
     scores = np.stack([0.5 + np.array(leads), np.full(len(leads), 0.5)], 1)
-    found = table_check._judged(0.8, scores)
+    found = table_check._judged(0.8, scores, np.arange(len(leads)) % FOLDS, table_check.TABLE_AND_EVEN)
+    assert found.mix == 1
     assert found.verdict == verdict
     assert found.table - found.even == pytest.approx(np.mean(leads))
 
@@ -156,3 +157,34 @@ def test_effects_of_single_layers_are_found_out_where_layers_are_redundant(tmp_p
         kvsearch.calibrate("bundled-redundant", normalization="effect", **given)
     with pytest.raises(UsageError, match="--allow-harmful"):
         kvsearch.export(tmp_path / "one", ratio=0.8, output=tmp_path / "plan.json")
+
+
+def test_the_mixture_that_keeps_most_is_written_ratio_by_ratio(measured: Any) -> None:
+    profile = measured[2]
+    table = profile.arrays["evicted_ratio"].astype(np.float64)
+    mixes = (1 / 3, 1.0, 0.0)
+    scored = [
+        TableCheck(ratio=ratio, contexts=6, table=0.5, even=0.5, low=0, high=0, verdict="unproven", mix=mix)
+        for ratio, mix in zip(CHECKED_RATIOS, mixes, strict=True)
+    ]
+    found = table_check.shrunk(profile, tuple(scored)).arrays["evicted_ratio"]
+    even = table.mean((1, 2), keepdims=True)
+    np.testing.assert_allclose(found[:80], (table / 3 + even * 2 / 3)[:80], atol=1e-6)  # up to a ratio of 0.8
+    np.testing.assert_allclose(found[89], table[89], atol=1e-6)
+    np.testing.assert_allclose(found[94:], np.broadcast_to(even, table.shape)[94:], atol=1e-6)
+    np.testing.assert_allclose(found.mean((1, 2)), table.mean((1, 2)), atol=1e-6)
+    assert table_check.shrunk(profile, tuple(one.model_copy(update={"mix": 1.0}) for one in scored)) is profile
+
+
+def test_no_context_judges_the_mixture_that_it_chose() -> None:
+    mixes = (1.0, 0.5, 0.0)
+    # every fold alone likes another mixture best; what the other folds choose is never its own
+    liked = np.eye(3)[[0, 1, 2, 0, 1, 2]]
+    found = table_check._judged(0.8, liked + 0.001 * np.array([0, 0, 1]), np.array([0, 1, 2, 0, 1, 2]), mixes)
+    assert found.table < liked.mean() + 0.001
+    good = np.tile([0.9, 0.7, 0.5], (12, 1))
+    assert (table_check._judged(0.8, good, np.arange(12) % 4, mixes).mix) == 1.0
+    small = np.tile([0.5, 0.9, 0.5], (12, 1))
+    kept = table_check._judged(0.8, small, np.arange(12) % 4, mixes)
+    assert (kept.mix, kept.verdict) == (0.5, "useful")
+    assert "50% of the table, even for the rest" in kept.words
