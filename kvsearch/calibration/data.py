@@ -1,4 +1,7 @@
-"""Calibration data: texts with questions and answers, from one JSON file; `task_data` has those of tasks."""
+"""Calibration data: texts with questions and answers, from one JSON file; `task_data` has those of tasks.
+
+What needs no questions also takes contexts without them, and plain text files.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,12 @@ class Text(_Record):
         return self
 
 
+class BareText(Text):
+    """A context that may have no questions."""
+
+    questions: tuple[Pair, ...] = ()
+
+
 class CalibrationFile(_Record):
     """The file format: a name, the prompt that puts a question after a context, and the contexts."""
 
@@ -84,6 +93,12 @@ class CalibrationFile(_Record):
         if PLACE not in prompt:
             raise ValueError(f"needs {PLACE}, the place of the question")
         return prompt
+
+
+class BareFile(CalibrationFile):
+    """The file format where contexts may have no questions."""
+
+    contexts: Annotated[tuple[BareText, ...], NotEmpty]
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,8 @@ class CalibrationData:
             return self
         if questions < 1:
             raise UsageError(f"a calibration needs at least one question, got {questions}")
+        if not self.questions:
+            raise UsageError(f"the contexts of {self.name} have no questions to limit: leave --questions out")
         kept, left = [], questions
         for context in self.contexts:
             if left > 0:
@@ -147,15 +164,27 @@ def default_data(model: str) -> Path:
     return resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
 
 
-def load_calibration_data(path: str | Path) -> CalibrationData:
+def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationData:
     """Read and check a calibration file.
+
+    With `bare`, contexts may have no questions, and `path` may be a plain text file (.txt), several with commas between
+    them, or a folder of such files: one context each.
 
     Raises:
         UsageError: there is no such file, or it is not valid; the message lists all that is wrong with it.
     """
+    if (plain := _plain_texts(path)) is not None:
+        if not bare:
+            raise UsageError(
+                f"{path} is plain text, without questions, which only --method probe and query_bank take: give a "
+                "calibration file with questions and answers"
+            )
+        texts = tuple(Context(_read_text(one), ()) for one in plain)
+        name = Path(path).stem if len(plain) == 1 else f"{len(plain)} text files"
+        return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
     raw = parse_json(read_bytes(path), str(path))
     try:
-        parsed = CalibrationFile.model_validate(raw, context=Path(path).parent)
+        parsed = (BareFile if bare else CalibrationFile).model_validate(raw, context=Path(path).parent)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
     folder = Path(path).parent
@@ -164,6 +193,15 @@ def load_calibration_data(path: str | Path) -> CalibrationData:
         for item in parsed.contexts
     )
     return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))
+
+
+def _plain_texts(path: str | Path) -> list[Path] | None:
+    """Return the plain text files that `path` stands for; None if it is something else."""
+    whole = Path(path)
+    if whole.is_dir():
+        return sorted(whole.glob("*.txt")) or None
+    parts = [whole] if whole.exists() else [Path(part) for part in str(path).split(",")]
+    return parts if all(part.suffix == ".txt" for part in parts) else None
 
 
 def content_hash(prompt: str, contexts: Sequence[Context]) -> str:

@@ -104,7 +104,8 @@ class CalibrationOptions(Seeded):
     """What all methods have: a policy, and its parameters where they differ from the method's own.
 
     `unit` is what is counted while the method runs. `own_params` says whether `params` belong to `policy`, and not to
-    all policies that are measured. `protection` is by policy, where the method differs from it.
+    all policies that are measured. `bare` says whether contexts may have no questions. `protection` is by policy, where
+    the method differs from it.
     """
 
     job: ClassVar[str] = "calibrate"
@@ -112,6 +113,7 @@ class CalibrationOptions(Seeded):
     example: ClassVar[str] = "policy: snapkv"
     unit: ClassVar[str] = "questions"
     own_params: ClassVar[bool] = True
+    bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
     method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv, polykv, probe or query_bank.")] = "lukv"
@@ -330,10 +332,11 @@ class RankingOptions(AnsweredOptions):
     """A ranking that is fitted: what is asked of a context, and what is ranked.
 
     `targets` are "answers" (questions with their answers) and "reconstruction" (the context itself, asked for again
-    chunk by chunk).
+    chunk by chunk). Contexts without questions are asked for themselves alone.
     """
 
     unit: ClassVar[str] = "contexts"
+    bare: ClassVar[bool] = True
     named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
     targets: Annotated[
@@ -366,7 +369,7 @@ class RankingOptions(AnsweredOptions):
 
     def scope(self, data: CalibrationData) -> str:
         """See `CalibrationOptions.scope`."""
-        return f"{len(data.contexts)} contexts with {data.questions} questions"
+        return f"{len(data.contexts)} contexts" + (f" with {data.questions} questions" if data.questions else "")
 
 
 class QueryBankOptions(RankingOptions):

@@ -127,8 +127,11 @@ def _fitted(
 ) -> Tensor:
     """Cut token ids [1, T] of a context so that the longest of its questions and replies fits."""
     asked = max(
-        question.shape[1] + max(answer.shape[1], pair.max_new_tokens)
-        for (question, answer), pair in zip(pairs, context.questions, strict=True)
+        (
+            question.shape[1] + max(answer.shape[1], pair.max_new_tokens)
+            for (question, answer), pair in zip(pairs, context.questions, strict=True)
+        ),
+        default=0,
     )
     if limit - asked < min(ids.shape[1], form.lead + 2):
         raise IncompatibleError(
@@ -150,19 +153,19 @@ def with_own_replies(
         IncompatibleError: the model computes NaN under its full cache.
     """
     limit = most_tokens(loaded.model) or sys.maxsize
-    asked = []
-    for prompt in prompts:
+    asked, replying = [], [prompt for prompt in prompts if prompt.continuations]
+    for prompt in replying:
         questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
         room = [
             min(one.most or most, limit - prompt.length - len(question))
             for one, question in zip(prompt.continuations, questions, strict=True)
         ]
         asked.append(Asking(prompt.ids[0], questions, tuple(room), prompt.refusal(loaded.name), prompt.ended))
-    found = []
-    for prompt, replies in zip(prompts, own_replies(loaded, asked, progress), strict=True):
+    found = {}
+    for prompt, replies in zip(replying, own_replies(loaded, asked, progress), strict=True):
         after = (_replied(one, reply, most) for one, reply in zip(prompt.continuations, replies, strict=True))
-        found.append(replace(prompt, continuations=tuple(after)))
-    return found
+        found[prompt] = replace(prompt, continuations=tuple(after))
+    return [found.get(prompt, prompt) for prompt in prompts]
 
 
 def _replied(after: Continuation, reply: list[int], most: int) -> Continuation:

@@ -57,7 +57,8 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
     data: Annotated[
         str | None,
         Option(
-            "Calibration file; with --tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
+            "Calibration file; of probe and query_bank also FILE.txt,... or a folder of these, a context each; with "
+            "--tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
             shown="the shipped one for this model",
         ),
     ] = None
@@ -325,7 +326,7 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
-        return load_calibration_data(options.data or default_data(options.model)), None
+        return load_calibration_data(options.data or default_data(options.model), options.bare), None
     from kvsearch.calibration.task_data import data_of_tasks
     from kvsearch.choose.splits import refuse_reported
     from kvsearch.tasks.catalog import find_tasks

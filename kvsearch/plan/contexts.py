@@ -21,7 +21,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from kvsearch.plan.fields import Count, Record, Sha256, Text, refuse
+from kvsearch.plan.fields import Count, Index, Record, Sha256, Text, refuse
 
 EXACT, DIGITS = 256, 16
 BITS, HASHES = 2**16, 7
@@ -55,7 +55,7 @@ class Asked(Record):
 
     root: Sha256
     contexts: Count
-    questions: Count
+    questions: Index
 
 
 class Sketch(Record):

@@ -62,8 +62,9 @@ class RankingView:
         yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
         if self.settings.get("few_contexts"):
             yield f"{counted(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
-        if self.settings.get("reconstruction_only"):
-            yield "the contexts have no questions: entries are worth what asking for the context itself takes of them"
+        if bare := self.settings.get("without_questions"):
+            which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
+            yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
         if silent := self.settings.get("silent_layers"):
             yield f"nothing that was asked looks at the context in layers {', '.join(map(str, silent))}: even ranking"
         if self.is_last:

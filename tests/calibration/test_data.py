@@ -180,3 +180,28 @@ def test_the_bundled_data_is_what_the_generator_writes() -> None:
     for context in data.contexts:
         assert set(context.text.split()) <= known
         assert all(set((pair.question + " " + pair.answer).split()) <= known for pair in context.questions)
+
+
+def test_contexts_without_questions(tmp_path: Path) -> None:
+    path = write(tmp_path, {"name": "mine", "contexts": [{"text": "a"}, text(), text(questions=[])]})
+    assert [len(one.questions) for one in load_calibration_data(path, bare=True).contexts] == [0, 1, 0]
+    with pytest.raises(UsageError, match=r"contexts\.0\.questions: is missing"):
+        load_calibration_data(path)
+
+
+def test_plain_text_files_are_a_context_each(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
+    (tmp_path / "notes.md").write_text("no context")
+    folder = load_calibration_data(tmp_path, bare=True)
+    assert [(one.text, one.questions) for one in folder.contexts] == [("text a", ()), ("text b", ())]
+    listed = load_calibration_data(f"{tmp_path}/a.txt,{tmp_path}/b.txt", bare=True)
+    assert (listed.contexts, listed.sha256) == (folder.contexts, folder.sha256)
+    assert load_calibration_data(tmp_path / "a.txt", bare=True).name == "a"
+    for path in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(UsageError, match="is plain text, without questions, which only --method probe and query_b"):
+            load_calibration_data(path)
+    with pytest.raises(UsageError, match=r"there is no file .*c\.txt"):
+        load_calibration_data(f"{tmp_path}/a.txt,{tmp_path}/c.txt", bare=True)
+    with pytest.raises(UsageError, match="have no questions to limit: leave --questions out"):
+        folder.limited(3)

@@ -109,3 +109,15 @@ def test_too_few_contexts(run: Run, short: Path, tmp_path: Path) -> None:
         run, USAGE, "there are 2: give at least 3, better dozens",
         "calibrate", "bundled", "--method", "probe", "--data", short, "--questions", 4, "-o", tmp_path / "x",
     )  # fmt: skip
+
+
+def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
+    given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
+    code, _, talk = run(*given, "--method", "query_bank", "--bank", 4)
+    assert code == 0, talk
+    assert "on 3 contexts from 3 text files" in talk
+    assert talk.count("no questions") == 1
+    refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")

@@ -20,8 +20,8 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
 from kvsearch.calibration.probe.measure import recall_of
-from kvsearch.calibration.probe.reading import BUDGETS, Asking, split
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, prepared, split, without_questions
+from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary
@@ -51,18 +51,17 @@ def calibrate_query_bank(
             of it do not fit its positions.
     """
     require_plain_rotary(loaded.model, f"policy {METHOD}")
-    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-    check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
-    asking = Asking.of(loaded, prompts, data.prompt, options.targets)
+    prompts, asking = prepared(loaded, data, options)
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
     lengths = [prompt.length for prompt in prompts]
     with running(loaded.model):
-        if options.answers == "own" and "answers" in options.targets:
+        if options.answers == "own" and "answers" in asking.targets:
             prompts = with_own_replies(loaded, prompts, options.answer_tokens)
         parts = split(prompts, options.seed)
         settings = {
             "data": data.name, **options.settings(), "rankings": (METHOD, *COMPARED), "at": BUDGETS,
-            "contexts": tuple(map(len, parts)),
+            "contexts": tuple(map(len, parts)), "targets": asking.targets,
+            "without_questions": without_questions(prompts),
         }  # fmt: skip
         random = torch.Generator().manual_seed(options.seed)
         share = -(-CANDIDATES // len(parts.fit))

@@ -22,14 +22,14 @@ from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, ProbeOptions
-from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, split
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, prepared, split, without_questions
 from kvsearch.calibration.probe.sample import Drawn, Fitted, draw, fit_all
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy
 from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Weights
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
@@ -52,12 +52,10 @@ def calibrate_probe(
         UsageError: fewer than three contexts, or one too short.
         IncompatibleError: the model computes NaN, or a context and what is asked of it do not fit its positions.
     """
-    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-    check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
-    asking = Asking.of(loaded, prompts, data.prompt, options.targets)
+    prompts, asking = prepared(loaded, data, options)
     given = {prompt.context: prompt for prompt in prompts}
     with torch.no_grad(), running(loaded.model):
-        if options.answers == "own" and "answers" in options.targets:
+        if options.answers == "own" and "answers" in asking.targets:
             prompts = with_own_replies(loaded, prompts, options.answer_tokens)
         parts = split(prompts, options.seed)
         steps = len(parts.fit) + 3 * len(parts.choose) + len(parts.report)
@@ -76,6 +74,7 @@ def calibrate_probe(
     silent = torch.stack([one.largest for one in drawn]).amax((0, 2)) == 0
     settings: dict[str, Any] = {
         "data": data.name, **options.settings(), "features": options.features, "rankings": (METHOD, *COMPARED),
+        "targets": asking.targets, "without_questions": without_questions(prompts),
         "at": BUDGETS, "contexts": tuple(map(len, parts)), "few_contexts": few, "spread_heads": spread,
         "silent_layers": tuple(layer for layer, none in zip(layers, silent.tolist(), strict=True) if none),
     }  # fmt: skip

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.options import ProbeOptions
-from kvsearch.calibration.prompts import CalibrationPrompt
+from kvsearch.calibration.options import ProbeOptions, RankingOptions
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.policies import Observation, Policy
+from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.probe import SINKS, columns_of, features_of, needs_of
 from kvsearch.signals.divergence import total_variation
 from kvsearch.signals.output_loss import attention_change
@@ -53,6 +54,11 @@ def split(prompts: Sequence[CalibrationPrompt], seed: int) -> Parts:
     return Parts(mixed_up[2 * part :], mixed_up[:part], mixed_up[part : 2 * part])
 
 
+def without_questions(prompts: Sequence[CalibrationPrompt]) -> int:
+    """Return how many contexts have no questions."""
+    return sum(not prompt.continuations for prompt in prompts)
+
+
 class Asked(NamedTuple):
     """What is asked of a context: token ids [1, K], and the rows of them that predict the reply."""
 
@@ -73,7 +79,19 @@ class Asking:
     def of(
         cls, loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], form: str, targets: tuple[str, ...]
     ) -> Asking:
-        """Say how these prompts can be asked; UsageError if a context leaves no room to ask for it again."""
+        """Say how these prompts can be asked: those without questions for themselves alone.
+
+        Raises:
+            UsageError: a context leaves no room to ask for it again, or has nothing that could be asked of it.
+        """
+        silent = without_questions(prompts)
+        if silent and "reconstruction" not in targets:
+            raise UsageError(
+                f"{silent} of {len(prompts)} contexts have no questions, and only --targets reconstruction asks for "
+                "those: leave --targets out"
+            )
+        if silent == len(prompts):
+            targets = ("reconstruction",)
         repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
         if "reconstruction" not in targets:
             return cls(targets, repeat, 0)
@@ -95,6 +113,21 @@ class Asking:
             for chunk in torch.split(prompt.ids, self.chunk, 1):
                 tokens = torch.cat([self.repeat, chunk], 1).to(device)
                 yield Asked("reconstruction", tokens, slice(self.repeat.shape[1] - 1, -1))
+
+
+def prepared(
+    loaded: LoadedModel, data: CalibrationData, options: RankingOptions
+) -> tuple[list[CalibrationPrompt], Asking]:
+    """Return the contexts with their given answers, and how they are asked, once all is checked.
+
+    Raises:
+        UsageError: fewer than three contexts, or one that is too short or that nothing can be asked of.
+        IncompatibleError: a context and what is asked of it do not fit the model's positions.
+    """
+    prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
+    check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
+    split(prompts, options.seed)
+    return prompts, Asking.of(loaded, prompts, data.prompt, options.targets)
 
 
 class Look(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,3 +72,10 @@ def test_what_cannot_be_stored() -> None:
         calibrate_query_bank(tiny.loaded("cohere"), DATA, SMALL)
     with pytest.raises(UsageError, match="there are 2: give at least 3"):
         calibrate_query_bank(tiny.loaded(), tiny.calibration_data(100, 100), SMALL)
+
+
+def test_contexts_without_questions_store_queries_of_themselves(model: LoadedModel) -> None:
+    bare = replace(DATA, contexts=tuple(replace(one, questions=()) for one in DATA.contexts))
+    found = calibrate_query_bank(model, bare, SMALL)
+    assert found.metadata.provenance.settings["targets"] == ("reconstruction",)
+    assert np.isfinite(found.arrays["queries"]).all()

@@ -177,3 +177,21 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
         wanted = moved.unflatten(0, (2, group)).sum(1).square().sum(-1).mean(-1)
     torch.testing.assert_close(errors[0, 1, 1], wanted, rtol=1e-3, atol=1e-6)
     assert float(unmoved.max()) == pytest.approx(0, abs=1e-5)
+
+
+def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel, data: CalibrationData) -> None:
+    """Of none with questions nothing but reconstruction is asked; what has some keeps them."""
+    bare = replace(data, contexts=tuple(replace(one, questions=()) for one in data.contexts[:3]))
+    found = calibrate_probe(model, bare, SMALL)
+    assert found.metadata.provenance.settings["targets"] == ("reconstruction",)
+    assert found.metadata.provenance.contexts is not None
+    assert found.metadata.provenance.contexts.fitted.questions == 0
+    assert np.isfinite(found.arrays["loss"]).all()
+    told = [line for line in RankingView(found).remarks() if "no questions" in line]
+    assert told == ["the contexts have no questions, and are asked for themselves alone (reconstruction)"]
+    mixed = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
+    found = calibrate_probe(model, mixed, SMALL)
+    assert found.metadata.provenance.settings["targets"] == ("answers", "reconstruction")
+    assert "1 of the 3 contexts have no questions" in "".join(RankingView(found).remarks())
+    with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
+        calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
