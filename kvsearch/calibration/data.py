@@ -35,26 +35,29 @@ class Pair(_Record):
     """A question and the answer that is teacher-forced while importance is measured.
 
     `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is how long a reply may be:
-    room is left for it, and of an answer or the model's own reply no more is taken.
+    room is left for it, and of an answer or the model's own reply no more is taken. `kind` is the kind of question;
+    none: that of its context.
     """
 
     question: Filled
     answer: Filled
     prefix: str = ""
     max_new_tokens: int = Field(default=0, ge=0)
+    kind: Filled | None = None
 
     @property
     def content(self) -> list[str | int]:
-        """What its hash is of."""
+        """What its hash is of: a kind changes nothing that is asked."""
         more = [self.prefix, self.max_new_tokens]
         return [self.question, self.answer, *(more if any(more) else ())]
 
 
 class Text(_Record):
-    """One context: its text, or the file it is in (relative to the JSON file), and what is asked of it."""
+    """One context: its text, or the file it is in (relative to the JSON file), what is asked of it, and its kind."""
 
     text: Filled | None = None
     text_file: Filled | None = None
+    kind: Filled | None = None
     questions: Annotated[tuple[Pair, ...], NotEmpty]
 
     @field_validator("text_file")
@@ -109,6 +112,7 @@ class Context:
     chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.contexts`
     (none: its text). `taken` has for every question what is teacher-forced of the model's own reply, nothing where it
     is not right, and `ended` says whether a reply has ended; both in token ids. Without a metric every reply is taken.
+    `kind` is the kind of text and of its questions that have none of their own (none: not known).
     """
 
     text: str
@@ -118,6 +122,7 @@ class Context:
     recorded: tuple[str, ...] = ()
     taken: tuple[TakenOf, ...] = ()
     ended: Callable[[list[int]], bool] | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,9 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
         raise UsageError(describe_validation_error(error, str(path))) from error
     folder = Path(path).parent
     contexts = tuple(
-        Context(_read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions)
+        Context(
+            _read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions, kind=item.kind
+        )
         for item in parsed.contexts
     )
     return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))

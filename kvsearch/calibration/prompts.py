@@ -27,13 +27,15 @@ from kvsearch.tasks.prompts import PromptFormat
 class Continuation:
     """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question.
 
-    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced.
+    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced. `kind` is
+    the kind of question, if that is known.
     """
 
     tokens: Tensor
     answer: int  # where the answer starts
     most: int = 0
     taken: TakenOf | None = None
+    kind: str | None = None
 
     @property
     def predicting(self) -> slice:
@@ -57,6 +59,15 @@ class CalibrationPrompt:
     context: int
     continuations: tuple[Continuation, ...]
     ended: Finished | None = None
+
+    @property
+    def kinds(self) -> set[str | None]:
+        """The kinds of questions that follow; None: one that is not known."""
+        return {after.kind for after in self.continuations}
+
+    def only(self, kinds: set[str | None]) -> CalibrationPrompt:
+        """Return the prompt with questions of these kinds alone."""
+        return replace(self, continuations=tuple(after for after in self.continuations if after.kind in kinds))
 
     @property
     def length(self) -> int:
@@ -95,7 +106,10 @@ def prompts_of(
         ]
         ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
         truncated += ids.shape[1] < whole.shape[1]
-        own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
+        own = [
+            (pair.max_new_tokens, taken, pair.kind or context.kind)
+            for pair, taken in zip_longest(context.questions, context.taken)
+        ]
         if protocol == QUESTION_AGNOSTIC:
             after = (
                 Continuation(torch.cat([question, answer], 1), question.shape[1], *how)

@@ -18,6 +18,48 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+UNSEEN = "without the kind"  # the fit that never saw it
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """How rankings do on a kind of question that the first of them never saw; the second is the whole fit.
+
+    `recall` and `loss` are by ranking and budget, [P + 1, B]; `questions` of that kind were asked.
+    """
+
+    kind: str
+    questions: int
+    rankings: tuple[str, ...]
+    recall: Floats
+    loss: Floats
+
+    @property
+    def best(self) -> int:
+        """The number of the best of those that were not fitted, by how far replies move."""
+        return 2 + int(self.loss[2:].mean(1).argmin())
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether the fit that never saw the kind is as good as the best that was not fitted."""
+        mean = self.loss.mean(1)
+        return bool(mean[0] <= mean[self.best])
+
+    @property
+    def words(self) -> str:
+        """Whether the ranking carries over to kinds of questions that it was not fitted on."""
+        unseen, whole, best = (f"{self.loss.mean(1)[row]:.3f}" for row in (0, 1, self.best))
+        other = self.rankings[self.best]
+        measured = f"replies move by {unseen}, under {other} by {best}, under the whole fit by {whole}"
+        asked = f"fitted without {self.kind} and asked {counted(self.questions, 'question')} of that kind"
+        if self.carries_over:
+            return f"the ranking carries over to a kind of question that it never saw: {asked}, {measured}"
+        return (
+            "warning: the ranking does not carry over to kinds of questions that it never saw, and throws away what it "
+            f"was not asked for: {asked}, {measured}; fit on every kind that will be asked, or use {other}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class RankingView:
     """The recall of a fitted ranking and of the policies that it was compared with, on contexts it never saw."""
@@ -39,6 +81,25 @@ class RankingView:
         """How far replies move by policy and budget where all heads keep as much, [P, B]; None: not measured."""
         found = self.profile.arrays.get("loss")
         return None if found is None else np.asarray(found, np.float64)
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """What was measured of a kind of question that was left out; None: nothing."""
+        if "kind_loss" not in self.profile.arrays:
+            return None
+        recall, loss = (np.asarray(self.profile.arrays[name], np.float64) for name in ("kind_recall", "kind_loss"))
+        kind, questions = self.settings["left_out"], self.settings["left_out_questions"]
+        return LeftOut(kind, questions, (UNSEEN, *self.settings["rankings"]), recall.mean((2, 3)), loss)
+
+    def _about_kinds(self) -> Iterator[str]:
+        """Yield whether the ranking carries over to other kinds of questions; of older fits nothing is known."""
+        if (found := self.left_out) is not None:
+            yield found.words
+        elif (kinds := self.settings.get("kinds")) is not None:
+            why = {
+                0: "no kinds of questions are named", 1: "all questions are of one kind",
+            }.get(kinds, f"too few contexts to leave one of {kinds} kinds of questions out")  # fmt: skip
+            yield f"{why}: whether the ranking carries over to other kinds is not known"
 
     def loses_to(self) -> str | None:
         """Return the best policy, if not the fitted one: by how far replies move or, where not measured, recall."""
@@ -67,6 +128,7 @@ class RankingView:
             yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
         if silent := self.settings.get("silent_layers"):
             yield f"nothing that was asked looks at the context in layers {', '.join(map(str, silent))}: even ranking"
+        yield from self._about_kinds()
         if self.is_last:
             yield "every other ranking is better than the fit on contexts that it never saw: it is not used"
         elif (better := self.loses_to()) is not None:
@@ -74,11 +136,15 @@ class RankingView:
 
     def as_json(self) -> dict[str, Any]:
         """See `View.as_json`."""
-        names, at = self.settings["rankings"], self.settings["at"]
+        names, at, apart = self.settings["rankings"], self.settings["at"], self.left_out
+        kinds = {} if apart is None else {"left_out": {
+            "kind": apart.kind, "questions": apart.questions, "carries_over": apart.carries_over,
+            "recall": _by_budget(apart.rankings, at, apart.recall), "loss": _by_budget(apart.rankings, at, apart.loss),
+        }}  # fmt: skip
         return {
             "metadata": self.profile.metadata.model_dump(mode="json"),
             "recall": _by_budget(names, at, self.recall),
-            **({} if self.loss is None else {"loss": _by_budget(names, at, self.loss)}),
+            **({} if self.loss is None else {"loss": _by_budget(names, at, self.loss)}), **kinds,
             "recall_by_layer": self.profile.arrays["recall"].mean(3).tolist(), "remarks": list(self.remarks()),
         }  # fmt: skip
 
@@ -91,14 +157,20 @@ class RankingView:
         if "bank" in self.settings:
             told["bank"] = f"{self.settings['bank']} queries for every head, chosen by {self.settings['chosen_by']}"
         yield from facts(told)
-        columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
-        named = ("importance kept, of what the oracle keeps; mean over heads and layers", self.recall, 3)
-        lost = ("how far replies move with even budgets (total variation)", self.loss, 3)
-        for title, found, digits in (lost, named):
+        columns, names = ["ranking", *(f"{budget:.0%}" for budget in at)], self.settings["rankings"]
+        lost, kept = (
+            "how far replies move with even budgets (total variation)",
+            "importance kept, of what the oracle keeps",
+        )
+        tables = [(lost, names, self.loss), (f"{kept}; mean over heads and layers", names, self.recall)]
+        if (apart := self.left_out) is not None:
+            on = f"on questions of the kind {apart.kind}"
+            tables += [(f"{lost}, {on}", apart.rankings, apart.loss), (f"{kept}, {on}", apart.rankings, apart.recall)]
+        for title, rankings, found in tables:
             if found is not None:
                 table = screen_table(title, columns)
-                for name, row in zip(self.settings["rankings"], found, strict=True):
-                    table.add_row(name, *(f"{value:.{digits}f}" for value in row))
+                for name, row in zip(rankings, found, strict=True):
+                    table.add_row(name, *(f"{value:.3f}" for value in row))
                 yield table
         layers = self.profile.arrays["recall"].mean(3)  # [P, B, L]
         table = screen_table(f"by layer at {at[0]:.0%}", ["layer", metadata.method, "the best other policy"])

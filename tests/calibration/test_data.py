@@ -60,6 +60,23 @@ def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
     assert len({first.sha256, *(other.sha256 for other in others)}) == 4
 
 
+def test_kinds_are_labels_of_contexts_or_of_questions(tmp_path: Path) -> None:
+    """They change nothing that is asked, and so nothing of the hash."""
+    plain, asked = text(1, 2), text(1, 2)
+    asked["questions"][1]["kind"] = "chains"
+    named = load(tmp_path, {**asked, "kind": "codes"})
+    assert (named.contexts[0].kind, [one.kind for one in named.contexts[0].questions]) == ("codes", [None, "chains"])
+    assert named.sha256 == load(tmp_path, plain).sha256
+    assert "kind: must not be blank" in refusal(tmp_path, {"name": "x", "contexts": [text(kind=" ")]})
+
+
+@pytest.mark.parametrize("model", ["bundled", "another"])
+def test_shipped_data_have_kinds(model: str) -> None:
+    contexts = load_calibration_data(default_data(model)).contexts
+    assert len({one.kind for one in contexts if one.kind}) >= 5
+    assert all(one.kind for one in contexts)
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         load_calibration_data(tmp_path / "nothing.json")

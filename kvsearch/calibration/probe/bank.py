@@ -102,7 +102,7 @@ def queries_asked(
     ids, full = prompt.ids.to(loaded.device), describe(loaded.model).full_layers
     passed = DensePass(loaded.model, dict.fromkeys(full, ()), lambda _: True, ids, refusal=prompt.refusal(loaded.name))
     parts, own = [], 0
-    for target, tokens, _ in asking.questions(prompt, loaded.device):
+    for target, tokens, *_ in asking.questions(prompt, loaded.device):
         with passed.following(tokens):
             positions = prompt.length + torch.arange(tokens.shape[1], device=tokens.device)[None]
             layers = []

@@ -12,7 +12,7 @@ mean, and an even sample keeps a mean that the entries with most attention do no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,18 @@ from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, ProbeOptions
-from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, prepared, split, without_questions
-from kvsearch.calibration.probe.sample import Drawn, Fitted, draw, fit_all
+from kvsearch.calibration.probe.reading import (
+    BUDGETS,
+    Asking,
+    Parts,
+    Reading,
+    kind_to_leave_out,
+    known_kinds,
+    prepared,
+    split,
+    without_questions,
+)
+from kvsearch.calibration.probe.sample import OTHERS, Drawn, Fitted, draw, fit_all
 from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
 from kvsearch.calibration.provenance import profile_metadata
 from kvsearch.models.architecture import describe
@@ -48,6 +58,11 @@ def calibrate_probe(
     there; "loss" [P, B] is how far next-token distributions of replies move where all heads keep as much (total
     variation). Policies are the setting "rankings" of the provenance, the probe first.
 
+    Where the data have two kinds of questions or more, one is left out of a second fit, by regressions alone.
+    "kind_recall" and "kind_loss" are of that kind's questions on the contexts to report on, with one policy more: the
+    fit that never saw the kind comes first. Which kind it is and how many questions are the settings "left_out" and
+    "left_out_questions".
+
     Raises:
         UsageError: fewer than three contexts, or one too short.
         IncompatibleError: the model computes NaN, or a context and what is asked of it do not fit its positions.
@@ -58,32 +73,63 @@ def calibrate_probe(
         if options.answers == "own" and "answers" in asking.targets:
             prompts = with_own_replies(loaded, prompts, options.answer_tokens)
         parts = split(prompts, options.seed)
-        steps = len(parts.fit) + 3 * len(parts.choose) + len(parts.report)
+        left_out = kind_to_leave_out(parts) if "answers" in asking.targets else None
+        others = parts if left_out is None else _without(parts, left_out)
+        again = 0 if left_out is None else len(others.choose)
+        steps = len(parts.fit) + 3 * (len(parts.choose) + again) + len(parts.report)
         read = _Reader(loaded, options, asking, given, steps, progress)
         random = torch.Generator().manual_seed(options.seed)
         each = -(-options.entries // len(parts.fit))
         drawn: list[Drawn] = []
         for reading in read(parts.fit):
-            drawn.append(draw(reading, each, random))
+            drawn.append(draw(reading, each, random, left_out))
         few = len(parts.fit) < FEW
         fitted = fit_all(drawn, reading.columns, options, few)
         layers = describe(loaded.model).full_layers
-        chosen = _best_fits(fitted, read(parts.choose), options, layers)
-        weights, spread = _with_spread(fitted, chosen, lambda: read(parts.choose), options, layers)
-        recall, loss = _reported(weights, read(parts.report, options.policies()))
+        weights, spread = _chosen(fitted, lambda: read(parts.choose), options, layers)
+        held: _LeftOut | None = None
+        if left_out is not None:
+            linear, same = options.model_copy(update={"form": "linear"}), {one.context for one in others.fit}
+            kept = [one for one, prompt in zip(drawn, parts.fit, strict=True) if prompt.context in same]
+            second = fit_all(kept, reading.columns, linear, len(kept) < FEW, OTHERS)
+            held = _LeftOut(left_out, _chosen(second, lambda: read(others.choose), linear, layers)[0])
+        judged = _reported(weights, read(parts.report, options.policies()), held)
     silent = torch.stack([one.largest for one in drawn]).amax((0, 2)) == 0
     settings: dict[str, Any] = {
         "data": data.name, **options.settings(), "features": options.features, "rankings": (METHOD, *COMPARED),
         "targets": asking.targets, "without_questions": without_questions(prompts),
         "at": BUDGETS, "contexts": tuple(map(len, parts)), "few_contexts": few, "spread_heads": spread,
+        **(_told_of(left_out, prompts, parts.report) if "answers" in asking.targets else {}),
         "silent_layers": tuple(layer for layer, none in zip(layers, silent.tolist(), strict=True) if none),
     }  # fmt: skip
     lengths = [prompt.length for prompt in prompts]
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
     origin = profile_metadata(loaded, data, policy, METHOD, options.seed, settings, lengths, SINKS + options.protect)
     arrays = {name: array.numpy() for name, array in weights.arrays.items()}
-    judged = {"recall": recall.astype(np.float32), "loss": loss.astype(np.float32)}
-    return Profile(origin, {**arrays, **judged})
+    return Profile(origin, {**arrays, **{name: array.astype(np.float32) for name, array in judged.items()}})
+
+
+class _LeftOut(NamedTuple):
+    """A kind of question, and the fit that never saw it."""
+
+    kind: str
+    weights: Weights
+
+
+def _without(parts: Parts, kind: str) -> Parts:
+    """Return the contexts of which anything but questions of a kind is asked, with that alone."""
+    return Parts(*([prompt.only(prompt.kinds - {kind}) for prompt in part if prompt.kinds != {kind}] for part in parts))
+
+
+def _told_of(
+    left_out: str | None, prompts: Sequence[CalibrationPrompt], report: Sequence[CalibrationPrompt]
+) -> dict[str, Any]:
+    """Return what the settings say of kinds of questions, and of the one that was left out of the second fit."""
+    told = {"kinds": len(known_kinds(prompts))}
+    if left_out is None:
+        return told
+    kinds = [after.kind for prompt in report for after in prompt.continuations]
+    return {**told, "left_out": left_out, "left_out_questions": kinds.count(left_out)}
 
 
 class _Reader:
@@ -103,8 +149,16 @@ class _Reader:
 
     def __call__(self, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy] = ()) -> Iterator[Reading]:
         for prompt in prompts:
-            yield Reading.of(self.loaded, prompt, self.given[prompt.context], *self.how, policies)
+            given = self.given[prompt.context].only(prompt.kinds)
+            yield Reading.of(self.loaded, prompt, given, *self.how, policies)
             next(self._ticks, None)
+
+
+def _chosen(
+    fitted: Fitted, readings: Callable[[], Iterator[Reading]], options: ProbeOptions, layers: tuple[int, ...]
+) -> tuple[Weights, int]:
+    """Return the weights of what is best of every head on contexts to choose on, see `_with_spread`."""
+    return _with_spread(fitted, _best_fits(fitted, readings(), options, layers), readings, options, layers)
 
 
 def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOptions, layers: tuple[int, ...]) -> Tensor:
@@ -115,7 +169,7 @@ def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOption
         fitted.weights(options.features, layers, torch.full((len(layers), heads), number))
         for number in range(max(1, regressions))
     ]
-    gains = [[recall_of(_sorted(one.largest, _scores(weights, one))).mean(0) for weights in tried] for one in readings]
+    gains = [_recalls(one.largest, [_order(_scores(weights, one)) for weights in tried]).mean(1) for one in readings]
     return torch.from_numpy(np.mean(gains, axis=0).argmax(0))
 
 
@@ -159,18 +213,33 @@ def _losses(rankings: Sequence[Weights], reading: Reading) -> Tensor:
     return reading.losses(keeps).view(-1, len(rankings), len(BUDGETS))
 
 
-def _reported(weights: Weights, readings: Iterator[Reading]) -> tuple[Floats, Floats]:
-    """Return recall [P, B, L, Hkv] and loss [P, B] of the fitted ranking and of the policies that were asked."""
-    recalls, losses = [], []
+def _reported(weights: Weights, readings: Iterator[Reading], held: _LeftOut | None) -> dict[str, Floats]:
+    """Return recall [P, B, L, Hkv] and loss [P, B] of the fitted ranking and of the policies that were asked.
+
+    "kind_recall" and "kind_loss" are those for a kind that was left out, [P + 1, ...]: the fit without it is the first.
+    """
+    found: dict[str, list[Floats]] = {}
     for one in readings:
-        importance, own = one.largest, _scores(weights, one)
+        fits, rows = [_scores(weights, one)], [held is not None and asked.kind == held.kind for asked in one.judged]
+        if held is not None and any(rows):
+            fits.insert(0, _scores(held.weights, one))
         ranks = [one.passed.ranks(number) for number in range(len(COMPARED))]
-        others = [recall_of(importance.gather(-1, rank[..., one.free].argsort(-1)).numpy()) for rank in ranks]
-        recalls.append(np.stack([recall_of(_sorted(importance, own)), *others]))
-        keeps = [one.kept(own, budget) for budget in BUDGETS]
+        keeps = [one.kept(scores, budget) for scores in fits for budget in BUDGETS]
         keeps += [rank < max(1, round(budget * one.length)) for rank in ranks for budget in BUDGETS]
-        losses.append(one.losses(keeps).mean(0).view(-1, len(BUDGETS)).numpy())
-    return np.mean(recalls, axis=0), np.mean(losses, axis=0)
+        lost = one.losses(keeps).view(len(rows), -1, len(BUDGETS)).numpy()
+        orders = [_order(scores) for scores in fits] + [rank[..., one.free].argsort(-1) for rank in ranks]
+        first = len(fits) - 1
+        measured = {"recall": _recalls(one.largest, orders[first:]), "loss": lost[:, first:].mean(0)}
+        if held is not None and any(rows):
+            measured |= {"kind_recall": _recalls(one.largest_of(held.kind), orders), "kind_loss": lost[rows].mean(0)}
+        for name, values in measured.items():
+            found.setdefault(name, []).append(values)
+    return {name: np.mean(values, axis=0) for name, values in found.items()}
+
+
+def _recalls(importance: Tensor, orders: Sequence[Tensor]) -> Floats:
+    """Return the recall of several orders [L, Hkv, T] of entries, [R, B, L, Hkv]."""
+    return np.stack([recall_of(importance.gather(-1, order).numpy()) for order in orders])
 
 
 def _scores(weights: Weights, reading: Reading) -> Tensor:
@@ -179,11 +248,9 @@ def _scores(weights: Weights, reading: Reading) -> Tensor:
     return torch.stack([weights.log_importance(x[None], layer)[0] for layer, x in pairs])
 
 
-def _sorted(importance: Tensor, scores: Tensor) -> Floats:
-    """Return importance in the order of a ranking."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    found: Floats = importance.gather(-1, order).numpy()
-    return found
+def _order(scores: Tensor) -> Tensor:
+    """Return the entries in the order of their scores, the best first."""
+    return scores.argsort(dim=-1, descending=True, stable=True)
 
 
 def recall_of(importance: Floats) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from kvsearch.tasks.prompts import PromptFormat
 
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
 LEAST_CONTEXTS = 3
+LEAST_KINDS = 2
 REPEAT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
 
@@ -59,12 +60,36 @@ def without_questions(prompts: Sequence[CalibrationPrompt]) -> int:
     return sum(not prompt.continuations for prompt in prompts)
 
 
+def kind_to_leave_out(parts: Parts) -> str | None:
+    """Return a kind of question that is reported on, and can be left out of a second fit; None: there is none.
+
+    There must be other contexts to fit and to choose on. A kind that the first fit saw is preferred, and of such kinds
+    the one with most questions to report on; the seed, which shared out the contexts, decides between equals.
+    """
+    asked = [after.kind for prompt in parts.report for after in prompt.continuations if after.kind is not None]
+    seen = known_kinds(parts.fit)
+    apart = [
+        kind
+        for kind in dict.fromkeys(asked)
+        if all(any(prompt.kinds != {kind} for prompt in part) for part in (parts.fit, parts.choose))
+    ]
+    if len(known_kinds([prompt for part in parts for prompt in part])) < LEAST_KINDS:
+        return None
+    return max(apart, key=lambda kind: (kind in seen, asked.count(kind)), default=None)
+
+
+def known_kinds(prompts: Sequence[CalibrationPrompt]) -> set[str]:
+    """Return the kinds of questions that these prompts ask, as far as they are known."""
+    return {kind for prompt in prompts for kind in prompt.kinds if kind is not None}
+
+
 class Asked(NamedTuple):
-    """What is asked of a context: token ids [1, K], and the rows of them that predict the reply."""
+    """What is asked of a context: token ids [1, K], the rows of them that predict the reply, and a question's kind."""
 
     target: str  # "answers" or "reconstruction"
     tokens: Tensor
     predicting: slice
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,7 @@ class Asking:
         """Yield what is asked of a context."""
         if "answers" in self.targets:
             for after in prompt.continuations:
-                yield Asked("answers", after.tokens.to(device), after.predicting)
+                yield Asked("answers", after.tokens.to(device), after.predicting, after.kind)
         if "reconstruction" in self.targets:
             for chunk in torch.split(prompt.ids, self.chunk, 1):
                 tokens = torch.cat([self.repeat, chunk], 1).to(device)
@@ -189,20 +214,39 @@ class Reading:
         return columns
 
     @cached_property
-    def importance(self) -> Mapping[str, Tensor]:
-        """The largest importance over all that is asked for each target, [L, Hkv, T] on the CPU."""
-        found: dict[str, Tensor] = {}
+    def importance_by_kind(self) -> Mapping[tuple[str, str | None], Tensor]:
+        """The largest importance over all that is asked for each target and kind, [L, Hkv, T] on the CPU."""
+        found: dict[tuple[str, str | None], Tensor] = {}
         for one in self.asked:
             values = self.passed.ask(one.tokens).importance[..., self.free]
             if not bool(values.isfinite().all()):
                 raise IncompatibleError(self.refusal)
-            found[one.target] = torch.maximum(found[one.target], values) if one.target in found else values
+            key = one.target, one.kind
+            found[key] = torch.maximum(found[key], values) if key in found else values
         return found
+
+    @cached_property
+    def importance(self) -> Mapping[str, Tensor]:
+        """The largest importance over all that is asked for each target, [L, Hkv, T] on the CPU."""
+        targets = dict.fromkeys(target for target, _ in self.importance_by_kind)
+        return {
+            target: _largest(values for (one, _), values in self.importance_by_kind.items() if one == target)
+            for target in targets
+        }
 
     @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T]."""
-        return torch.stack(list(self.importance.values())).amax(0)
+        return _largest(self.importance.values())
+
+    def largest_without(self, kind: str) -> Tensor | None:
+        """Return the largest importance over all that is asked but questions of a kind; None: nothing else is."""
+        rest = [values for (_, one), values in self.importance_by_kind.items() if one != kind]
+        return _largest(rest) if rest else None
+
+    def largest_of(self, kind: str) -> Tensor:
+        """Return the largest importance over the questions of a kind, which are asked."""
+        return _largest(values for (_, one), values in self.importance_by_kind.items() if one == kind)
 
     def kept(self, scores: Tensor, budget: float) -> Tensor:
         """Mark what stays of a context under scores [L, Hkv, T] of its free entries, [L, Hkv, length] bool."""
@@ -246,9 +290,13 @@ class Reading:
         By the total variation of next-token distributions, mean over tokens, in [0, 1].
         """
         lost = torch.zeros(len(self.judged), len(keeps))
-        for question, (_, tokens, predicting) in enumerate(self.judged):
+        for question, (_, tokens, predicting, _) in enumerate(self.judged):
             full = self.passed.logits_seeing(tokens, {})[predicting]
             for number, keep in enumerate(keeps):
                 seen = self.passed.logits_seeing(tokens, dict(enumerate(keep)))[predicting]
                 lost[question, number] = total_variation(full, seen)
         return lost
+
+
+def _largest(importance: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(importance)).amax(0)

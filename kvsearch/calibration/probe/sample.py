@@ -27,6 +27,7 @@ STRONG = (1.0,)  # with few contexts
 WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 EVERYTHING = "everything"  # the largest importance over all targets
+OTHERS = "others"  # the same without the kind of question that is left out
 
 
 class Drawn(NamedTuple):
@@ -52,11 +53,17 @@ class Fitted(NamedTuple):
         return Weights(features, layers, {"center": center, "scale": scale, **arrays})
 
 
-def draw(reading_: Reading, count: int, random: torch.Generator) -> Drawn:
-    """Draw `count` entries of a context, the same of every head, evenly."""
+def draw(reading_: Reading, count: int, random: torch.Generator, left_out: str | None = None) -> Drawn:
+    """Draw `count` entries of a context, the same of every head, evenly.
+
+    Where a kind of question is `left_out`, there is also the target `OTHERS`, if anything else is asked.
+    """
     largest, asked = reading_.largest, reading_.importance
     some = torch.randperm(largest.shape[-1], generator=random)[:count].sort().values
     whole = {EVERYTHING: largest, **(asked if len(asked) > 1 else {})}
+    others = None if left_out is None else reading_.largest_without(left_out)
+    if others is not None:
+        whole[OTHERS] = others
     targets = {name: log_importance(values)[..., some].clone() for name, values in whole.items()}
     return Drawn([x[:, some].clone() for x in reading_.features], targets, largest.amax(-1))
 

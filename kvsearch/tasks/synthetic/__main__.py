@@ -24,7 +24,7 @@ def calibration_file(seed: int = 0) -> dict[str, Any]:
                 {"question": " ".join(q.prompt), "answer": " ".join(q.answer)}
                 for q in document.questions[: 3 if name not in ("vote", "single") else 1]
             ]
-            contexts.append({"text": " ".join(document.words[1:]), "questions": pairs})
+            contexts.append({"kind": name, "text": " ".join(document.words[1:]), "questions": pairs})
     return {"name": "bundled", "prompt": SyntheticTask.prompt, "contexts": contexts}
 
 
