@@ -83,6 +83,14 @@ class Curves(CalibrateLukv):
         return found
 
 
+def planned_size(size: Size, measured: int, longest: int) -> Size:
+    """Return the size that plans are made at: for prompts as long as those `measured`, in tokens.
+
+    A budget that is all of these is for longer ones: then plans are for the `longest` that is chosen by.
+    """
+    return replace(size, length=longest) if measured < longest and size.mean(measured) >= measured else size
+
+
 class RunOptions(WithModel, WithTasks, Asking):
     """The size, what plans are made of, and the questions that decide between them."""
 
@@ -511,7 +519,8 @@ class _Run:
 
         options, known = self.options, measured.contexts
         settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
-        found = find_contenders(self.loaded, measured, size)
+        length = measured.curves.profiles[0].metadata.length
+        found = find_contenders(self.loaded, measured, planned_size(size, length, self.longest))
         # a few candidates need few questions to be ranked: most are for what is decided on
         rule = Rule(share=FIRST)
         contest = prepare_contest(self.loaded, found, options.questions("select"), settings, rule, size)

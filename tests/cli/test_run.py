@@ -19,8 +19,8 @@ from kvsearch.calibration.options import PROTECTED
 from kvsearch.choose.overall import OverallChoice
 from kvsearch.choose.selection import PhaseResult
 from kvsearch.choose.smallest import Smallest, Tried
-from kvsearch.jobs.run import RunOptions
-from kvsearch.plan import load_plan
+from kvsearch.jobs.run import RunOptions, planned_size
+from kvsearch.plan import Size, load_plan
 from kvsearch.policies.base import AS_WINDOW
 from kvsearch.policies.registry import policy_class, policy_names
 from kvsearch.report.run import smallest_words
@@ -266,6 +266,14 @@ def test_what_is_said_of_the_smallest_budget(
     said = smallest_words(found, 2, Difference(*loss, 0, 0, 0))
     assert said.startswith("20 entries per kv head, 10% of 200 tokens")
     assert all(part in said for part in words)
+
+
+def test_a_budget_above_the_contexts_of_the_measurement_is_for_longer_ones() -> None:
+    assert planned_size(Size(150), 110, 226) == Size(150, length=226)
+    assert planned_size(Size(110), 110, 226) == Size(110, length=226)
+    assert planned_size(Size(109), 110, 226) == Size(109)
+    assert planned_size(Size(None, 0.9), 110, 226) == Size(None, 0.9)
+    assert planned_size(Size(150), 110, 90) == Size(150)  # refused, as nothing would be evicted
 
 
 def test_the_recipe_that_is_shipped() -> None:
