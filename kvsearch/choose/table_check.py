@@ -136,9 +136,9 @@ def _judged(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, ...])
 
 
 def _best(scores: Floats) -> int:
-    """Return the column with the best mean of scores [contexts, mixes]; of equal ones the first, most of the table."""
+    """Return the column with the best mean of scores [contexts, mixes]; of equal ones the last, least of the table."""
     means = scores.mean(0) if len(scores) else np.zeros(scores.shape[1])
-    return int((means >= means.max() - ROUNDOFF).argmax())
+    return int(np.flatnonzero(means >= means.max() - ROUNDOFF)[-1])
 
 
 def mixed(table: Floats, mix: float) -> Floats:

@@ -72,7 +72,8 @@ def test_even_budgets_are_as_good_as_themselves_and_other_tables_are_not(measure
     assert {(one.verdict, one.contexts) for one in found} == {("unproven", 6)}
     ragged = even.copy()
     ragged[:, :, 1:], ragged[:, :, 0] = 0.94, 0.2
-    other = check_table(model, data, OPTIONS, Profile(profile.metadata, {**profile.arrays, HELD_OUT: ragged}))
+    as_measured = OPTIONS.model_copy(update={"shrink": False})
+    other = check_table(model, data, as_measured, Profile(profile.metadata, {**profile.arrays, HELD_OUT: ragged}))
     assert [one.even for one in other] == [one.even for one in found]
     assert any(one.table != one.even for one in other)
 
@@ -184,6 +185,8 @@ def test_no_context_judges_the_mixture_that_it_chose() -> None:
     assert found.table < liked.mean() + 0.001
     good = np.tile([0.9, 0.7, 0.5], (12, 1))
     assert (table_check._judged(0.8, good, np.arange(12) % 4, mixes).mix) == 1.0
+    equal = np.tile([0.9, 0.9, 0.9], (12, 1))  # what is not shown to help is left out
+    assert (table_check._judged(0.8, equal, np.arange(12) % 4, mixes).mix) == 0.0
     small = np.tile([0.5, 0.9, 0.5], (12, 1))
     kept = table_check._judged(0.8, small, np.arange(12) % 4, mixes)
     assert (kept.mix, kept.verdict) == (0.5, "useful")
