@@ -18,6 +18,8 @@ from kvsearch.policies.registry import FITTED, policy_class
 def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the policy that NAME=DIR, as in "probe=DIR", or a plain name stands for, and the parameters this says.
 
+    They are the weights, and what entries were protected where they were fitted.
+
     DIR is a directory with the policy's weights, or their file there.
 
     Raises:
@@ -38,9 +40,12 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     path = path / (policy.published or PROFILE) if path.is_dir() else path
     digest = know(read_bytes(path), path)
     policy.check_weights(digest)
+    if policy.published:
+        return name, {WEIGHTS: digest}
+    profile = profile_of(digest, name)
     if name == Probe.name:
-        _refuse_last(profile_of(digest, name), text)
-    return name, {WEIGHTS: digest}
+        _refuse_last(profile, text)
+    return name, {**profile.metadata.policy.params, WEIGHTS: digest}
 
 
 def _refuse_last(profile: Profile, text: str) -> None:

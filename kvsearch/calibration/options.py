@@ -14,7 +14,7 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.policies.probe import FEATURES
+from kvsearch.policies.probe import FEATURES, SPREAD
 from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:
@@ -399,6 +399,11 @@ class ProbeOptions(RankingOptions):
     allow_harmful: Annotated[
         bool, Option("probe: let a fit be used that every built-in ranking is better than.", panel=PROBE)
     ] = False
+
+    @property
+    def looked_at(self) -> tuple[str, ...]:
+        """The features, and the spread in any case: heads whose context nothing looks at are ranked by it."""
+        return self.features if SPREAD in self.features else (*self.features, SPREAD)
 
 
 class DynamicOptions(CalibrationOptions):

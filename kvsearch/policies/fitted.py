@@ -16,6 +16,8 @@ from kvsearch.policies.tensors import Tensor, torch
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint, Profile
 
+VERSION = 1  # of what weights mean to the policies that read them
+WRITTEN_FOR = "policy_version"  # the setting of a profile that has it; without it, 1
 SCORE = "score"  # the running state: of every entry, as it was made
 
 
@@ -72,7 +74,7 @@ def profile_of(digest: str, method: str) -> Profile:
     """Return the profile of a `method` that has the weights of this SHA-256.
 
     Raises:
-        UsageError: they are not here, or the file is no profile of that method.
+        UsageError: they are not here, or the file is no profile of that method, or for another version of the policy.
     """
     from kvsearch.plan.profile import read_profile
     from kvsearch.plan.weights import known_weights
@@ -81,6 +83,12 @@ def profile_of(digest: str, method: str) -> Profile:
     found = read_profile(data, str(path))
     if found.metadata.method != method:
         raise UsageError(f"{path} has no weights of policy {method}: it is a {found.metadata.method} profile")
+    version = found.metadata.provenance.settings.get(WRITTEN_FOR, 1)
+    if version != VERSION:
+        raise UsageError(
+            f"{path} has weights for version {version} of policy {method}, and this is version {VERSION}: fit it again "
+            f"with `calibrate --method {method}`, or use the kvsearch that wrote it"
+        )
     return found
 
 

@@ -126,8 +126,9 @@ class RankingView:
         if bare := self.settings.get("without_questions"):
             which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
             yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
-        if silent := self.settings.get("silent_layers"):
-            yield f"nothing that was asked looks at the context in layers {', '.join(map(str, silent))}: even ranking"
+        if unseen := self.settings.get("unseen_heads"):
+            heads, which = counted(len(unseen), "kv head"), ", ".join(unseen[:8]) + ", ..." * (len(unseen) > 8)
+            yield f"nothing that was asked looks at the context in {heads} ({which} by layer): even ranking there"
         yield from self._about_kinds()
         if self.is_last:
             yield "every other ranking is better than the fit on contexts that it never saw: it is not used"

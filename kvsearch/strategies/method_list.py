@@ -18,6 +18,7 @@ from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
+from kvsearch.plan.weights import WEIGHTS
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
@@ -129,7 +130,7 @@ def _method(item: str, alike: Mapping[str, Settings], common: Settings, own: Set
 
     `alike` are settings by policy, which others win over.
     """
-    name, plain, inline = item, *_inline(item)
+    name, (plain, fitted, inline) = item, _inline(item)
     own, recipe = {**own, **inline}, _recipe(plain)
     policy_keys, option_keys = _keys(recipe)
     known = [*policy_keys, *option_keys]
@@ -138,7 +139,7 @@ def _method(item: str, alike: Mapping[str, Settings], common: Settings, own: Set
             raise UsageError(f"method {name} has no setting {key!r}{suggest(key, known) if known else ''}")
     shared = {key: value for key, value in common.items() if key in known}
     used.update(shared)
-    settings = {**alike.get(recipe.policy, {}), **shared, **own}
+    settings = {**fitted, **alike.get(recipe.policy, {}), **shared, **own}
     options = {key: settings[key] for key in option_keys if key in settings and key not in policy_keys}
     return _built(name, recipe, {key: settings[key] for key in policy_keys if key in settings}, options)
 
@@ -149,23 +150,29 @@ def _label(item: str) -> str:
     return item if ":" in name else name.strip()
 
 
-def _inline(item: str) -> tuple[str, Settings]:
-    """Return METHOD or METHOD:POLICY, and the settings in :KEY=VALUE after it; POLICY may be probe=DIR."""
+def _inline(item: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return METHOD or METHOD:POLICY, what else is said of a fitted one, and the settings in :KEY=VALUE after it.
+
+    POLICY may be probe=DIR; its weights are among the settings.
+    """
     method, *pieces = item.split(":")
-    method, found = fitted_policy(method)
+    method, fitted = fitted_policy(method)
+    found: dict[str, Any] = {}
     for number, piece in enumerate(pieces):
         key, given, _ = piece.partition("=")
         if number == 0 and (not given or key in FITTED):
-            policy, found = fitted_policy(piece)
+            policy, fitted = fitted_policy(piece)
             method = f"{method}:{policy}"
         elif not given:
             raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
         else:
             key, value = parse_setting(piece, "method")
-            if key in found:
+            if key in found or (key == WEIGHTS and key in fitted):
                 raise UsageError(f"method {item}: {key} is given twice: give it once")
             found[key] = value
-    return method, found
+    if WEIGHTS in fitted:
+        found[WEIGHTS] = fitted.pop(WEIGHTS)
+    return method, fitted, found
 
 
 def _recipe(name: str) -> Recipe:

@@ -29,6 +29,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.weights import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.query_bank import METHOD, QUERIES
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
@@ -59,8 +60,8 @@ def calibrate_query_bank(
             prompts = with_own_replies(loaded, prompts, options.answer_tokens)
         parts = split(prompts, options.seed)
         settings = {
-            "data": data.name, **options.settings(), "rankings": (METHOD, *COMPARED), "at": BUDGETS,
-            "contexts": tuple(map(len, parts)), "targets": asking.targets,
+            "data": data.name, **options.settings(), WRITTEN_FOR: VERSION, "rankings": (METHOD, *COMPARED),
+            "at": BUDGETS, "contexts": tuple(map(len, parts)), "targets": asking.targets,
             "without_questions": without_questions(prompts),
         }  # fmt: skip
         random = torch.Generator().manual_seed(options.seed)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 ROUNDOFF = 1e-6
+UNSEEN = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
 FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
 
 
@@ -102,6 +103,12 @@ def spread_fit(z: Tensor, target: Tensor, column: int) -> Fit:
     linear, none = z.new_zeros(heads, size), z.new_zeros(heads, 0)
     linear[:, column] = target.std(1, correction=0).clamp(min=ROUNDOFF)
     return Fit(linear, z.new_zeros(heads, size, 0), none, none, target.mean(1))
+
+
+def unseen_fit(z: Tensor, column: int) -> Fit:
+    """Rank by one standardised feature alone, below all that other heads have."""
+    even = spread_fit(z, z[..., column], column)
+    return even._replace(bias=torch.full_like(even.bias, UNSEEN))
 
 
 def reading(fit: Fit, columns: Tensor) -> Fit:

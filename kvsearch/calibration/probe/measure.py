@@ -6,7 +6,8 @@ question asks for is worth something, too (KVzip, arXiv 2505.23416).
 
 A head gets the fit that recalls most importance, or an even spread over its entries where that moves its output less.
 Importance says which entries a head looks at, not that it needs them: the output of a head that looks everywhere is a
-mean, and an even sample keeps a mean that the entries with most attention do not.
+mean, and an even sample keeps a mean that the entries with most attention do not. A head whose context nothing looks
+at has nothing to fit: it is ranked by the spread, below all others.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.policies import Policy
+from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Weights
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
@@ -94,13 +96,13 @@ def calibrate_probe(
             second = fit_all(kept, reading.columns, linear, len(kept) < FEW, OTHERS)
             held = _LeftOut(left_out, _chosen(second, lambda: read(others.choose), linear, layers)[0])
         judged = _reported(weights, read(parts.report, options.policies()), held)
-    silent = torch.stack([one.largest for one in drawn]).amax((0, 2)) == 0
+    unseen = [f"{layers[row]}.{head}" for row, head in fitted.unseen.nonzero().tolist()]
     settings: dict[str, Any] = {
-        "data": data.name, **options.settings(), "features": options.features, "rankings": (METHOD, *COMPARED),
-        "targets": asking.targets, "without_questions": without_questions(prompts),
-        "at": BUDGETS, "contexts": tuple(map(len, parts)), "few_contexts": few, "spread_heads": spread,
+        "data": data.name, **options.settings(), WRITTEN_FOR: VERSION, "features": options.looked_at,
+        "rankings": (METHOD, *COMPARED), "targets": asking.targets,
+        "without_questions": without_questions(prompts), "at": BUDGETS, "contexts": tuple(map(len, parts)),
+        "few_contexts": few, "spread_heads": spread, "unseen_heads": tuple(unseen),
         **(_told_of(left_out, prompts, parts.report) if "answers" in asking.targets else {}),
-        "silent_layers": tuple(layer for layer, none in zip(layers, silent.tolist(), strict=True) if none),
     }  # fmt: skip
     lengths = [prompt.length for prompt in prompts]
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
@@ -163,10 +165,10 @@ def _chosen(
 
 def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOptions, layers: tuple[int, ...]) -> Tensor:
     """Return of every head the regression that recalls most, [L, Hkv]."""
-    regressions = len(fitted.fits[0]) - (SPREAD in options.features)
+    regressions = len(fitted.fits[0]) - 1
     heads = fitted.standards[0][0].shape[0]
     tried = [
-        fitted.weights(options.features, layers, torch.full((len(layers), heads), number))
+        fitted.weights(options.looked_at, layers, torch.full((len(layers), heads), number))
         for number in range(max(1, regressions))
     ]
     gains = [_recalls(one.largest, [_order(_scores(weights, one)) for weights in tried]).mean(1) for one in readings]
@@ -186,11 +188,11 @@ def _with_spread(
     needed once, would not count. Every question counts the same, however large its errors are. All heads keep their
     fits if replies move more with the spread, beyond chance: heads are judged one by one, and lose together.
     """
-    fits = fitted.weights(options.features, layers, chosen)
+    fits = fitted.weights(options.looked_at, layers, chosen)
     if SPREAD not in options.features:
         return fits, 0
     last = torch.full_like(chosen, len(fitted.fits[0]) - 1)
-    even = fitted.weights(options.features, layers, last)
+    even = fitted.weights(options.looked_at, layers, last)
     ratios: dict[str, list[Tensor]] = {}
     for one in readings():
         keeps = [one.kept(_scores(weights, one), budget) for weights in (fits, even) for budget in BUDGETS]
@@ -200,11 +202,11 @@ def _with_spread(
         for asked, row in zip(one.asked, (errors[:, 0] - errors[:, 1]).mean(1), strict=True):
             ratios.setdefault(asked.target, []).append(row)
     better = torch.stack([torch.stack(rows).mean(0) > 0 for rows in ratios.values()]).all(0)
-    mixture = fitted.weights(options.features, layers, torch.where(better, last, chosen))
+    mixture = fitted.weights(options.looked_at, layers, torch.where(better, last, chosen))
     lost = torch.cat([_losses((fits, mixture), one).mean(-1) for one in readings()])  # [questions, 2]
     worse = lost[:, 1] - lost[:, 0]
     beyond = SURE * float(worse.std(correction=0)) / len(worse) ** 0.5
-    return (fits, 0) if float(worse.mean()) > beyond else (mixture, int(better.sum()))
+    return (fits, 0) if float(worse.mean()) > beyond else (mixture, int((better & ~fitted.unseen).sum()))
 
 
 def _losses(rankings: Sequence[Weights], reading: Reading) -> Tensor:

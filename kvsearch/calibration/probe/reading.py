@@ -191,10 +191,10 @@ class Reading:
         free = slice(SINKS, prompt.length - options.protect)
 
         def look(observation: Observation) -> Look:
-            features = features_of(observation, options.features)[0, :, free].cpu()
-            return Look(features, columns_of(observation, options.features))
+            features = features_of(observation, options.looked_at)[0, :, free].cpu()
+            return Look(features, columns_of(observation, options.looked_at))
 
-        wanted = needs_of(options.features), look
+        wanted = needs_of(options.looked_at), look
         passed = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal, wanted)
         if not all(bool(context.noted.features.isfinite().all()) for context in passed.noted):
             raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")

@@ -18,6 +18,7 @@ from kvsearch.calibration.probe.fit import (
     reading,
     spread_fit,
     standardised,
+    unseen_fit,
 )
 from kvsearch.calibration.probe.reading import Reading
 from kvsearch.policies.probe import SPREAD, Weights
@@ -39,9 +40,13 @@ class Drawn(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What was tried in every layer, all standardised alike."""
+    """What was tried in every layer, all standardised alike; the last candidate is the even spread.
+
+    A head with no importance in any context has it under every candidate.
+    """
 
     fits: list[list[Fit]]  # by layer and candidate
+    unseen: Tensor  # whether a head has no importance, [L, Hkv]
     standards: list[tuple[Tensor, Tensor]]  # mean and spread of features by layer, [Hkv, F] each
 
     def weights(self, features: tuple[str, ...], layers: tuple[int, ...], chosen: Tensor) -> Weights:
@@ -79,6 +84,7 @@ def fit_all(
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
     subsets = [one for one in (read, own) if one.any() and (one is read or not torch.equal(one, read))]
+    unseen = torch.stack([one.largest for one in drawn]).amax(0) == 0
     found, standards = [], []
     for row in range(len(drawn[0].features)):
         x = torch.cat([one.features[row] for one in drawn], 1)
@@ -93,8 +99,8 @@ def fit_all(
         if options.form == "network" and not few and subsets:
             network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
             forms.append(reading(network, read))
-        if SPREAD in columns:
-            forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
-        found.append(forms)
+        forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
+        none, which = unseen_fit(z, columns.index(SPREAD)), unseen[row].long()
+        found.append([mixed((form, none), which, form.output.shape[-1]) for form in forms])
         standards.append((center, scale))
-    return Fitted(found, standards)
+    return Fitted(found, unseen, standards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -21,10 +22,12 @@ from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
+from kvsearch.policies.probe import ARRAYS, GOLDEN, Weights
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.strategies.from_profile import plan_from_profile
+from kvsearch.strategies.method_list import find_methods
 from tests import tiny
 
 SMALL = ProbeOptions(entries=200, form="linear")
@@ -195,3 +198,47 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert "1 of the 3 contexts have no questions" in "".join(RankingView(found).remarks())
     with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
         calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
+
+
+def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: CalibrationData) -> None:
+    """W_O drops one kv head: it gets an even spread, although that is no feature, below all of another head."""
+    loaded = deepcopy(tiny.loaded())
+    projection = loaded.model.model.layers[1].self_attn.o_proj.weight
+    with torch.no_grad():
+        projection[:, projection.shape[1] // 2 :] = 0
+    some = replace(data, contexts=tuple(replace(one, questions=()) for one in data.contexts[:3]))
+    found = calibrate_probe(loaded, some, SMALL.model_copy(update={"features": ("value_norm",)}))
+    assert found.metadata.provenance.settings["unseen_heads"] == ("1.1",)
+    assert found.metadata.provenance.settings["features"] == ("value_norm", "spread")
+    told = [line for line in RankingView(found).remarks() if line.startswith("nothing that was asked")]
+    assert told == ["nothing that was asked looks at the context in 1 kv head (1.1 by layer): even ranking there"]
+    arrays = {name: torch.from_numpy(found.arrays[name].copy()) for name in ARRAYS}
+    x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN).frac()], 1)
+    score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
+    assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
+    assert float(score[1].max()) < float(score[0].min())
+
+
+def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: Path) -> None:
+    """Files without a version are of the first."""
+    said = profile.metadata.model_dump()
+    path = tmp_path / "profile.safetensors"
+
+    def written(version: int | None, protect: int) -> None:
+        said["provenance"]["settings"].pop("policy_version", None)
+        if version is not None:
+            said["provenance"]["settings"]["policy_version"] = version
+        said["policy"]["params"]["protect"] = protect
+        metadata = type(profile.metadata).model_validate(said)
+        save_profile(Profile(metadata, dict(profile.arrays)), path, overwrite=True)
+
+    assert profile.metadata.provenance.settings["policy_version"] == 1
+    written(None, 3)
+    name, params = fitted_policy(f"probe={tmp_path}")
+    assert create_policy(name, params).parameters()["protect"] == 3
+    typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
+    found = [getattr(one.policy, "protect", None) for one in find_methods(typed)]
+    assert found == [3, 5]
+    written(2, 3)
+    with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
+        fitted_policy(f"probe={tmp_path}")
