@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
@@ -38,7 +39,8 @@ class Fitted(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.weights) == 64, f"weights is the SHA-256 of a file that {self.made_by} wrote")
+        known = isinstance(self.weights, str) and len(self.weights) == 64  # a plan may state anything
+        self._require(known, f"weights is the SHA-256 of a file that {self.made_by} wrote")
 
     @classmethod
     @abstractmethod
@@ -90,6 +92,18 @@ def profile_of(digest: str, method: str) -> Profile:
             f"with `calibrate --method {method}`, or use the kvsearch that wrote it"
         )
     return found
+
+
+def require_arrays(profile: Profile, dimensions: Mapping[str, int]) -> None:
+    """Raise UsageError if a profile does not have these arrays, [L, Hkv, ...] with so many more dimensions."""
+    for name, more in dimensions.items():
+        found = profile.arrays.get(name)
+        if found is None or found.ndim != 2 + more or len(found) != len(profile.metadata.layers):
+            told = "is missing" if found is None else f"has shape {list(found.shape)}"
+            raise UsageError(
+                f"the weights of policy {profile.metadata.method} cannot be used: {name} {told}, not that of "
+                f"{len(profile.metadata.layers)} layers; fit them again with this version"
+            )
 
 
 def plain_keys(observation: Observation) -> Tensor:

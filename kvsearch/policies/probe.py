@@ -11,7 +11,7 @@ from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of
+from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
@@ -20,7 +20,15 @@ OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after 
 SPREAD = "spread"  # the feature that no regression reads: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
 GOLDEN = (5**0.5 - 1) / 2
-ARRAYS = ("center", "scale", "linear", "hidden", "hidden_bias", "output", "bias")
+ARRAYS = {  # dimensions of a head
+    "center": 1,
+    "scale": 1,
+    "linear": 1,
+    "hidden": 2,
+    "hidden_bias": 1,
+    "output": 1,
+    "bias": 0,
+}
 SINKS, WINDOW = 4, 8  # of the policies whose scores are features
 LEAST = 1e-8
 MOST_LOG = 60.0  # scores stay finite in fp32
@@ -128,7 +136,7 @@ class Probe(Fitted):
     @classmethod
     def check_weights(cls, digest: str) -> None:
         """See `Fitted.check_weights`."""
-        profile_of(digest, METHOD)
+        _weights(digest)
 
     def needs(self) -> Needs:
         return needs_of(self.fitted.features)
@@ -183,7 +191,12 @@ class Probe(Fitted):
 @lru_cache(maxsize=16)
 def _weights(digest: str, device: Any = "cpu") -> Weights:
     profile = profile_of(digest, METHOD)
-    features = profile.metadata.provenance.settings["features"]
-    assert isinstance(features, tuple)
+    features = profile.metadata.provenance.settings.get("features")
+    if not isinstance(features, tuple) or not set(features) <= set(FEATURES):
+        raise UsageError(
+            f"the weights of policy {METHOD} cannot be used: they look at {features}, and this version knows "
+            f"{', '.join(FEATURES)}; fit them again with this version"
+        )
+    require_arrays(profile, ARRAYS)
     arrays = {name: torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in ARRAYS}
     return Weights(tuple(map(str, features)), profile.metadata.layers, arrays)

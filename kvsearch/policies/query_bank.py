@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvsearch.errors import UsageError
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of
+from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.scoring import chunk_bytes, softmax
 from kvsearch.policies.tensors import Tensor, torch
 
@@ -25,8 +25,9 @@ class QueryBank(Fitted):
 
     q[g, n] are the N queries per query head that `calibrate --method query_bank` stored; the query heads g of a kv
     head have theirs of the same tokens. Queries and keys are both at position 0 (un-rotated): a logit is what the query
-    would give to the entry if it stood where the entry stands, so that no distance is in it. The softmax is over the
-    entries themselves, protected ones included, beside learned sinks where the model has them.
+    would give to the entry if it stood where the entry stands, so that no distance is in it; what the rotary embedding
+    multiplies it by (YaRN) counts. The softmax is over the entries themselves, protected ones included, beside learned
+    sinks where the model has them.
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
@@ -42,7 +43,7 @@ class QueryBank(Fitted):
     @classmethod
     def check_weights(cls, digest: str) -> None:
         """See `Fitted.check_weights`."""
-        profile_of(digest, METHOD)
+        _bank(digest)
 
     def needs(self) -> Needs:
         return Needs(projection=True, unrotated=True)
@@ -80,7 +81,7 @@ class QueryBank(Fitted):
         if observation.layer not in layers:
             raise UsageError(f"policy query_bank: its weights are for layers {layers}, not {observation.layer}")
         queries = heads_of(bank[layers.index(observation.layer)], observation)  # [B or 1, Hkv, G, N, D]
-        keys = plain_keys(observation)[:, :, None].transpose(-1, -2)
+        keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
         hidden, size = ~observation.valid[:, None, None, None], keys.shape[0] * keys[0, 0, 0, 0].numel()
         step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
         for some in torch.split(queries, step, 3):
@@ -90,8 +91,18 @@ class QueryBank(Fitted):
             yield logits.masked_fill(hidden, float("-inf"))
 
 
+def _amplitude(observation: Observation) -> Tensor:
+    """Return what the rotary embedding multiplies products of queries and keys by, by dimension, [D] fp32."""
+    made = torch.ones(observation.keys.shape[-1], device=observation.keys.device)
+    if observation.rotary is not None:
+        cos = observation.rotary(observation.index.new_zeros(1))[0][0].float()
+        made[: len(cos)] = cos.square()
+    return made
+
+
 @lru_cache(maxsize=16)
-def _bank(digest: str, device: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the queries [L, Hkv, G, N, D], and the model layer of each row."""
+def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, tuple[int, ...]]:
+    """Return the queries [L, Hkv, G, N, D], and the model layer of each row; UsageError if that is not their shape."""
     profile = profile_of(digest, METHOD)
+    require_arrays(profile, {QUERIES: 3})
     return torch.from_numpy(profile.arrays[QUERIES].copy()).float().to(device), profile.metadata.layers

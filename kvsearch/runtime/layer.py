@@ -283,7 +283,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Output:
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
-            self.conclude(replace(self._prompt.observation(), rereads=self.rereads))
+            observation = self._prompt.observation()
+            self.conclude(replace(observation, rereads=_of_rows(self.rereads, observation.valid)))
             self._prompt = self._new_prompt()
         return output
 
@@ -306,3 +307,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             return self.holder.nbytes()
         dense = sum(states.untyped_storage().nbytes() for states in self._prompt.states or ())
         return dense + (0 if self.sharing is None else self.sharing.nbytes(self.index))
+
+
+def _of_rows(rereads: Mapping[Rereading, Tensor], valid: Tensor) -> Mapping[Rereading, Tensor]:
+    """Return what prompts got when they were read again as `valid` [B, T] has them: beams are copies of a prompt.
+
+    Raises:
+        UsageError: padding was read again.
+    """
+    found = {how: scores.repeat_interleave(len(valid) // len(scores), 0) for how, scores in rereads.items()}
+    if any(bool(scores.masked_fill(valid[:, None], 0).any()) for scores in found.values()):
+        raise UsageError("padding was read again as part of a prompt (kvzip): give `generate` the attention_mask")
+    return found

@@ -86,6 +86,12 @@ def test_weights_that_cannot_be_used() -> None:
         create_policy("probe", {"weights": "0" * 64}).needs()
     with pytest.raises(UsageError, match="weights is the SHA-256 of a file"):
         Probe("mine")
+    with pytest.raises(UsageError, match="weights is the SHA-256 of a file"):
+        create_policy("probe", {"weights": 5})
+    with pytest.raises(UsageError, match=r"they look at .*'cosmic'.*, and this version knows key, value"):
+        fitted(ranking(("keydiff", "cosmic"))).needs()
+    with pytest.raises(UsageError, match=r"bias has shape \[1\], not that of 1 layers; fit them again"):
+        fitted(ranking(bias=np.zeros(1))).needs()
     with pytest.raises(UsageError, match=r"its weights are for layers \(5,\), not 3"):
         fitted(ranking(layers=(5,))).score(observation())
     other = tiny.loaded().fingerprint

@@ -79,6 +79,22 @@ def test_learned_sinks_take_their_share() -> None:
     assert float(policy.start(strong).heads["normaliser"].min()) == pytest.approx(20, abs=1e-3)
 
 
+def test_what_the_rotary_embedding_multiplies_by_counts() -> None:
+    """YaRN scales its tables: logits of queries and keys at one place have the square of that."""
+    layer, times = Layer(Scene(1, 2, 6, (0,), 1, (4,), 0)), 1.5
+    policy = bank(QUERIES[:, :1], layers=(3,))
+    seen = layer.observation(policy)
+
+    def scaled(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope(positions)
+        return cos * times, sin * times
+
+    assert seen.rotary is not None
+    larger = dataclasses.replace(seen, rotary=scaled, keys=seen.keys * times)
+    wanted = bank(QUERIES[:, :1] * times**2, layers=(3,)).score(seen)
+    torch.testing.assert_close(policy.score(larger), wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_weights_that_cannot_be_used() -> None:
     layer = Layer(Scene(1, 1, 6, (0,), 1, (4,), 0))
     with pytest.raises(UsageError, match=r"its weights are for layers \(5,\), not 3"):
@@ -87,6 +103,8 @@ def test_weights_that_cannot_be_used() -> None:
         bank().check_model(tiny.loaded().fingerprint)
     with pytest.raises(InternalError, match="rotary"):
         bank().score(dataclasses.replace(layer.observation(bank()), rotary=None))
+    with pytest.raises(UsageError, match=r"queries has shape \[1, 2, 2, 5\], not that of 1 layers; fit them again"):
+        bank(QUERIES[..., 0], layers=(3,)).score(layer.observation(bank()))
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 99))
