@@ -36,7 +36,6 @@ class Drawn(NamedTuple):
 
     features: list[Tensor]
     targets: dict[str, Tensor]
-    largest: Tensor  # importance of the most important entry, [L, Hkv]
 
 
 class Fitted(NamedTuple):
@@ -70,7 +69,7 @@ def draw(reading_: Reading, count: int, random: torch.Generator, left_out: str |
     if others is not None:
         whole[OTHERS] = others
     targets = {name: log_importance(values)[..., some].clone() for name, values in whole.items()}
-    return Drawn([x[:, some].clone() for x in reading_.features], targets, largest.amax(-1))
+    return Drawn([x[:, some].clone() for x in reading_.features], targets)
 
 
 def fit_all(
@@ -84,7 +83,7 @@ def fit_all(
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
     subsets = [one for one in (read, own) if one.any() and (one is read or not torch.equal(one, read))]
-    unseen = torch.stack([one.largest for one in drawn]).amax(0) == 0
+    unseen = torch.stack([(one.targets[target] == 0).all(-1) for one in drawn]).all(0)  # see `log_importance`
     found, standards = [], []
     for row in range(len(drawn[0].features)):
         x = torch.cat([one.features[row] for one in drawn], 1)
