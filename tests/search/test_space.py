@@ -273,6 +273,7 @@ def test_the_start_is_a_projected_point(name: str, data: st.DataObject) -> None:
 FIRST = np.array([[10, 30], [20, 20], [25, 15]])
 SECOND = np.array([[30, 10], [5, 15], [30, 30]])
 FLOORS = np.concatenate([full(3, 2, 4), full(3, 2, 6)])
+HIGH = full(6, 2, 90)
 
 
 def joint_space(*chosen: list[int]) -> Joint:
@@ -332,6 +333,10 @@ def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
         (lambda: Joint([FIRST], full(3, 2, 4), full(3, 2, 90), 1), "nothing is left to choose from"),
         (lambda: Joint([placed(full(3, 2, 4), np.zeros(3, int), 2)], FLOORS, full(6, 2, 90), 2), "all at their floor"),
         (lambda: Joint([placed(FIRST, np.zeros(3, int), 2)], FLOORS, full(6, 2, 29), 2), "has 30 entries, outside"),
+        (
+            lambda: Joint([placed(FIRST, np.zeros(3, int), 2)], FLOORS + np.repeat([0, 15], 3)[:, None], HIGH, 2),
+            "a total of 120 is below the 126 entries that layers always keep",
+        ),
     ],
 )
 def test_nothing_to_choose(build: Callable[[], object], message: str) -> None:

@@ -47,7 +47,8 @@ class Joint(BoxSpace):
         reach: bound of every |x_j|.
 
     Raises:
-        UsageError: one choice, a table outside its bounds, nothing above the floors, or one group has all layers.
+        UsageError: one choice, a table outside its bounds, nothing above the floors, one group has all layers, or
+            some choice of policies always keeps more than the total.
     """
 
     def __init__(
@@ -67,6 +68,12 @@ class Joint(BoxSpace):
         self.total = int(base.sum())
         if self.total <= int(least.sum()):
             raise UsageError("the base budgets are all at their floor: nothing is left to multiply")
+        most = int(self._low.sum(axis=2).max(axis=0).sum())
+        if self.total < most:
+            raise UsageError(
+                f"a total of {self.total} is below the {most} entries that layers always keep under the policy that "
+                "protects most: raise the budget, or give all policies the same protection"
+            )
         self._free = self._shares([table.reshape(stacked) for table in tables], base)
         self._group = layer_groups(self._layers, size)
         groups = int(self._group.max()) + 1
@@ -105,8 +112,6 @@ class Joint(BoxSpace):
         logs = x[self._layers :][self._group]
         weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
         above = self.total - int(low.sum())
-        if above < 0:
-            raise UsageError(f"a total of {self.total} is below the {int(low.sum())} entries that policies always keep")
         shares = water_level(weights, above, 0, high - low)
         return placed(low + largest_remainder(shares, above, 0, high - low), chosen, self.choices)
 
