@@ -136,9 +136,13 @@ def _judged(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, ...])
 
 
 def _best(scores: Floats) -> int:
-    """Return the column with the best mean of scores [contexts, mixes]; of equal ones the last, least of the table."""
+    """Return the column with the best mean of scores [contexts, mixes], even budgets last.
+
+    Of equal ones it is the even one, as what is not shown to help is left out, and else the one with most of the table.
+    """
     means = scores.mean(0) if len(scores) else np.zeros(scores.shape[1])
-    return int(np.flatnonzero(means >= means.max() - ROUNDOFF)[-1])
+    best = np.flatnonzero(means >= means.max() - ROUNDOFF)
+    return int(best[-1] if best[-1] == len(means) - 1 else best[0])
 
 
 def mixed(table: Floats, mix: float) -> Floats:

@@ -36,6 +36,11 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f}"
 
 
+def chance_of(share: float) -> str:
+    """Write how likely chance alone is, in three digits; a sampled test never shows that it is none."""
+    return "<0.001" if share < 0.0005 else f"{share:.3f}"
+
+
 def bounds(found: Interval, form: str = ".2f", unit: float = 100) -> str:
     """Write the ends of an interval in a format, times `unit`: [low, high]."""
     return f"[{unit * found.low:{form}}, {unit * found.high:{form}}]"

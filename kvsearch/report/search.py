@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsearch.choose.acceptance import Scores, Share, recovered
 from kvsearch.evaluation.plan_comparison import PlanComparison
-from kvsearch.report.numbers import interval, percent
+from kvsearch.report.numbers import chance_of, interval, percent
 from kvsearch.report.table import Table
 from kvsearch.search.evolve import EVOLVED, Choice, Evolved, PreparedSearch
 from kvsearch.search.front import EXPANDED
@@ -159,7 +159,7 @@ def _led(choice: Choice, name: str) -> tuple[str, str, str]:
         return "", "", ""
     chance, is_accepted = choice.verdicts[name]
     lead = interval(choice.comparison.gain(name, [choice.start]), "+.2f")
-    return lead, f"{chance:.3f}", "yes" if is_accepted else "no"
+    return lead, chance_of(chance), "yes" if is_accepted else "no"
 
 
 def _asked(search: PreparedSearch) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
 from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection
-from kvsearch.report.numbers import counted, interval, outcomes, percent
+from kvsearch.report.numbers import chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.strategies.methods import FULL
 
@@ -53,7 +53,7 @@ def decision(result: PhaseResult) -> str:
         )
     found = "nothing"
     if leader.lead is not None and leader.chance is not None:
-        found = f"{_points(leader)}, chance {leader.chance:.3f} over {counted(len(finalists), 'finalist')}"
+        found = f"{_points(leader)}, chance {chance_of(leader.chance)} over {counted(len(finalists), 'finalist')}"
     fresh = f"{counted(result.second.questions, 'fresh question')} about {_contexts(result.second)}"
     how = "beyond doubt" if result.margin is None else f"by more than {100 * result.margin:g} points"
     if result.winner:
@@ -176,7 +176,7 @@ def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
             lead = ["", "", ""]
             if one.lead is not None and one.chance is not None:
                 accepted = "yes" if one.accepted else "no"
-                lead = [f"{_points(one)} {outcomes(one.lead)}", f"{one.chance:.3f}", accepted]
+                lead = [f"{_points(one)} {outcomes(one.lead)}", chance_of(one.chance), accepted]
             second.append([*cells, *map(Cell, lead)])
     title = f"first stage: {asked(result.first)} ({where})"
     header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]

@@ -187,6 +187,8 @@ def test_no_context_judges_the_mixture_that_it_chose() -> None:
     assert (table_check._judged(0.8, good, np.arange(12) % 4, mixes).mix) == 1.0
     equal = np.tile([0.9, 0.9, 0.9], (12, 1))  # what is not shown to help is left out
     assert (table_check._judged(0.8, equal, np.arange(12) % 4, mixes).mix) == 0.0
+    both = np.tile([0.9, 0.9, 0.5], (12, 1))
+    assert (table_check._judged(0.8, both, np.arange(12) % 4, mixes).mix) == 1.0
     small = np.tile([0.5, 0.9, 0.5], (12, 1))
     kept = table_check._judged(0.8, small, np.arange(12) % 4, mixes)
     assert (kept.mix, kept.verdict) == (0.5, "useful")
