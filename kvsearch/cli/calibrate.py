@@ -11,6 +11,7 @@ from kvsearch.policies.registry import FITTED
 
 if TYPE_CHECKING:
     from kvsearch.calibration.polykv.cost import CostEstimate, PassCost
+    from kvsearch.calibration.probe.cost import RankingCost
 
 
 @command(CalibrateOptions, dry_run=True)
@@ -65,7 +66,13 @@ def _target(options: CalibrateOptions) -> str:
     return f"--budget {options.budgets[0]}" + " --budget-signal entropy" * alone
 
 
-def _say_cost(found: CostEstimate, console: Console) -> None:
+def _say_cost(found: CostEstimate | RankingCost, console: Console) -> None:
+    from kvsearch.calibration.polykv.cost import CostEstimate
+
+    if not isinstance(found, CostEstimate):
+        for line in found.lines(f"{_cost_words(found.reading)} at {found.tflops:g} TFLOP/s"):
+            console.say(line)
+        return
     memory = found.memory
     for line in (
         f"{found.samples} continuations, {found.runs:,} runs of the model as the paper does it",

@@ -21,6 +21,7 @@ from kvsearch.calibration.options import (
     LukvOptions,
     ProbeOptions,
     QueryBankOptions,
+    RankingOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
@@ -40,6 +41,7 @@ from kvsearch.runs.lock import locked
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.polykv.cost import CostEstimate
+    from kvsearch.calibration.probe.cost import RankingCost
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
     from kvsearch.plan.contexts import ContextSet
@@ -80,7 +82,7 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
     tflops: Annotated[
         float | None,
         Option(
-            "--dry-run of polykv: 10^12 operations a second that times are estimated for.",
+            "--dry-run of polykv, probe and query_bank: 10^12 operations a second that times are estimated for.",
             metavar="TFLOPS",
             shown=f"{TFLOPS:g}",
             recorded=False,
@@ -186,13 +188,19 @@ METHODS: dict[str, type[CalibrateOptions]] = {
 
 
 @job(CalibrateOptions)
-def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | None]:
-    """Return the configuration of the run and, of PolyKV, what it would cost.
+def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | RankingCost | None]:
+    """Return the configuration of the run and, of PolyKV and rankings, what it would cost.
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
     texts, config, loaded = _checked(options, talk, tflops=True)
     goes_on = _goes_on(options, config)
+    rate = TFLOPS if options.tflops is None else options.tflops
+    if isinstance(options, RankingOptions):
+        from kvsearch.calibration.probe.cost import ranking_cost
+
+        cost = ranking_cost(loaded or options.load(options.model, talk), texts, options, rate)
+        return {**config.content, **options.work(texts), "estimate": cost.as_json()}, cost
     if not isinstance(options, PolykvOptions):
         return {**config.content, **options.work(texts)}, None
     from kvsearch.calibration.polykv.checks import checked_prompts
@@ -204,7 +212,6 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     loaded, policies = loaded or options.load(options.model, talk), options.policies()
     warn_unfit(loaded.model, policies)
     prompts = checked_prompts(loaded, texts, options, policies)
-    rate = TFLOPS if options.tflops is None else options.tflops
     found = estimate(ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options), rate, options.memory_bytes)
     if goes_on:
         SampleFiles(options.output / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
@@ -309,8 +316,8 @@ def _checked(
     The questions of tasks are made for a tokenizer: with them the model, which is loaded.
     """
     options.policies()
-    if options.tflops is not None and not (tflops and isinstance(options, PolykvOptions)):
-        raise UsageError("--tflops is for what --dry-run says of method polykv: leave it out")
+    if options.tflops is not None and not (tflops and isinstance(options, PolykvOptions | RankingOptions)):
+        raise UsageError("--tflops is for what --dry-run says of methods polykv, probe and query_bank: leave it out")
     if isinstance(options, PolykvOptions):
         for remark in options.remarks():
             talk.warn(remark)

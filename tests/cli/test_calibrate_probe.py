@@ -122,3 +122,15 @@ def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
     assert "on 3 contexts from 3 text files" in talk
     assert talk.count("no questions") == 1
     refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")
+
+
+def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> None:
+    code, out, talk = run(
+        "calibrate", "bundled", "--method", "probe", "--data", short, "-o", tmp_path / "x", "--dry-run", "--tflops", 1
+    )
+    assert code == 0, talk
+    assert json.loads(out)["estimate"]["passes"] > 3
+    assert "contexts: 1 to fit on, 1 to choose on, 1 to report on" in talk
+    assert "at 1 TFLOP/s" in talk
+    assert "weights: at most" in talk
+    assert not (tmp_path / "x").exists()

@@ -167,8 +167,8 @@ def estimate(size: ModelSize, work: SweepWork, tflops: float = 100.0, max_memory
         tflops,
         samples,
         runs=samples * (1 + work.tried * len(size.full_layers)),
-        naive=_cost(size, _naive(size, work), tflops),
-        sweep=_cost(size, _sweep(size, work), tflops),
+        naive=cost_of(size, _naive(size, work), tflops),
+        sweep=cost_of(size, _sweep(size, work), tflops),
         memory=memory_of(size, work, max_memory),
     )
 
@@ -212,36 +212,39 @@ def _gigabytes(size: int) -> str:
 
 
 @dataclass
-class _Operations:
+class Operations:
+    """Counts what a model computes."""
+
     tokens: int = 0  # through one layer
     pairs: int = 0  # of tokens, in one layer
     scored: int = 0  # tokens through the output head
 
     def add(self, tokens: int, pairs: int, scored: int, times: int = 1) -> None:
+        """Count a run `times` over."""
         self.tokens += tokens * times
         self.pairs += pairs * times
         self.scored += scored * times
 
 
-def _pairs(seen: int, count: int) -> int:
+def pairs_of(seen: int, count: int) -> int:
     """Count pairs of `count` tokens with themselves, those before them, and `seen` ones before all."""
     return count * seen + count * (count + 1) // 2
 
 
-def _naive(size: ModelSize, work: SweepWork) -> _Operations:
-    made, runs = _Operations(), 1 + work.tried * len(size.full_layers)
+def _naive(size: ModelSize, work: SweepWork) -> Operations:
+    made, runs = Operations(), 1 + work.tried * len(size.full_layers)
     for length, following in work.prompts:
         for count in following:
-            made.add(size.layers * (length + count), size.layers * _pairs(0, length + count), count, runs)
+            made.add(size.layers * (length + count), size.layers * pairs_of(0, length + count), count, runs)
     return made
 
 
-def _sweep(size: ModelSize, work: SweepWork) -> _Operations:
-    made = _Operations()
+def _sweep(size: ModelSize, work: SweepWork) -> Operations:
+    made = Operations()
     for length, following in work.prompts:
-        made.add(size.layers * length, size.layers * _pairs(0, length), 0)
+        made.add(size.layers * length, size.layers * pairs_of(0, length), 0)
         for count in following:
-            pairs = _pairs(length, count)
+            pairs = pairs_of(length, count)
             made.add(size.layers * count, size.layers * pairs, count)
             for layer in size.full_layers:
                 left = size.layers - layer  # layers that what is ablated goes through, where losses are measured
@@ -250,7 +253,8 @@ def _sweep(size: ModelSize, work: SweepWork) -> _Operations:
     return made
 
 
-def _cost(size: ModelSize, operations: _Operations, tflops: float) -> PassCost:
+def cost_of(size: ModelSize, operations: Operations, tflops: float) -> PassCost:
+    """Return what operations cost at a rate."""
     flops = (
         2 * size.parameters / size.layers * operations.tokens
         + 4 * size.heads * size.head_dim * operations.pairs

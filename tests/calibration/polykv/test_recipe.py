@@ -544,7 +544,7 @@ def test_a_dry_run_refuses_what_does_not_fit(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("--tflops", 5), "--tflops is for what --dry-run says of method polykv: leave it out"),
+        (("--tflops", 5), "--tflops is for what --dry-run says of methods polykv, probe and query_bank: leave it out"),
         (("--budgets", 64, "--tflops", 0, "--dry-run"), "a rate of 0 TFLOP/s must be above 0"),
         (("--patterns", "tova,h2o"), "name one of tova, h2o with --policy"),
         (("--normalization", "effect"), "method polykv has no option 'normalization'"),
