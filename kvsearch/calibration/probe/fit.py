@@ -30,8 +30,12 @@ def log_importance(importance: Tensor) -> Tensor:
 
 
 def standardised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and spread of features [Hkv, N, F] over the entries, [Hkv, F] each; the spread is never 0."""
-    return x.mean(1), x.std(1, correction=0).clamp(min=ROUNDOFF)
+    """Return mean and spread of features [Hkv, N, F] over the entries, [Hkv, F] each.
+
+    The spread of what is the same everywhere is 1: what no entry could teach must not become large on other texts.
+    """
+    spread = x.std(1, correction=0)
+    return x.mean(1), torch.where(spread > ROUNDOFF * x.abs().amax(1), spread, 1.0)
 
 
 def fit_ridge(z: Tensor, target: Tensor, strength: float) -> Fit:
