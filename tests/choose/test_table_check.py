@@ -153,7 +153,7 @@ def test_dynamic_tables_are_checked_too(measured: Any) -> None:
 
 @pytest.mark.slow
 def test_effects_of_single_layers_are_found_out_where_layers_are_redundant(tmp_path: Path) -> None:
-    given = {"answers": "given", "output": tmp_path / "one"}
+    given = {"answers": "given", "shrink": False, "output": tmp_path / "one"}
     with pytest.warns(KvsearchWarning, match="the table loses to even budgets: at ratio 0.8"):
         kvsearch.calibrate("bundled-redundant", normalization="effect", **given)
     with pytest.raises(UsageError, match="--allow-harmful"):

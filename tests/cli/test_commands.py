@@ -41,6 +41,7 @@ WITH_MODEL = {
     "validate",
     "select",
     "evolve",
+    "export",
     "evaluate",
     "generate",
     "headroom",
