@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PROFILE = "profile.safetensors"
+from kvsearch.plan.saved import PROFILE as PROFILE
+
 SAMPLES = "samples"  # folder of a PolyKV calibration: what is finished of it
 _NAME = re.compile(r"\d{6,}-\d{4,}\.safetensors")
 

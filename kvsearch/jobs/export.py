@@ -107,12 +107,12 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         from kvsearch.exporters import exporter_of
         from kvsearch.exporters.base import ProfileExporter
         from kvsearch.plan import load_plan, load_profile
-        from kvsearch.plan.saved import FOLDER_PLAN
+        from kvsearch.plan.saved import plan_of_folder
 
         exporter, path = exporter_of(self.to), self.profile
         if self.push_to_hub is not None and (self.to != "folder" or self.offline):
             raise UsageError("--push-to-hub is for --to folder, and not with --offline")
-        of_plan = (path / FOLDER_PLAN).is_file() if path.is_dir() else path.suffix != ".safetensors"
+        of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
         if isinstance(exporter, ProfileExporter):
             if of_plan:
                 raise UsageError(f"target {self.to} is made of a profile, at all sizes: give the directory of one")

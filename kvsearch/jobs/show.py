@@ -35,8 +35,9 @@ def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is n
     """
     from kvsearch.calibration.directory import profile_file
     from kvsearch.plan.profile import load_profile
+    from kvsearch.plan.saved import plan_of_folder
 
-    file = profile_file(options.path)
+    file = plan_of_folder(options.path) or profile_file(options.path)
     if file.suffix == ".json":
         if options.model_fields_set & {"plan", "ratio"}:
             raise UsageError("--plan and --ratio are for profiles: this is a plan")

@@ -14,6 +14,7 @@ from kvsearch.plan.parsing import describe_validation_error, parse_json, require
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
 from kvsearch.plan.weights import find_weights, put_weights
 
+PROFILE = "profile.safetensors"  # of the directory of a calibration
 FOLDER_PLAN = "plan.json"  # the plan of a folder that `export --to folder` wrote
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -46,6 +47,12 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
     check_target(path)
     put_weights(checked.policies, path)
     atomic_write(path, canonical_json(checked), overwrite)
+
+
+def plan_of_folder(path: Path) -> Path | None:
+    """Return the plan of a folder that holds no profile; None: it has none, or is that of a calibration."""
+    plan = path / FOLDER_PLAN
+    return plan if plan.is_file() and not (path / PROFILE).exists() else None
 
 
 def _located(path: str | Path) -> Path:

@@ -51,6 +51,9 @@ def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> 
     assert code == 0, talk
     assert "nothing is lost" in talk
     assert load_plan(tmp_path / "deploy") == load_plan(plan)
+    shown = run("show", tmp_path / "deploy")
+    assert shown == run("show", plan)
+    assert shown[0] == 0
     code, _, talk = run("export", tmp_path / "deploy", "--to", "attention-matching", "--lossy", "-o", tmp_path / "a")
     assert code == 0, talk
     shares = json.loads((tmp_path / "a").read_text())
@@ -78,6 +81,9 @@ def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Pa
     )
     assert run(*layers)[0] == 2  # of which size?
     code, _, talk = run(*layers, "--ratio", "0.5")
+    assert code == 0, talk
+    # a plan beside a profile is the plan that was made of it: the directory is that of the profile
+    code, _, talk = run("export", tmp_path, "--to", "kvpress-lukv", "-o", tmp_path / "e.npy")
     assert code == 0, talk
     code, _, talk = run("export", plan, "--to", "kvpress-lukv", "-o", tmp_path / "d.npy")
     assert code == 2
