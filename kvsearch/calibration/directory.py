@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
+from kvsearch.calibration.sample_files import SAMPLES, has_samples
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY, read_bytes
 from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile
 from kvsearch.plan.files import read_bytes
+from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.weights import WEIGHTS, know
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.probe import Probe

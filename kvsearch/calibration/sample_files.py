@@ -1,11 +1,9 @@
-"""The files of a calibration: its profile, and the samples it has finished, by batch and continuation."""
+"""The samples that a calibration has finished, in files by batch and continuation."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-from kvsearch.plan.saved import PROFILE as PROFILE
 
 SAMPLES = "samples"  # folder of a PolyKV calibration: what is finished of it
 _NAME = re.compile(r"\d{6,}-\d{4,}\.safetensors")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
-from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.plan.protocol import Protocol
+from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.identity import difference
 

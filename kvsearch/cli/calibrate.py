@@ -26,8 +26,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
-    from kvsearch.calibration.sample_files import PROFILE
     from kvsearch.jobs import calibrate as jobs
+    from kvsearch.plan.saved import PROFILE
 
     if console.dry_run:
         told, cost = jobs.dry_run(options, talk=console)

@@ -18,6 +18,7 @@ from kvsearch.arrays import Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import LayerPlan, ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
+from kvsearch.plan.schema import STATIC
 
 SINGLE = ""  # the name of the one file of a target that is no folder
 
@@ -205,7 +206,7 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
     plan, losses = budgets.plan, []
     if plan.decode is not None:
         losses.append(Loss("eviction while decoding is left out"))
-    if plan.allocation.name != "static":
+    if plan.allocation.name != STATIC:
         losses.append(Loss(f"budgets that {plan.allocation.name} shares out anew for every prompt become fixed ones"))
     if proportional is True and plan.scaling == "fixed":
         losses.append(Loss(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only"))

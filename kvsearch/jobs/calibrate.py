@@ -24,7 +24,7 @@ from kvsearch.calibration.options import (
     RankingOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.sample_files import PROFILE, SAMPLES, has_samples
+from kvsearch.calibration.sample_files import SAMPLES, has_samples
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
@@ -33,6 +33,7 @@ from kvsearch.jobs.stages import on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import list_problems
+from kvsearch.plan.saved import PROFILE
 from kvsearch.progress import Progress
 from kvsearch.runs.directory import begin
 from kvsearch.runs.identity import RunConfig, read_config

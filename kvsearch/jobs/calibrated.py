@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from kvsearch.calibration.directory import HOW, calibrated_model
-from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
 from kvsearch.plan.protocol import Protocol, find_protocol
+from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import CONFIG
 
 if TYPE_CHECKING:

@@ -107,8 +107,8 @@ class ConvertOptions(PlanOptions):
 
     def make(self, talk: Talk) -> Plan:  # noqa: ARG002
         """Convert the plan, or that of the profile at the ratio."""
-        from kvsearch.calibration.sample_files import PROFILE
         from kvsearch.plan import Size, convert, load_profile
+        from kvsearch.plan.saved import PROFILE
         from kvsearch.strategies.from_profile import plan_from_profile
 
         self.check_output()

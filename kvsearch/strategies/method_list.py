@@ -12,12 +12,12 @@ from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.calibration.fitted import fitted_policy
-from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.config.options import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
+from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.weights import WEIGHTS
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction

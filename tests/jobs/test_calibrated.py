@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvsearch.calibration.directory import profile_file
-from kvsearch.calibration.sample_files import PROFILE
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import load_calibrated
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.talk import Silent
+from kvsearch.plan.saved import PROFILE
 from tests.plan.builders import make_profile
 
 TALK = Silent()
