@@ -47,11 +47,6 @@ class Fitted(Policy):
     def check_weights(cls, digest: str) -> None:
         """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
 
-    def check_model(self, model: ModelFingerprint) -> None:
-        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint."""
-        fitted = profile_of(self.weights, self.name).metadata.model
-        fitted.require(model, f"the fitted ranking of policy {self.name}")
-
     @property
     def online(self) -> bool:
         return True
@@ -69,6 +64,25 @@ class Fitted(Policy):
     @abstractmethod
     def arriving(self, step: Step) -> Tensor:
         """Return the score of the step's own token, [S] fp32."""
+
+
+@dataclass(frozen=True)
+class Calibrated(Fitted):
+    """A policy whose weights are a profile that `calibrate` wrote for one model.
+
+    With a `refresh` all entries are scored anew every so many decode steps, in place of each new token once.
+    """
+
+    refresh: int = 0
+
+    def check_model(self, model: ModelFingerprint) -> None:
+        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint."""
+        fitted = profile_of(self.weights, self.name).metadata.model
+        fitted.require(model, f"the fitted ranking of policy {self.name}")
+
+    @property
+    def online(self) -> bool:
+        return not self.refresh
 
 
 @lru_cache(maxsize=16)

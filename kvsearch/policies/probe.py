@@ -11,7 +11,7 @@ from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
@@ -113,7 +113,7 @@ _FEATURES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Probe(Fitted):
+class Probe(Calibrated):
     """score[i] = exp(fitted log importance of entry i), an estimate of max_k A[k, i] |v_i W_O| over later queries k.
 
     The fit is a regression per kv head on the entry's key, value and simple scores, by `calibrate --method probe`;
@@ -131,8 +131,6 @@ class Probe(Fitted):
 
     made_by: ClassVar[str] = "`calibrate --method probe`"
 
-    refresh: int = 0
-
     @classmethod
     def check_weights(cls, digest: str) -> None:
         """See `Fitted.check_weights`."""
@@ -146,10 +144,6 @@ class Probe(Fitted):
         fitted = self._on(observation)
         found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)
         return found.clamp(-MOST_LOG, MOST_LOG).exp()
-
-    @property
-    def online(self) -> bool:
-        return not self.refresh
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries, and the mean direction of its keys where that is looked at."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from kvsearch.errors import UsageError
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import Fitted, heads_of, plain_keys, profile_of, require_arrays
-from kvsearch.policies.scoring import chunk_bytes, softmax
+from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
 METHOD = "query_bank"  # of the profile that has the queries
@@ -20,7 +20,7 @@ NORMALISER = "normaliser"  # running state: log of the sum of exponentials over 
 
 
 @dataclass(frozen=True)
-class QueryBank(Fitted):
+class QueryBank(Calibrated):
     """score[i] = max_n sum_g A[g, n, i] |v_i W_O[g]|, with A[g, n, :] = softmax_i(s q[g, n].k_i) over the entries i.
 
     q[g, n] are the N queries per query head that `calibrate --method query_bank` stored; the query heads g of a kv
@@ -38,8 +38,6 @@ class QueryBank(Fitted):
     source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
     made_by: ClassVar[str] = "`calibrate --method query_bank`"
 
-    refresh: int = 0
-
     @classmethod
     def check_weights(cls, digest: str) -> None:
         """See `Fitted.check_weights`."""
@@ -48,24 +46,14 @@ class QueryBank(Fitted):
     def needs(self) -> Needs:
         return Needs(projection=True, unrotated=True)
 
-    @property
-    def online(self) -> bool:
-        return not self.refresh
-
     def score(self, observation: Observation) -> Tensor:
         """Return the largest attention of the bank times the projected value norm, [B, Hkv, T] fp32."""
-        norms, sinks = observation.projected_norms("l2"), observation.sinks_of(slice(None))
-        scores = torch.zeros_like(norms[:, :, 0])
-        for logits in self._logits(observation):
-            taken = softmax(logits, sinks) * norms[:, :, :, None]
-            scores = torch.maximum(scores, taken.sum(2).amax(2))
-        return scores.masked_fill(~observation.valid[:, None], 0.0)
+        return self._attended(observation)[0]
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries, and the normaliser of every query, [B, Hkv, G, N]."""
-        state, sinks = super().start(observation), observation.sinks_of(slice(None))
-        sums = torch.cat([logits.logsumexp(-1) for logits in self._logits(observation)], 3)
-        state.heads[NORMALISER] = sums if sinks is None else torch.logaddexp(sums, sinks[..., 0])
+        state = super().start(observation)
+        state.heads[NORMALISER] = self._attended(observation)[1].clone()
         return state
 
     def arriving(self, step: Step) -> Tensor:
@@ -74,6 +62,22 @@ class QueryBank(Fitted):
         logits = torch.cat([part[:, 0, :, :, 0] for part in self._logits(seen)], 2)  # [S, G, N]
         taken = (logits - step.cached.state.heads[NORMALISER]).sigmoid()
         return (taken * seen.projected_norms("l2")[:, 0]).sum(1).amax(-1)
+
+    def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Return scores [B, Hkv, T] and the normaliser of every query [B, Hkv, G, N], once per observation."""
+
+        def compute() -> tuple[Tensor, Tensor]:
+            norms, sinks = observation.projected_norms("l2"), observation.sinks_of(slice(None))
+            scores, sums = torch.zeros_like(norms[:, :, 0]), list[Tensor]()
+            for logits in self._logits(observation):
+                whole = logits.logsumexp(-1, keepdim=True)
+                whole = whole if sinks is None else torch.logaddexp(whole, sinks)
+                taken = (logits - whole).exp_() * norms[:, :, :, None]
+                scores = torch.maximum(scores, taken.sum(2).amax(2))
+                sums.append(whole[..., 0])
+            return scores.masked_fill(~observation.valid[:, None], 0.0), torch.cat(sums, 3)
+
+        return observation.shared((METHOD, self.weights), compute)
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""

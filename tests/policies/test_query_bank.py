@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvsearch.calibration.probe.bank import farthest, k_means
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.architecture import unrotate
+from kvsearch.policies.query_bank import QueryBank
 from tests import tiny
 from tests.policies.contract import DIM, rope
 from tests.policies.probes import bank
@@ -68,6 +69,16 @@ def test_a_new_token_is_scored_among_the_prompt_and_itself() -> None:
             taken = np.exp(logits[..., -1]) / np.exp(logits).sum(-1)  # [G, N]
             wanted = (taken * norms(layer, row, head, position + pads)[:, None]).sum(0).max()
             assert scores[position] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_logits_of_a_prompt_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, asked = Layer(Scene(1, 2, 6, (0,), 1, (4,), 0)), list[int]()
+    policy, plain = bank(QUERIES, layers=(3,)), QueryBank._logits
+    monkeypatch.setattr(QueryBank, "_logits", lambda *given: asked.append(1) or plain(*given))
+    seen = layer.observation(policy)
+    scores, state = policy.score(seen), policy.start(seen)
+    torch.testing.assert_close(state.entries["score"], scores)
+    assert asked == [1]
 
 
 def test_learned_sinks_take_their_share() -> None:
