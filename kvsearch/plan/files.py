@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,8 +49,10 @@ def read_text(path: str | Path, name: str | None = None) -> str:
         raise UsageError(f"{name or path} is not UTF-8 text: byte {error.start}") from error
 
 
-def atomic_write(path: str | Path, data: bytes, overwrite: bool = True) -> None:
+def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:
     """Replace the content of `path` in one step that survives a crash; links are followed, the file mode is kept.
+
+    What is large can be given in pieces, which are asked for one by one.
 
     Raises:
         UsageError: `path` exists and `overwrite` is off, is a folder or device, or its folder does not exist.
@@ -100,11 +103,11 @@ def _mode_of(target: Path) -> int | None:
     return stat.S_IMODE(found)
 
 
-def _replace(target: Path, data: bytes, mode: int | None) -> None:
+def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None) -> None:
     temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         if mode is not None:

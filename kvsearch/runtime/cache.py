@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
+from kvsearch.models.fingerprint import fingerprint
 from kvsearch.policies import Policy
+from kvsearch.runtime.cache_file import read_cache, write_cache
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.hidden import watch
 from kvsearch.runtime.layer import EvictingLayer, Mark
@@ -71,6 +74,59 @@ class PlanCache(Cache):  # type: ignore[misc]
             )
         watch(model, (need for layer in layers if isinstance(layer, EvictingLayer) for need in layer.needs()))
         Cache.__init__(self, layers=layers)
+        self.program = program
+        self.tokens: Tensor | None = None  # of a cache from a file: what it has read, [B, T], and where it is padded
+        self.mask: Tensor | None = None
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, plan: Plan | None = None, *, exact: bool = False) -> PlanCache:
+        """Return a cache as `save` wrote it, on the devices of `model`; the file stays as it is.
+
+        What the model answers from it is what it would answer from the cache that was saved, on the same device to the
+        bit. Go back to where it began with `mark` and `rewind`.
+
+        Args:
+            path: the file; weights of fitted rankings lie beside it.
+            model: the model that the plan is for, in the dtype that the cache was made in.
+            plan: the plan that the file must be of; None: any.
+            exact: see the class.
+
+        Returns:
+            A cache whose `tokens` and `mask` [B, T] are those given to `save`, on the CPU, or None.
+
+        Raises:
+            UsageError: there is no such file, or it is damaged, of another kind or version, or weights are missing.
+            IncompatibleError: it is of another model, dtype or plan.
+            EnvironmentFault: it cannot be read.
+        """
+        found = read_cache(path)
+        if plan is not None:
+            found.require_plan(plan)
+        found.header.plan.model.require(fingerprint(model), str(path))
+        found.require_dtype(model)
+        made = cls(model, found.header.plan, exact=exact)
+        found.fill(model, made.layers)
+        made.tokens, made.mask = found.read
+        return made
+
+    def save(
+        self, path: str | Path, tokens: Tensor | None = None, mask: Tensor | None = None, overwrite: bool = False
+    ) -> int:
+        """Write what is held now to a file, in one step, and return its size in bytes; `load` makes the cache of it.
+
+        Args:
+            path: the file, in the safetensors format; weights of fitted rankings are written beside it.
+            tokens: ids [B, T] of all that was read, padding included, to be kept with it.
+            mask: [B, T], 0 where these are padding; None: nowhere.
+            overwrite: replace a file that is there.
+
+        Raises:
+            UsageError: the prompt is not complete, the cache was made of no `Plan`, `path` exists or cannot be written.
+            EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+        """
+        if self.program.plan is None:
+            raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
+        return write_cache(path, self.program.plan, self.layers, (tokens, mask), overwrite)
 
     @property
     def planned(self) -> dict[int, EvictingLayer]:

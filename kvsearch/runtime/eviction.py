@@ -54,7 +54,7 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
             observation, state = merged(prefill.policy, observation, keep)
     if decode is None:
         return Kept(observation, keep, None, State())
-    rule = StepRule(decode.policy, limits_of(decode, lengths), observation, rotary)
+    rule = StepRule.after(decode.policy, limits_of(decode, lengths), observation, rotary)
     if state is None or prefill is None or prefill.policy != decode.policy:
         state = rule.start(observation)
     return Kept(observation, keep, rule, state)

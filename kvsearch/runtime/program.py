@@ -70,6 +70,7 @@ class Program:
     prefill: PhaseProgram | None = None
     decode: PhaseProgram | None = None
     allocation: Allocation | None = None  # how budgets are shared anew for every prompt; None: they are not
+    plan: Plan | None = field(default=None, compare=False, repr=False)  # the plan that this is made of, if it is
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -97,7 +98,7 @@ class Program:
         kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
         clip = allocation is None
-        program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation)
+        program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation, plan)
         for policy in program.policies:
             policy.check_model(plan.model)
         warn_unfit(model, program.policies)

@@ -69,27 +69,47 @@ class Limits:
 
 
 class StepRule:
-    """The rule of `policy` at `budgets` [B, Hkv] (int64, UNBOUNDED where exempt), from the end of the prompt on."""
+    """The rule of `policy` at `budgets` [B * Hkv] (UNBOUNDED where exempt), from the end of the prompt on.
 
-    def __init__(self, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> None:
-        self.policy, self.rotary, self.layer = policy, rotary, observation.layer
-        self.budgets: Ints = budgets.flatten().cpu().numpy().astype(np.int64)
-        if self.budgets.min() < 1:
+    `queries` are the last query rows [B, Hq, w, D], where the policy looks at them; `next_position` [B] are the rotary
+    positions of the tokens that come next; `scored` [B] counts steps since the last scoring (default: never, -1).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        budgets: Ints,
+        rotary: Rotary,
+        layer: int,
+        heads: int,
+        queries: Tensor | None,
+        next_position: Tensor,
+        scored: Ints | None = None,
+    ) -> None:
+        if budgets.min() < 1:
             raise UsageError(f"policy {policy.name}: while decoding every head keeps at least 1 entry, not 0")
-        self.heads = observation.keys.shape[1]
+        self.policy, self.budgets, self.rotary = policy, budgets, rotary
+        self.layer, self.heads = layer, heads
         self.needs = decode_needs(policy)
-        self.queries: Tensor | None = None  # the last query rows, zeros in front of a shorter prompt, [B, Hq, w, D]
-        if not policy.online and observation.queries is not None:
-            wanted = self.needs.query_rows
-            given = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
-            self.queries = torch.nn.functional.pad(given, (0, 0, wanted - given.shape[2], 0)).clone()
+        self.queries, self.next_position = queries, next_position
         self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
-        following = observation.next_position
-        self.next_position = observation.seen if following is None else following
         self.interval = self._intervals()
         # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never), and who is due
-        self.scored = np.full(len(self.interval), -1)
+        self.scored = np.full(len(self.interval), -1) if scored is None else scored
         self.due = np.zeros(len(self.interval), dtype=bool)
+
+    @classmethod
+    def after(cls, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> StepRule:
+        """Make the rule that holds after a prompt, at `budgets` [B, Hkv] int64."""
+        queries, wanted = None, decode_needs(policy).query_rows
+        if not policy.online and observation.queries is not None:
+            given = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
+            # zeros in front of a shorter prompt
+            queries = torch.nn.functional.pad(given, (0, 0, wanted - given.shape[2], 0)).clone()
+        following = observation.next_position
+        position = observation.seen if following is None else following
+        flat: Ints = budgets.flatten().cpu().numpy().astype(np.int64)
+        return cls(policy, flat, rotary, observation.layer, observation.keys.shape[1], queries, position)
 
     def bound(self, budgets: Ints) -> None:
         """Set the budgets [B, Hkv] that were not known when the prompt passed."""

@@ -166,7 +166,7 @@ class Sharing:
         decode, prefill = self._phases.decode, self._phases.prefill
         if decode is not None and index in decode.rows:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
-            rule = StepRule(decode.policies[index], unknown, observation, rotary)
+            rule = StepRule.after(decode.policies[index], unknown, observation, rotary)
             state = rule.start(observation)
         lengths = np.array(observation.lengths.tolist())[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)

@@ -1,0 +1,121 @@
+"""Tensors in a safetensors file that is written in one step, and read only if it is what was written.
+
+Beside what a caller says of them, the metadata have the SHA-256 of the whole file, with zeros in the place of that
+number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan.files import atomic_write
+from kvsearch.plan.parsing import parse_json
+
+ABOUT, CHECKSUM, METADATA = "kvsearch", "sha256", "__metadata__"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNKNOWN = "0" * 64
+MOST_HEADER = 100_000_000  # bytes, as safetensors has it
+AGAIN = "copy it again from where it was written, or write it again"
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, overwrite: bool = False) -> int:
+    """Write tensors and a text about them; return the size of the file in bytes. Errors as `atomic_write`."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each begins at a multiple of its items
+    held = {name: tensors[name].detach().cpu().contiguous() for name in order}
+    ends = [0, *accumulate(tensor.nbytes for tensor in held.values())]
+    header: dict[str, Any] = {METADATA: {ABOUT: about, CHECKSUM: UNKNOWN}}
+    for (name, tensor), offsets in zip(held.items(), pairwise(ends), strict=True):
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(offsets)}
+    unsigned = json.dumps(header, separators=(",", ":")).encode()
+    unsigned += b" " * (-len(unsigned) % 8)
+    size, digest = len(unsigned).to_bytes(8, "little"), hashlib.sha256(unsigned)
+    for tensor in held.values():
+        digest.update(_bytes(tensor))
+    signed = unsigned.replace(_signature(UNKNOWN), _signature(digest.hexdigest()), 1)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield size + signed
+        yield from map(_bytes, held.values())
+
+    atomic_write(path, pieces(), overwrite)
+    return 8 + len(signed) + ends[-1]
+
+
+def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
+    """Read what `write_tensors` wrote: the text, and tensors of their own, on the CPU.
+
+    Raises:
+        UsageError: there is no such file, or it is damaged or none of ours.
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _read(content, str(path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"there is no file {path}: check the path") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder: name a file in it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:  # an empty file, a zero byte in its name
+        raise UsageError(f"{path} is no safetensors file: {error}") from error
+
+
+def _read(content: mmap.mmap, name: str) -> tuple[str, dict[str, Tensor]]:
+    size = int.from_bytes(content[:8], "little")
+    if not 2 <= size <= min(MOST_HEADER, len(content) - 8):
+        raise UsageError(f"{name} is no complete safetensors file: {AGAIN}")
+    written = content[8 : 8 + size]
+    header = parse_json(written, f"the header of {name}")
+    metadata = header.pop(METADATA, None) if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get(ABOUT), str):
+        raise UsageError(f"{name} is a safetensors file without {ABOUT} metadata: it is not ours")
+    signature = metadata.get(CHECKSUM)
+    if not isinstance(signature, str):  # of another kind, which whoever asked for it will say
+        return metadata[ABOUT], {}
+    with memoryview(content) as whole, whole[8 + size :] as data:
+        digest = hashlib.sha256(written.replace(_signature(signature), _signature(UNKNOWN), 1))
+        digest.update(data)
+        if digest.hexdigest() != signature:
+            raise UsageError(f"{name} is damaged, its content is not what was written: {AGAIN}")
+        try:
+            return metadata[ABOUT], {key: _tensor(data, told) for key, told in header.items()}
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{name} is damaged, its header does not fit its content: {AGAIN}") from error
+
+
+def _tensor(data: memoryview, told: Mapping[str, Any]) -> Tensor:
+    shape, dtype, (first, last) = told["shape"], DTYPES[told["dtype"]], told["data_offsets"]
+    if not 0 <= first <= last <= len(data) or math.prod(shape) * dtype.itemsize != last - first:
+        raise ValueError("offsets do not fit")
+    made = torch.empty(shape, dtype=dtype)
+    if made.numel():
+        made.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data[first:last], np.uint8)
+    return made
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _signature(digest: str) -> bytes:
+    return f'"{CHECKSUM}":"{digest}"'.encode()

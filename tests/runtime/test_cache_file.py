@@ -1,0 +1,343 @@
+"""A cache on disk answers as the one that was saved does: every policy, phase, allocation and kind of layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache as once
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.families import FAMILIES
+from kvsearch.plan import Plan
+from kvsearch.plan.schema import AllocationSpec, LayerPlan, PhasePlan, PolicySpec
+from kvsearch.policies import Policy, create_policy, policy_names
+from kvsearch.policies.registry import policy_of
+from kvsearch.runtime import PlanCache, attach
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.tensor_file import read_tensors, write_tensors
+from tests.families import DEVICES, SPECIAL, build, prompts
+from tests.policies import probes
+from tests.runtime.helpers import keep_everything, plan_for, running
+from tests.runtime.policies import SMALL
+
+LENGTH, PADS = 24, 5
+PHASES = ("prefill", "decode", "both")
+
+
+@once
+def tiny(family: str = "llama") -> Any:
+    return build(family, num_hidden_layers=2) if family == "llama" else build(family)
+
+
+def plan_of(model: Any, spec: PolicySpec, phases: str, budget: int = 9, **changes: Any) -> Plan:
+    """Budgets that differ between heads and layers."""
+    shape = describe(model)
+    layers = tuple(
+        LayerPlan(policy=spec, budget=(budget + index % 3, budget + 4)) if index in shape.full_layers else None
+        for index in range(shape.layers)
+    )
+    phase, total = PhasePlan(layers=layers), sum(sum(layer.budget) for layer in layers if layer)
+    parts = {"prefill": phase if phases != "decode" else None, "decode": phase if phases != "prefill" else None}
+    start = plan_for(model, [[9, 9] if layer else None for layer in layers])
+    return Plan.model_validate({**start.model_dump(), **parts, "total": total, **changes})
+
+
+def read(model: Any, plan: Plan, ids: Tensor, mask: Tensor) -> PlanCache:
+    cache = PlanCache(model, plan)
+    prefill_all(model, [cache], ids, mask)
+    return cache
+
+
+def say(model: Any, cache: PlanCache, mask: Tensor, steps: int = 6, seed: int = 1, question: int = 3) -> Tensor:
+    """Logits of a question, if the model takes one, and of the greedy reply, [B, steps, V]."""
+    ids = prompts(len(mask), question, seed=seed)[0]
+    seen, found = mask, []
+    for _ in range(steps):
+        seen = torch.cat([seen, torch.ones_like(ids)], 1)
+        positions = (seen.cumsum(-1) - 1)[:, -ids.shape[1] :]
+        with torch.no_grad():
+            logits = model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache).logits[:, -1:]
+        found.append(logits)
+        ids = logits.argmax(-1)
+    return torch.cat(found, 1)
+
+
+def same_after(model: Any, plan: Plan, path: Path, batch: int = 2, question: int = 3) -> None:
+    """What is answered from the file, twice, is what is answered without it, to the bit; the file stays as it is."""
+    ids, mask = prompts(batch, LENGTH, pads=PADS if batch > 1 else 0)
+    with running(model, NAME):
+        cache = read(model, plan, ids, mask)
+        size = cache.save(path, ids, mask)
+        written = path.read_bytes()
+        assert size == len(written)
+        expected = say(model, cache, mask, question=question)
+        for _ in range(2):
+            again = PlanCache.load(path, model)
+            assert again.tokens is not None
+            assert torch.equal(again.tokens, ids)
+            assert torch.equal(say(model, again, mask, question=question), expected)
+            assert again.entries().tolist() == cache.entries().tolist()
+            assert again.most_entries().tolist() == cache.most_entries().tolist()
+            assert [again.kept_positions(layer) for layer in again.planned] == [
+                cache.kept_positions(layer) for layer in cache.planned
+            ]
+    assert path.read_bytes() == written
+
+
+def example(name: str) -> PolicySpec:
+    """A built-in policy with settings for a prompt of two dozen tokens, and weights for the tiny model."""
+    small = {"sinks": 1, "protect": 2}
+    made: dict[str, Callable[[], Policy]] = {
+        "probe": lambda: probes.fitted(probes.ranking(layers=range(2), heads=2), **small),
+        "query_bank": lambda: probes.bank(dim=16, layers=range(2), **small),
+        "kvzap": lambda: probes.zap(layers=2, heads=2, width=64, **small),
+        "kvzip": lambda: create_policy("kvzip", small),
+    }
+    known = [policy for policy in SMALL.values() if policy.name == name]
+    policy = made.get(name, lambda: known[0])()
+    return PolicySpec(name=name, params=policy.parameters())
+
+
+SNAPKV = example("snapkv")
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_answers_as_without_the_detour(
+    name: str, phases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = example(name)
+    if phases != "prefill" and policy_of(spec).no_decode_rule():
+        pytest.skip("decides nothing while decoding")
+    monkeypatch.setattr(type(policy_of(spec)), "check_model", lambda *_: None)  # random weights are of no model
+    same_after(tiny(), plan_of(tiny(), spec, phases), tmp_path / "a.kv")
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("allocation", ["adakv", "lava", "cake"])
+def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: Path) -> None:
+    spec = example("cake" if allocation == "cake" else "lava")
+    plan = plan_of(tiny(), spec, phases, allocation=AllocationSpec(name=allocation))
+    same_after(tiny(), plan, tmp_path / "a.kv")
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("family", ["gemma3", *SPECIAL])
+def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    question = 3 if FAMILIES[family].continues else 1
+    same_after(model, plan_of(model, SNAPKV, phases), tmp_path / "a.kv", batch=1, question=question)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_one_sequence(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build("llama", num_hidden_layers=2).to(dtype)
+    for phases in PHASES:
+        same_after(model, plan_of(model, SNAPKV, phases), tmp_path / f"{phases}.kv", batch=1)
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_middle_of_a_conversation_is_a_state_too(family: str, phases: str, tmp_path: Path) -> None:
+    """And one file answers any number of questions, each as if it were the first."""
+    model = tiny(family)
+    ids, mask = prompts(2, LENGTH, pads=PADS)
+    with running(model, NAME):
+        cache = read(model, plan_of(model, SNAPKV, phases), ids, mask)
+        say(model, cache, mask)
+        cache.save(tmp_path / "a.kv")
+        longer = torch.cat([mask, torch.ones(2, cache.get_seq_length() - LENGTH, dtype=mask.dtype)], 1)
+        again = PlanCache.load(tmp_path / "a.kv", model)
+        again.activate_past_recording()
+        mark, said = again.mark(), []
+        for seed in (1, 2, 1):
+            said.append(say(model, again, longer, seed=seed))
+            again.rewind(mark)
+        assert torch.equal(said[0], said[2])
+        assert not torch.equal(said[0], said[1])
+        assert torch.equal(say(model, cache, longer), said[0])
+
+
+def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(), prompts(1, LENGTH)
+    plan = plan_of(model, SNAPKV, "both")
+    asked = torch.cat([ids, prompts(1, 4, seed=3)[0]], 1)
+    with attach(model, plan) as planned:
+        planned.cache = read(model, plan, ids, mask)
+        planned.cache.save(tmp_path / "a.kv", ids)
+        expected = planned.generate(asked, past_key_values=planned.cache, max_new_tokens=5, do_sample=False)
+        loaded = PlanCache.load(tmp_path / "a.kv", model)
+        assert torch.equal(planned.generate(asked, past_key_values=loaded, max_new_tokens=5, do_sample=False), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
+def test_it_moves_to_another_device(tmp_path: Path) -> None:
+    model, there, (ids, mask) = tiny(), build("llama", "cuda", num_hidden_layers=2), prompts(1, LENGTH)
+    with running(model, NAME):
+        cache = read(model, plan_of(model, SNAPKV, "both"), ids, mask)
+        cache.save(tmp_path / "a.kv")
+        expected = say(model, cache, mask)
+    with running(there, NAME):
+        loaded = PlanCache.load(tmp_path / "a.kv", there)
+        assert all(layer.holder.store.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
+    assert expected.shape[1] == 6
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def saved(path: Path, phases: str = "both", **changes: Any) -> Path:
+    model, (ids, mask) = tiny(), prompts(2, LENGTH, pads=PADS)
+    with running(model, NAME):
+        read(model, plan_of(model, SNAPKV, phases, **changes), ids, mask).save(path, ids, mask, overwrite=True)
+    return path
+
+
+def test_equal_caches_are_equal_files_that_others_can_read(tmp_path: Path) -> None:
+    one, two = (saved(tmp_path / name) for name in ("one.kv", "two.kv"))
+    assert one.read_bytes() == two.read_bytes()
+    with safe_open(one, "pt") as file:  # type: ignore[no-untyped-call]
+        positions, keys = (file.get_tensor(f"layers.0.blocks.0.{name}") for name in ("positions", "keys"))
+    assert keys.shape[:2] == positions.shape
+    assert not keys[positions < 0].any()  # nothing of what was evicted
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float64])
+def test_tensors_of_all_types_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    given = {
+        "a": torch.arange(6).view(2, 3).to(dtype),
+        "none": torch.zeros(0, 3, dtype=dtype),
+        "one": torch.ones((), dtype=dtype),
+    }
+    write_tensors(tmp_path / "t", given, "about")
+    about, found = read_tensors(tmp_path / "t")
+    assert about == "about"
+    assert given.keys() == found.keys()
+    assert all(torch.equal(found[name], given[name]) and found[name].dtype == dtype for name in given)
+
+
+def refusal(path: Path, model: Any = None, error: type[UsageError] = UsageError, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        PlanCache.load(path, tiny() if model is None else model, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.kv")
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    places = [*range(8), *torch.randint(len(whole), (150,), generator=generator).tolist()]
+    for place in places:
+        broken = bytearray(whole)
+        broken[place] ^= 1 << (place % 8)
+        path.write_bytes(broken)
+        refusal(path)
+    for length in (0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refusal(path)
+    path.write_bytes(whole + b"x")
+    assert "is damaged, its content is not what was written" in refusal(path)
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    assert "there is no file" in refusal(tmp_path / "nothing.kv")
+    assert "is a folder" in refusal(tmp_path)
+    write_tensors(tmp_path / "other", {}, '{"format": "kvsearch.profile", "version": 1}')
+    assert "is not a kvsearch.cache file: its format is 'kvsearch.profile'" in refusal(tmp_path / "other")
+    write_tensors(tmp_path / "newer", {}, '{"format": "kvsearch.cache", "version": 2}')
+    assert "was written by a newer kvsearch (version 2, this one reads 1): upgrade" in refusal(tmp_path / "newer")
+
+
+@pytest.mark.parametrize("phases", ["prefill", "both"])
+def test_a_file_that_is_whole_and_wrong_is_refused(phases: str, tmp_path: Path) -> None:
+    about, tensors = read_tensors(saved(tmp_path / "a.kv", phases))
+    block = "layers.0.blocks.0"
+    wrong: dict[str, Callable[[Tensor], Tensor]] = {
+        f"{block}.positions": lambda t: t + 1000,
+        f"{block}.segments": lambda t: t * 0,
+        f"{block}.keys": lambda t: t[:, :1],
+        f"{block}.values": lambda t: t.double(),
+    }
+    if phases == "both":
+        wrong |= {f"{block}.capacity": lambda t: t + 10**9, f"{block}.slot": lambda t: t - 100}
+        wrong |= {"layers.0.budgets": torch.zeros_like, "layers.0.peak": lambda t: t[:1]}
+    for name, change in wrong.items():
+        write_tensors(tmp_path / "b", {**tensors, name: change(tensors[name])}, about, overwrite=True)
+        assert "b does not hold what it should, layer 0: " in refusal(tmp_path / "b")
+        write_tensors(tmp_path / "b", {key: tensors[key] for key in tensors if key != name}, about, overwrite=True)
+        refusal(tmp_path / "b")
+    write_tensors(tmp_path / "b", {**tensors, "layers.1.more": torch.zeros(1)}, about, overwrite=True)
+    assert "more is not known" in refusal(tmp_path / "b")
+
+
+def test_another_model_dtype_or_plan_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.kv")
+    assert "was made for another model" in refusal(path, build("qwen3"), IncompatibleError)
+    half = build("llama", num_hidden_layers=2).to(torch.bfloat16)
+    words = "holds float32 and the model runs in bfloat16: load it with --dtype float32"
+    assert words in refusal(path, half, IncompatibleError)
+    other = plan_of(tiny(), SNAPKV, "both", budget=10)
+    assert "was compressed under another plan" in refusal(path, error=IncompatibleError, plan=other)
+    assert PlanCache.load(path, tiny(), plan_of(tiny(), SNAPKV, "both")).get_seq_length() == LENGTH
+
+
+def test_weights_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = example("query_bank")
+    monkeypatch.setattr(type(policy_of(spec)), "check_model", lambda *_: None)
+    model, (ids, mask) = tiny(), prompts(1, LENGTH)
+    with running(model, NAME):
+        read(model, plan_of(model, spec, "prefill"), ids, mask).save(tmp_path / "a.kv")
+    (weights,) = tmp_path.glob("query_bank-*.safetensors")
+    monkeypatch.setattr("kvsearch.plan.weights._known", {})
+    PlanCache.load(tmp_path / "a.kv", model)
+    monkeypatch.setattr("kvsearch.plan.weights._known", {})
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert "has other weights than" in refusal(tmp_path / "a.kv")
+    weights.unlink()
+    assert f"needs the weights {weights.name} beside it" in refusal(tmp_path / "a.kv")
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(), prompts(1, LENGTH)
+    plan = plan_of(model, SNAPKV, "both")
+    with running(model, NAME):
+        with pytest.raises(UsageError, match="run the model on the whole prompt first"):
+            PlanCache(model, plan).save(tmp_path / "a.kv")
+        with pytest.raises(UsageError, match="was made of a Plan"):
+            PlanCache(model, keep_everything(model)).save(tmp_path / "a.kv")
+        cache = read(model, plan, ids, mask)
+        with pytest.raises(UsageError, match=r"tokens is \[1, 3\] and the cache has read \[1, 24\]"):
+            cache.save(tmp_path / "a.kv", ids[:, :3])
+        cache.save(tmp_path / "a.kv")
+        with pytest.raises(UsageError, match="exists already"):
+            cache.save(tmp_path / "a.kv")
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt(), SystemExit(1)])
+def test_an_interrupted_write_leaves_the_old_file(
+    fault: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "a.kv")
+    before, calls = path.read_bytes(), []
+
+    def failing(descriptor: int) -> None:
+        calls.append(descriptor)
+        raise fault
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises((EnvironmentFault, KeyboardInterrupt, SystemExit)):
+        saved(path, "prefill")
+    assert calls
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["a.kv"]
