@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsearch.calibration.sample_files import SAMPLES, has_samples
+from kvsearch.calibration.sample_files import SAMPLES, has_samples, sample_files
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY, read_bytes
 from kvsearch.plan.parsing import parse_json
@@ -51,11 +51,7 @@ def profile_file(path: Path) -> Path:
     unfinished = has_samples(path)
     recipe = _content(path).get("recipe") if unfinished or not (path / PROFILE).exists() else None
     if isinstance(recipe, dict) and "method" in recipe:  # a config.json may be of anything
-        kept = "nothing of it is kept"
-        if unfinished:
-            from kvsearch.calibration.polykv.samples import kept_samples
-
-            kept = f"what is kept of it: {questions(kept_samples(path))}"
+        kept = f"what is kept of it: {kept_words(path)}" if unfinished else "nothing of it is kept"
         raise UsageError(
             f"the calibration in {path} is not finished, {kept}: repeat its command, kvsearch calibrate "
             f"{calibrated_model(path).name or 'MODEL'} ... -o {path}, to go on"
@@ -63,9 +59,22 @@ def profile_file(path: Path) -> Path:
     return path / PROFILE
 
 
-def questions(count: int) -> str:
-    """Return a number of questions in words."""
-    return "1 question" if count == 1 else f"{count} questions"
+def kept_words(directory: Path) -> str:
+    """Say what is kept of an unfinished calibration; nothing where nothing is.
+
+    Raises:
+        UsageError: a file of it is damaged.
+    """
+    files = sample_files(directory / SAMPLES)
+    if not files:
+        return ""
+    recipe = _content(directory).get("recipe")
+    if isinstance(recipe, dict) and recipe.get("method") == "polykv":
+        from kvsearch.calibration.polykv.samples import kept_samples
+
+        count = kept_samples(directory)
+        return "1 question" if count == 1 else f"{count} questions"
+    return "1 step" if len(files) == 1 else f"{len(files)} steps"
 
 
 def goes_on_in(directory: Path, config: RunConfig) -> bool:
@@ -86,6 +95,11 @@ def goes_on_in(directory: Path, config: RunConfig) -> bool:
     return True
 
 
+def _is_temporary(path: Path) -> bool:
+    """Tell whether a file is what a process left that was killed while it wrote."""
+    return path.name.startswith(TEMPORARY)
+
+
 def check_new(directory: Path, force: bool) -> None:
     """Raise UsageError if something else than a leftover configuration is in `directory` and `force` is off."""
     if directory.exists() and not directory.is_dir():
@@ -96,8 +110,9 @@ def check_new(directory: Path, force: bool) -> None:
     if force or not directory.is_dir():
         return
     samples = directory / SAMPLES
-    empty = [samples] if samples.is_dir() and not any(samples.iterdir()) else []  # stopped before a sample was finished
-    left = [item for item in directory.iterdir() if item not in empty and not item.name.startswith(TEMPORARY)]
+    # stopped before a sample was finished
+    empty = [samples] if samples.is_dir() and all(_is_temporary(item) for item in samples.iterdir()) else []
+    left = [item for item in directory.iterdir() if item not in empty and not _is_temporary(item)]
     if any(item.name != CONFIG for item in left):
         raise UsageError(
             f"{directory} exists and is not empty: choose another directory, or --force to replace its results"

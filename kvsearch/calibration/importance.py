@@ -18,7 +18,7 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.signals.divergence import divergence
-from kvsearch.signals.oracle import importance_rows
+from kvsearch.signals.oracle import importance_rows, residual_weights
 
 
 @dataclass
@@ -52,6 +52,7 @@ class ImportancePass(DensePass[RankedContext]):
         group: how the query heads of a kv head are aggregated, "sum" or "max".
         refusal: see `DensePass`.
         look: what else to note of the context in every layer, and what that needs.
+        plus: whether attention counts relative to the residual stream that it is added to, as in KVzip+.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ImportancePass(DensePass[RankedContext]):
         group: str = "sum",
         refusal: str | None = None,
         look: Look | None = None,
+        plus: bool = False,
     ) -> None:
         more, note = look or (Needs(), lambda _: None)
 
@@ -72,7 +74,7 @@ class ImportancePass(DensePass[RankedContext]):
         check_rotary(model, policies)
         needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
         super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), observe, context, refusal=refusal)
-        self.group = group
+        self.group, self.plus = group, plus
 
     def ranks(self, policy: int = 0) -> Tensor:
         """Return the ranks under the policy of that index, [L, Hkv, T] int32 on the CPU."""
@@ -86,10 +88,12 @@ class ImportancePass(DensePass[RankedContext]):
             for layer in self.continuations():
                 length, how = layer.prompt[0].shape[2], layer.logits
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
-                importance.append(importance_rows(*rows, sinks=how.sinks)[0].cpu())
+                states = output.hidden_states[layer.index]
+                weights = residual_weights(states) if self.plus else None
+                importance.append(importance_rows(*rows, sinks=how.sinks, weights=weights)[0].cpu())
                 block = nn.functional.linear(layer.output.flatten(2), output_projection(layer.module).weight)
                 output_norms.append(block.float().norm(dim=-1).mean().cpu())
-                residual_norms.append(output.hidden_states[layer.index][0].float().norm(dim=-1).mean().cpu())
+                residual_norms.append(states[0].float().norm(dim=-1).mean().cpu())
             logits = output.logits[0]
         norms = torch.stack(output_norms), torch.stack(residual_norms)
         return QuestionImportance(torch.stack(importance), *norms, logits)

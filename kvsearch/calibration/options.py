@@ -396,6 +396,10 @@ class ProbeOptions(RankingOptions):
     ] = FEATURES
     form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
     entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
+    plus: Annotated[
+        bool,
+        Option("probe: importance over the norm of the residual stream it is added to, as in KVzip+.", panel=PROBE),
+    ] = False
     allow_harmful: Annotated[
         bool, Option("probe: let a fit be used that every built-in ranking is better than.", panel=PROBE)
     ] = False

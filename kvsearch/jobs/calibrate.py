@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.directory import check_new, goes_on_in, questions
+from kvsearch.calibration.directory import check_new, goes_on_in, kept_words
 from kvsearch.calibration.options import (
     AdakvOptions,
     CakeOptions,
@@ -24,7 +24,7 @@ from kvsearch.calibration.options import (
     RankingOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.sample_files import SAMPLES, has_samples
+from kvsearch.calibration.sample_files import SAMPLES, forget_samples, has_samples
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "lukv"
 TFLOPS = 100.0
+RESUMED = (PolykvOptions, RankingOptions)  # go on where they were stopped
 OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what only --tasks reads
 
 
@@ -224,8 +225,8 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     """Measure which cache entries a model can live without, and write a profile into `output`.
 
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
-    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
-    interrupted goes on when the call is repeated.
+    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe,
+    query_bank: a ranking. A run of these three that was interrupted goes on when the call is repeated.
 
     Raises:
         UsageError: options that do not go together, unreadable texts, or results of something else in `output`.
@@ -255,10 +256,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         profile = _checked_table(options, loaded, texts, profile, talk)
         save_profile(profile, options.output / PROFILE, overwrite=True)
         write_contexts(options.output, {"fitted": texts.hashes})
-        if isinstance(options, PolykvOptions):
-            from kvsearch.calibration.polykv.samples import forget_samples
-
-            forget_samples(options.output)
+        forget_samples(options.output)
     return profile
 
 
@@ -342,7 +340,7 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
 
     tasks = find_tasks(options.tasks, options.task_options(options.split))
     refuse_reported(tasks)
-    if not (isinstance(options, PolykvOptions) and has_samples(options.output)):  # else it may go on
+    if not (isinstance(options, RESUMED) and has_samples(options.output)):  # else it may go on
         check_new(options.output, options.force)
     if any(one.split == "all" for one in describe_tasks(options.tasks)):
         talk.say(f"evaluate asks all examples of {options.tasks} by default: give it --split report for fresh ones")
@@ -352,7 +350,7 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
 
 def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:
     """Tell whether an unfinished run goes on; UsageError if something else is in the directory."""
-    resumes = isinstance(options, PolykvOptions) and options.output.is_dir() and not options.force
+    resumes = isinstance(options, RESUMED) and options.output.is_dir() and not options.force
     if resumes and goes_on_in(options.output, config):
         return True
     check_new(options.output, options.force)
@@ -363,10 +361,8 @@ def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:
 def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk: Talk) -> Iterator[Callable[[], None]]:
     """Give what to call once all is checked: samples of another calibration go, and the configuration is written.
 
-    After Ctrl-C it says what of a PolyKV calibration is kept, and how to go on.
+    After Ctrl-C it says what is kept of a calibration that goes on, and how to go on.
     """
-    from kvsearch.calibration.polykv.samples import forget_samples, kept_samples
-
     begun = goes_on
 
     def start() -> None:
@@ -378,12 +374,12 @@ def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk
         begun = True
 
     def words() -> str:
-        if not begun or not (kept := kept_samples(options.output)):
-            return "no question is finished: the same command begins anew"
+        if not begun or not (kept := kept_words(options.output)):
+            return f"no {options.unit.removesuffix('s')} is finished: the same command begins anew"
         how = "the same command, without --force," if options.force else "the same command"
-        return f"kept in {options.output}: {questions(kept)}; {how} goes on with the others"
+        return f"kept in {options.output}: {kept}; {how} goes on with the others"
 
-    with on_interruption(talk, words) if isinstance(options, PolykvOptions) else nullcontext():
+    with on_interruption(talk, words) if isinstance(options, RESUMED) else nullcontext():
         yield start
 
 
@@ -403,11 +399,11 @@ def _measure(
     if isinstance(options, ProbeOptions):
         from kvsearch.calibration.probe.measure import calibrate_probe
 
-        return calibrate_probe(loaded, texts, options, progress)
+        return calibrate_probe(loaded, texts, options, progress, options.output)
     if isinstance(options, QueryBankOptions):
         from kvsearch.calibration.probe.bank import calibrate_query_bank
 
-        return calibrate_query_bank(loaded, texts, options, progress)
+        return calibrate_query_bank(loaded, texts, options, progress, options.output)
     policy = options.make_policy()
     if isinstance(options, LukvOptions):
         from kvsearch.calibration.lukv import calibrate_lukv

@@ -29,7 +29,7 @@ from kvsearch.runtime.hidden import entering, watch
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.replay import Replay, Shared, replay
-from kvsearch.signals.oracle import importance_rows
+from kvsearch.signals.oracle import importance_rows, residual_weights
 
 Noted = TypeVar("Noted")
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
@@ -322,7 +322,7 @@ def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading
             for layer in passed.continuations():
                 logits, weights = layer.logits, None
                 if how.plus:
-                    weights = 1 / output.hidden_states[layer.index].float().norm(dim=-1).clamp(min=1e-6)
+                    weights = residual_weights(output.hidden_states[layer.index])
                 scores = importance_rows(
                     layer.query, layer.keys, layer.noted[0] if how.plus else None, length, logits.scaling,
                     logits.softcap, "max", logits.sinks, weights,

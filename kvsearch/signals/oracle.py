@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvsearch.signals.rows import attention_rows, score_rows
 
+LEAST_NORM = 1e-6
+
 
 def importance_rows(
     query: Tensor,
@@ -35,3 +37,9 @@ def importance_rows(
         over_group = taken.amax(2) if group == "max" else taken.sum(2)
         parts.append(over_group.amax(2))
     return torch.cat(parts, 1)
+
+
+def residual_weights(states: Tensor) -> Tensor:
+    """Return 1 / |h_k| of residual streams h [B, K, d_model], [B, K] fp32: the w_k of KVzip+ (arXiv 2601.07891)."""
+    weights: Tensor = 1 / states.float().norm(dim=-1).clamp(min=LEAST_NORM)
+    return weights

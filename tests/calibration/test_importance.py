@@ -31,8 +31,8 @@ def tokens(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return ids[:, :CONTEXT], ids[:, CONTEXT:]
 
 
-def pass_over(model: Any, context: Tensor, *policies: Policy, group: str = "sum") -> ImportancePass:
-    return ImportancePass(model, policies, context, group)
+def pass_over(model: Any, context: Tensor, *policies: Policy) -> ImportancePass:
+    return ImportancePass(model, policies, context)
 
 
 @torch.no_grad()
@@ -59,16 +59,17 @@ def test_logits_are_those_of_one_plain_forward(family: str) -> None:
         assert_close(pass_over(model, context, POLICY).ask(question).logits, plain)
 
 
-@pytest.mark.parametrize("group", ["sum", "max"])
+@pytest.mark.parametrize(("group", "plus"), [("sum", False), ("max", True)])
 @families
 @torch.no_grad()
-def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: str) -> None:
+def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: str, plus: bool) -> None:
+    """With `plus` every row is divided by the norm of the residual stream that enters its layer (KVzip+)."""
     model = build(family)
     context, question = tokens()
     shape = describe(model)
-    attentions, values, _ = eager_pass(model, torch.cat([context, question], 1))
+    attentions, values, output = eager_pass(model, torch.cat([context, question], 1))
     with running(model, NAME):
-        importance = pass_over(model, context, POLICY, group=group).ask(question).importance
+        importance = ImportancePass(model, [POLICY], context, group, plus=plus).ask(question).importance
     assert importance.shape == (len(shape.full_layers), shape.kv_heads, CONTEXT)
     for row, layer in enumerate(shape.full_layers):
         weight = output_weight(attention_modules(model)[layer], shape.query_heads)
@@ -76,6 +77,8 @@ def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: st
         norms = (spread @ weight).norm(dim=-1)  # [Hq, T]
         taken = attentions[layer][0, :, CONTEXT:, :CONTEXT] * norms[:, None]
         taken = taken.reshape(shape.kv_heads, shape.group, ROWS, CONTEXT)
+        if plus:
+            taken = taken / output.hidden_states[layer][0, CONTEXT:].norm(dim=-1)[:, None]
         expected = (taken.sum(1) if group == "sum" else taken.amax(1)).amax(1)
         assert_close(importance[row], expected)
 

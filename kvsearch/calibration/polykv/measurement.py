@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt
+from kvsearch.calibration.steps import identity_of
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.signals import FULL_NLL, ROWS_ENTROPY
 from kvsearch.policies import Policy
 
@@ -44,20 +42,11 @@ class Measurement:
         policies: Sequence[Policy],
     ) -> Measurement:
         """Describe the measurement of `prompts`, made of `data`, under the `policies` in their order."""
-        # the texts, as the tokenizer and the options cut them
-        tokens = [
-            [one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
-            for one in prompts
-        ]
-        identity = {
-            "model weights": loaded.fingerprint.weights_sha256,
-            "model configuration": loaded.fingerprint.config_sha256,
-            "dtype": str(loaded.model.dtype),
-            "data": data.sha256,
-            "prompts": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
-            "patterns": sha256_of([[policy.name, policy.parameters()] for policy in policies]),
-            **{name: json.dumps(getattr(options, name)) for name in DECISIVE},
-        }
+        identity = identity_of(
+            loaded, data, prompts,
+            {"patterns": [[policy.name, policy.parameters()] for policy in policies],
+             **{name: getattr(options, name) for name in DECISIVE}},
+        )  # fmt: skip
         by_layer = len(options.measured_phases), len(describe(loaded.model).full_layers)
         whole = len(options.budgets), *by_layer, len(policies)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -68,7 +57,3 @@ class Measurement:
         if "entropy" in options.signals:
             shapes[ROWS_ENTROPY] = by_layer
         return cls(identity, shapes, by_layer if "entropy" in options.signals else None)
-
-    def other(self, identity: Mapping[str, str]) -> str | None:
-        """Name the first part in which another measurement differs; None if it is the same."""
-        return next((name for name, value in self.identity.items() if identity.get(name) != value), None)

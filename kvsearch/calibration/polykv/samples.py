@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.sample_files import SAMPLES, sample_files
-from kvsearch.errors import UsageError
-from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.calibration.steps import Arrays, damaged, read_arrays, require_same, write_arrays
 from kvsearch.plan.signals import CONTEXT, LENGTH, TOKENS
 
 PROMPT, QUESTION = "prompt", "question"  # the place of a sample: number of the prompt and of its continuation
 ROWS = "attention"  # [M, P, L, N] mean attention rows of samples, which a file holds summed:
 ROW_SUM = "attention_sum"  # [P, L, N]
 PLACES = (PROMPT, QUESTION, CONTEXT, LENGTH, TOKENS)  # [M] whole numbers
-
-Arrays = Mapping[str, NDArray[Any]]
 
 
 class SampleFiles:
@@ -39,7 +33,7 @@ class SampleFiles:
         for path in sample_files(folder) if folder is not None else ():
             part = _read(path, measurement)
             if again := sorted(self.finished & _pairs(part)):
-                raise _damaged(path, f"prompt {again[0][0]} with question {again[0][1]} is in another file, too")
+                raise damaged(path, f"prompt {again[0][0]} with question {again[0][1]} is in another file, too")
             self.parts.append(part)
 
     @property
@@ -55,9 +49,7 @@ class SampleFiles:
         self.parts.append(part)
         if self.folder is not None:
             name = f"{int(part[PROMPT].min()):06d}-{int(part[QUESTION][0]):04d}.safetensors"
-            whole = {key: np.ascontiguousarray(array) for key, array in part.items()}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.folder / name, save(whole, dict(self.measurement.identity)))
+            write_arrays(self.folder / name, part, self.measurement.identity)
 
     def gathered(self) -> dict[str, NDArray[Any]]:
         """Return all arrays, in the order of prompts and their continuations."""
@@ -69,15 +61,6 @@ class SampleFiles:
 def kept_samples(directory: Path) -> int:
     """Count the samples of a calibration that is not finished in `directory`; UsageError if a file is damaged."""
     return sum(len(_loaded(path)[0][PROMPT]) for path in sample_files(directory / SAMPLES))
-
-
-def forget_samples(directory: Path) -> None:
-    """Remove the samples of a calibration in `directory`, and nothing else."""
-    folder = directory / SAMPLES
-    for path in sample_files(folder):
-        path.unlink()
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def unfinished(part: Arrays, finished: Collection[tuple[int, int]]) -> dict[str, NDArray[Any]]:
@@ -116,28 +99,19 @@ def _pairs(part: Arrays) -> set[tuple[int, int]]:
 def _read(path: Path, measurement: Measurement) -> Arrays:
     """Read the samples of a file; UsageError if it is damaged or of another measurement."""
     arrays, identity = _loaded(path)
-    if other := measurement.other(identity):
-        raise UsageError(
-            f"{path} was measured with other {other}: give another directory, or start anew (--force) without the "
-            "samples that are there"
-        )
+    require_same(path, identity, measurement.identity)
     if problem := _problem(arrays, measurement):
-        raise _damaged(path, problem)
+        raise damaged(path, problem)
     return arrays
 
 
 def _loaded(path: Path) -> tuple[Arrays, dict[str, str]]:
     """Read the arrays of a file, those of `PLACES` among them, and what it was measured of."""
-    data = read_bytes(path)
-    try:
-        arrays: dict[str, NDArray[Any]] = load(data)
-    except (SafetensorError, KeyError) as error:  # KeyError: a type that numpy does not have
-        raise _damaged(path, " ".join(str(error).split())) from error
+    arrays, identity = read_arrays(path)
     for name in PLACES:
         if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind != "i":
-            raise _damaged(path, f"it has no {name}" if name not in arrays else f"{name} is no list of whole numbers")
-    size = int.from_bytes(data[:8], "little")  # `load` has checked it
-    return arrays, json.loads(data[8 : 8 + size]).get("__metadata__") or {}
+            raise damaged(path, f"it has no {name}" if name not in arrays else f"{name} is no list of whole numbers")
+    return arrays, identity
 
 
 def _problem(arrays: Arrays, measurement: Measurement) -> str | None:
@@ -157,7 +131,3 @@ def _problem(arrays: Arrays, measurement: Measurement) -> str | None:
     if rest:
         return f"{min(rest)} is unknown"
     return "a sample is in it twice" if len(_pairs(arrays)) < count else None
-
-
-def _damaged(path: Path, problem: str) -> UsageError:
-    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")

@@ -8,11 +8,14 @@ reported on others, as for a probe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.arrays import Floats
@@ -21,8 +24,9 @@ from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
 from kvsearch.calibration.probe.measure import recall_of
 from kvsearch.calibration.probe.reading import BUDGETS, Asking, prepared, split, without_questions
-from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.calibration.steps import Arrays, Steps, identity_of, kept_replies
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary
 from kvsearch.models.loading import LoadedModel
@@ -42,12 +46,19 @@ ROUNDS = 10  # of k-means
 
 
 def calibrate_query_bank(
-    loaded: LoadedModel, data: CalibrationData, options: QueryBankOptions, progress: Progress | None = None
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: QueryBankOptions,
+    progress: Progress | None = None,
+    directory: Path | None = None,
 ) -> Profile:
     """Choose a bank; the profile has "queries" [L, Hkv, G, N, D], and "recall" [P, B, L, Hkv] as that of a probe.
 
+    What is finished is kept in `directory`, and what is there is not measured again.
+
     Raises:
-        UsageError: fewer than three contexts, or one too short.
+        UsageError: fewer than three contexts, or one too short; what is kept in `directory` is damaged, or of another
+            calibration.
         IncompatibleError: the model computes NaN, its rotary embedding cannot be undone, or a context and what is asked
             of it do not fit its positions.
     """
@@ -55,9 +66,10 @@ def calibrate_query_bank(
     prompts, asking = prepared(loaded, data, options)
     policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
     lengths = [prompt.length for prompt in prompts]
+    done = Steps(directory, identity_of(loaded, data, prompts, {"seed": options.seed, **options.settings()}))
     with running(loaded.model):
         if options.answers == "own" and "answers" in asking.targets:
-            prompts = with_own_replies(loaded, prompts, options.answer_tokens)
+            prompts = kept_replies(loaded, prompts, options.answer_tokens, done)
         parts = split(prompts, options.seed)
         settings = {
             "data": data.name, **options.settings(), WRITTEN_FOR: VERSION, "rankings": (METHOD, *COMPARED),
@@ -65,9 +77,22 @@ def calibrate_query_bank(
             "without_questions": without_questions(prompts),
         }  # fmt: skip
         random = torch.Generator().manual_seed(options.seed)
-        share = -(-CANDIDATES // len(parts.fit))
-        read = (queries_asked(loaded, prompt, asking, share, random) for prompt in parts.fit)
-        asked = torch.cat(list(counted(read, len(prompts), progress)), 3)  # [L, Hkv, G, M, D]
+        share, ticks = -(-CANDIDATES // len(parts.fit)), counted(prompts, len(prompts), progress)
+        next(ticks)  # the next one tells that the first is done
+
+        def each(
+            part: Sequence[CalibrationPrompt], measure: Callable[[CalibrationPrompt], Tensor | Floats]
+        ) -> list[NDArray[Any]]:
+            """Measure contexts, or read what is kept of them."""
+            step, found = done.stage(), list[NDArray[Any]]()
+            for prompt in part:
+                found.append(step(partial(found_in, measure, prompt))["found"])
+                next(ticks, None)
+            return found
+
+        places = {prompt: places_asked(prompt, asking, share, random) for prompt in parts.fit}
+        read = each(parts.fit, lambda prompt: queries_asked(loaded, prompt, asking, places[prompt]))
+        asked = torch.from_numpy(np.concatenate(read, 3))  # [L, Hkv, G, M, D]
 
         def profile(queries: Tensor, how: str, recall: Floats | None = None) -> Profile:
             told = {**settings, "chosen_by": how}
@@ -82,28 +107,36 @@ def calibrate_query_bank(
 
         banks = {how: chosen(asked, options.bank) for how, chosen in (("farthest", farthest), ("k-means", k_means))}
         rankings = [ranking(profile(bank, how)) for how, bank in banks.items()]
-        tried = [recalls(loaded, prompt, options, asking, rankings) for prompt in parts.choose]
+        tried = each(parts.choose, lambda prompt: recalls(loaded, prompt, options, asking, rankings))
         best = list(banks)[int(np.mean(tried, axis=0).mean((1, 2, 3)).argmax())]
         compared = [ranking(profile(banks[best], best)), *options.policies()]
-        found = [recalls(loaded, prompt, options, asking, compared) for prompt in parts.report]
+        found = each(parts.report, lambda prompt: recalls(loaded, prompt, options, asking, compared))
     return profile(banks[best], best, np.mean(found, axis=0))
 
 
-def queries_asked(
-    loaded: LoadedModel,
-    prompt: CalibrationPrompt,
-    asking: Asking,
-    count: int,
-    random: torch.Generator,
-) -> Tensor:
-    """Return un-rotated queries of at most `count` of the tokens that are asked of a context, [L, Hkv, G, n, D].
+def found_in(measure: Callable[[CalibrationPrompt], Tensor | Floats], prompt: CalibrationPrompt) -> Arrays:
+    """Return what is measured of a context, as a step of the calibration has it."""
+    return {"found": np.asarray(measure(prompt))}
+
+
+def places_asked(prompt: CalibrationPrompt, asking: Asking, count: int, random: torch.Generator) -> Tensor:
+    """Draw at most `count` of the tokens that are asked of a context, their numbers in order [n].
 
     Tokens of questions come first; those of the context itself fill up what is left.
     """
+    asked = list(asking.questions(prompt, "cpu"))
+    own = sum(one.tokens.shape[1] for one in asked if one.target == "answers")
+    rest = sum(one.tokens.shape[1] for one in asked) - own
+    order = torch.cat([torch.randperm(own, generator=random), own + torch.randperm(rest, generator=random)])
+    return order[:count].sort().values
+
+
+def queries_asked(loaded: LoadedModel, prompt: CalibrationPrompt, asking: Asking, places: Tensor) -> Tensor:
+    """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
     ids, full = prompt.ids.to(loaded.device), describe(loaded.model).full_layers
     passed = DensePass(loaded.model, dict.fromkeys(full, ()), lambda _: True, ids, refusal=prompt.refusal(loaded.name))
-    parts, own = [], 0
-    for target, tokens, *_ in asking.questions(prompt, loaded.device):
+    parts = []
+    for _, tokens, *_ in asking.questions(prompt, loaded.device):
         with passed.following(tokens):
             positions = prompt.length + torch.arange(tokens.shape[1], device=tokens.device)[None]
             layers = []
@@ -111,14 +144,10 @@ def queries_asked(
                 plain = plain_queries(layer.query, positions, rotary(loaded.model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
-        if target == "answers":
-            own += tokens.shape[1]
     queries = torch.cat(parts, 3)
     if not bool(queries.isfinite().all()):
         raise IncompatibleError(prompt.refusal(loaded.name))
-    first = torch.randperm(own, generator=random)
-    order = torch.cat([first, own + torch.randperm(queries.shape[3] - own, generator=random)])
-    return queries[:, :, :, order[:count].sort().values]
+    return queries[:, :, :, places]
 
 
 def farthest(queries: Tensor, count: int) -> Tensor:

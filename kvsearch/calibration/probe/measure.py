@@ -12,7 +12,9 @@ at has nothing to fit: it is ranked by the spread, below all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +36,10 @@ from kvsearch.calibration.probe.reading import (
     split,
     without_questions,
 )
-from kvsearch.calibration.probe.sample import OTHERS, Drawn, Fitted, draw, fit_all
-from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
+from kvsearch.calibration.probe.sample import OTHERS, Drawn, Fitted, draw, fit_all, places_drawn
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.calibration.steps import Arrays, Steps, identity_of, kept_replies
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PolicySpec, Profile
@@ -52,7 +55,11 @@ LEAST_ERROR = 1e-30  # of a head whose output does not move
 
 
 def calibrate_probe(
-    loaded: LoadedModel, data: CalibrationData, options: ProbeOptions, progress: Progress | None = None
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: ProbeOptions,
+    progress: Progress | None = None,
+    directory: Path | None = None,
 ) -> Profile:
     """Fit a ranking; the profile has the weights, and how good it and other policies are on the contexts to report on.
 
@@ -65,37 +72,40 @@ def calibrate_probe(
     fit that never saw the kind comes first. Which kind it is and how many questions are the settings "left_out" and
     "left_out_questions".
 
+    What is finished is kept in `directory`, and what is there is not measured again.
+
     Raises:
-        UsageError: fewer than three contexts, or one too short.
+        UsageError: fewer than three contexts, or one too short; what is kept in `directory` is damaged, or of another
+            fit.
         IncompatibleError: the model computes NaN, or a context and what is asked of it do not fit its positions.
     """
     prompts, asking = prepared(loaded, data, options)
     given = {prompt.context: prompt for prompt in prompts}
+    done = Steps(directory, identity_of(loaded, data, prompts, {"seed": options.seed, **options.settings()}))
     with torch.no_grad(), running(loaded.model):
         if options.answers == "own" and "answers" in asking.targets:
-            prompts = with_own_replies(loaded, prompts, options.answer_tokens)
+            prompts = kept_replies(loaded, prompts, options.answer_tokens, done)
         parts = split(prompts, options.seed)
         left_out = kind_to_leave_out(parts) if "answers" in asking.targets else None
         others = parts if left_out is None else _without(parts, left_out)
         again = 0 if left_out is None else len(others.choose)
         steps = len(parts.fit) + 3 * (len(parts.choose) + again) + len(parts.report)
-        read = _Reader(loaded, options, asking, given, steps, progress)
-        random = torch.Generator().manual_seed(options.seed)
-        each = -(-options.entries // len(parts.fit))
-        drawn: list[Drawn] = []
-        for reading in read(parts.fit):
-            drawn.append(draw(reading, each, random, left_out))
+        read = _Reader(loaded, options, asking, given, done, steps, progress)
+        places = places_drawn(parts.fit, options)
+        drawn = [
+            Drawn(one) for one in read(parts.fit, lambda reading: draw(reading, places[reading.context], left_out))
+        ]
         few = len(parts.fit) < FEW
-        fitted = fit_all(drawn, reading.columns, options, few)
+        fitted = fit_all(drawn, options, few, done)
         layers = describe(loaded.model).full_layers
-        weights, spread = _chosen(fitted, lambda: read(parts.choose), options, layers)
+        weights, spread = _chosen(fitted, partial(read, parts.choose), options, layers)
         held: _LeftOut | None = None
         if left_out is not None:
             linear, same = options.model_copy(update={"form": "linear"}), {one.context for one in others.fit}
             kept = [one for one, prompt in zip(drawn, parts.fit, strict=True) if prompt.context in same]
-            second = fit_all(kept, reading.columns, linear, len(kept) < FEW, OTHERS)
-            held = _LeftOut(left_out, _chosen(second, lambda: read(others.choose), linear, layers)[0])
-        judged = _reported(weights, read(parts.report, options.policies()), held)
+            second = fit_all(kept, linear, len(kept) < FEW, done, OTHERS)
+            held = _LeftOut(left_out, _chosen(second, partial(read, others.choose), linear, layers)[0])
+        judged = _reported(weights, partial(read, parts.report, policies=options.policies()), held)
     unseen = [f"{layers[row]}.{head}" for row, head in fitted.unseen.nonzero().tolist()]
     settings: dict[str, Any] = {
         "data": data.name, **options.settings(), WRITTEN_FOR: VERSION, "features": options.looked_at,
@@ -134,8 +144,12 @@ def _told_of(
     return {**told, "left_out": left_out, "left_out_questions": kinds.count(left_out)}
 
 
+Measure = Callable[[Reading], Mapping[str, Tensor]]
+Measured = Callable[[Measure], Iterable[Arrays]]  # what is measured of some contexts
+
+
 class _Reader:
-    """Reads contexts one at a time, and counts them."""
+    """Reads contexts one at a time, and counts them; of those that were read before what was measured is there."""
 
     def __init__(
         self,
@@ -143,27 +157,35 @@ class _Reader:
         options: ProbeOptions,
         asking: Asking,
         given: Mapping[int, CalibrationPrompt],
+        done: Steps,
         steps: int,
         progress: Progress | None,
     ) -> None:
-        self.how, self.given = (options, asking), given
+        self.how, self.given, self.done = (options, asking), given, done
         self.loaded, self._ticks = loaded, counted(iter(range(steps)), steps, progress)
+        next(self._ticks, None)  # the next one tells that the first is done
 
-    def __call__(self, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy] = ()) -> Iterator[Reading]:
+    def __call__(
+        self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
+    ) -> Iterator[Arrays]:
+        """Yield what `measure` makes of every context."""
+        step = self.done.stage()
         for prompt in prompts:
-            given = self.given[prompt.context].only(prompt.kinds)
-            yield Reading.of(self.loaded, prompt, given, *self.how, policies)
+            yield step(partial(self._measured, prompt, measure, policies))
             next(self._ticks, None)
 
+    def _measured(self, prompt: CalibrationPrompt, measure: Measure, policies: Sequence[Policy]) -> Arrays:
+        given = self.given[prompt.context].only(prompt.kinds)
+        reading = Reading.of(self.loaded, prompt, given, *self.how, policies)
+        return {name: values.cpu().numpy() for name, values in measure(reading).items()}
 
-def _chosen(
-    fitted: Fitted, readings: Callable[[], Iterator[Reading]], options: ProbeOptions, layers: tuple[int, ...]
-) -> tuple[Weights, int]:
+
+def _chosen(fitted: Fitted, read: Measured, options: ProbeOptions, layers: tuple[int, ...]) -> tuple[Weights, int]:
     """Return the weights of what is best of every head on contexts to choose on, see `_with_spread`."""
-    return _with_spread(fitted, _best_fits(fitted, readings(), options, layers), readings, options, layers)
+    return _with_spread(fitted, _best_fits(fitted, read, options, layers), read, options, layers)
 
 
-def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOptions, layers: tuple[int, ...]) -> Tensor:
+def _best_fits(fitted: Fitted, read: Measured, options: ProbeOptions, layers: tuple[int, ...]) -> Tensor:
     """Return of every head the regression that recalls most, [L, Hkv]."""
     regressions = len(fitted.fits[0]) - 1
     heads = fitted.standards[0][0].shape[0]
@@ -171,14 +193,18 @@ def _best_fits(fitted: Fitted, readings: Iterator[Reading], options: ProbeOption
         fitted.weights(options.looked_at, layers, torch.full((len(layers), heads), number))
         for number in range(max(1, regressions))
     ]
-    gains = [_recalls(one.largest, [_order(_scores(weights, one)) for weights in tried]).mean(1) for one in readings]
-    return torch.from_numpy(np.mean(gains, axis=0).argmax(0))
+
+    def gains(one: Reading) -> dict[str, Tensor]:
+        recalls = _recalls(one.largest, [_order(_scores(weights, one)) for weights in tried])
+        return {"gain": torch.from_numpy(recalls.mean(1))}
+
+    return torch.from_numpy(np.mean([one["gain"] for one in read(gains)], axis=0).argmax(0))
 
 
 def _with_spread(
     fitted: Fitted,
     chosen: Tensor,
-    readings: Callable[[], Iterator[Reading]],
+    read: Measured,
     options: ProbeOptions,
     layers: tuple[int, ...],
 ) -> tuple[Weights, int]:
@@ -193,17 +219,24 @@ def _with_spread(
         return fits, 0
     last = torch.full_like(chosen, len(fitted.fits[0]) - 1)
     even = fitted.weights(options.looked_at, layers, last)
-    ratios: dict[str, list[Tensor]] = {}
-    for one in readings():
+
+    def ratios(one: Reading) -> dict[str, Tensor]:
+        """Return by target how much less the spread moves every head, log [questions, L, Hkv]."""
         keeps = [one.kept(_scores(weights, one), budget) for weights in (fits, even) for budget in BUDGETS]
         errors = (
             one.head_errors(keeps).clamp(min=LEAST_ERROR).log().view(len(one.asked), 2, len(BUDGETS), *chosen.shape)
         )
-        for asked, row in zip(one.asked, (errors[:, 0] - errors[:, 1]).mean(1), strict=True):
-            ratios.setdefault(asked.target, []).append(row)
-    better = torch.stack([torch.stack(rows).mean(0) > 0 for rows in ratios.values()]).all(0)
+        less, targets = (errors[:, 0] - errors[:, 1]).mean(1), [asked.target for asked in one.asked]
+        return {name: less[torch.tensor([target == name for target in targets])] for name in dict.fromkeys(targets)}
+
+    found: dict[str, list[Tensor]] = {}
+    for measured in read(ratios):
+        for target, rows in measured.items():
+            found.setdefault(target, []).append(torch.from_numpy(rows))
+    better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in found.values()]).all(0)
     mixture = fitted.weights(options.looked_at, layers, torch.where(better, last, chosen))
-    lost = torch.cat([_losses((fits, mixture), one).mean(-1) for one in readings()])  # [questions, 2]
+    both = read(lambda one: {"loss": _losses((fits, mixture), one).mean(-1)})
+    lost = torch.from_numpy(np.concatenate([one["loss"] for one in both]))  # [questions, 2]
     worse = lost[:, 1] - lost[:, 0]
     beyond = SURE * float(worse.std(correction=0)) / len(worse) ** 0.5
     return (fits, 0) if float(worse.mean()) > beyond else (mixture, int((better & ~fitted.unseen).sum()))
@@ -215,13 +248,13 @@ def _losses(rankings: Sequence[Weights], reading: Reading) -> Tensor:
     return reading.losses(keeps).view(-1, len(rankings), len(BUDGETS))
 
 
-def _reported(weights: Weights, readings: Iterator[Reading], held: _LeftOut | None) -> dict[str, Floats]:
+def _reported(weights: Weights, read: Measured, held: _LeftOut | None) -> dict[str, Floats]:
     """Return recall [P, B, L, Hkv] and loss [P, B] of the fitted ranking and of the policies that were asked.
 
     "kind_recall" and "kind_loss" are those for a kind that was left out, [P + 1, ...]: the fit without it is the first.
     """
-    found: dict[str, list[Floats]] = {}
-    for one in readings:
+
+    def measure(one: Reading) -> dict[str, Tensor]:
         fits, rows = [_scores(weights, one)], [held is not None and asked.kind == held.kind for asked in one.judged]
         if held is not None and any(rows):
             fits.insert(0, _scores(held.weights, one))
@@ -234,6 +267,10 @@ def _reported(weights: Weights, readings: Iterator[Reading], held: _LeftOut | No
         measured = {"recall": _recalls(one.largest, orders[first:]), "loss": lost[:, first:].mean(0)}
         if held is not None and any(rows):
             measured |= {"kind_recall": _recalls(one.largest_of(held.kind), orders), "kind_loss": lost[rows].mean(0)}
+        return {name: torch.from_numpy(values) for name, values in measured.items()}
+
+    found: dict[str, list[Floats]] = {}
+    for measured in read(measure):
         for name, values in measured.items():
             found.setdefault(name, []).append(values)
     return {name: np.mean(values, axis=0) for name, values in found.items()}

@@ -166,6 +166,8 @@ class Look(NamedTuple):
 class Reading:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones."""
 
+    context: int
+    options: ProbeOptions
     passed: ImportancePass
     asked: tuple[Asked, ...]
     judged: tuple[Asked, ...]  # the given answers, or all that is asked where there are none
@@ -195,12 +197,13 @@ class Reading:
             return Look(features, columns_of(observation, options.looked_at))
 
         wanted = needs_of(options.looked_at), look
-        passed = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal, wanted)
+        ids = prompt.ids.to(loaded.device)
+        passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, wanted, options.plus)
         if not all(bool(context.noted.features.isfinite().all()) for context in passed.noted):
             raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
         asked = tuple(asking.questions(prompt, loaded.device))
         answers = tuple(one for one in asking.questions(given, loaded.device) if one.target == "answers")
-        return cls(passed, asked, answers or asked, prompt.length, free, refusal)
+        return cls(prompt.context, options, passed, asked, answers or asked, prompt.length, free, refusal)
 
     @property
     def features(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from kvsearch.calibration.probe.fit import (
     unseen_fit,
 )
 from kvsearch.calibration.probe.reading import Reading
-from kvsearch.policies.probe import SPREAD, Weights
+from kvsearch.calibration.prompts import CalibrationPrompt
+from kvsearch.calibration.steps import Arrays, Steps
+from kvsearch.policies.probe import SINKS, SPREAD, Weights
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
@@ -29,13 +32,27 @@ WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 EVERYTHING = "everything"  # the largest importance over all targets
 OTHERS = "others"  # the same without the kind of question that is left out
+COLUMNS, FEATURE, TARGET = "columns", "features", "target"  # arrays of what is drawn
 
 
-class Drawn(NamedTuple):
-    """Entries of a context: by layer features [Hkv, n, F], and log importance [L, Hkv, n] by what was asked."""
+@dataclass(frozen=True)
+class Drawn:
+    """Entries of a context: features [Hkv, n, F] by layer, and log importance [L, Hkv, n] by what was asked."""
 
-    features: list[Tensor]
-    targets: dict[str, Tensor]
+    arrays: Arrays
+
+    @property
+    def columns(self) -> Tensor:
+        """What every column of the features is of, by its number among the features, [F]."""
+        return torch.from_numpy(self.arrays[COLUMNS])
+
+    def features(self, row: int) -> Tensor:
+        """Return what the entries look like in the layer of that row."""
+        return torch.from_numpy(self.arrays[f"{FEATURE}.{row}"])
+
+    def target(self, name: str) -> Tensor:
+        """Return what the entries are worth."""
+        return torch.from_numpy(self.arrays[f"{TARGET}.{name}"])
 
 
 class Fitted(NamedTuple):
@@ -57,49 +74,77 @@ class Fitted(NamedTuple):
         return Weights(features, layers, {"center": center, "scale": scale, **arrays})
 
 
-def draw(reading_: Reading, count: int, random: torch.Generator, left_out: str | None = None) -> Drawn:
-    """Draw `count` entries of a context, the same of every head, evenly.
+def places_drawn(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> dict[int, Tensor]:
+    """Draw entries of every context evenly, as many of each, [n] by the number of the context."""
+    random, each = torch.Generator().manual_seed(options.seed), -(-options.entries // len(prompts))
+    free = {prompt.context: prompt.length - SINKS - options.protect for prompt in prompts}
+    return {context: torch.randperm(count, generator=random)[:each].sort().values for context, count in free.items()}
+
+
+def draw(reading_: Reading, some: Tensor, left_out: str | None = None) -> dict[str, Tensor]:
+    """Return the arrays of a `Drawn`: the entries `some` [n] of a context, the same of every head.
 
     Where a kind of question is `left_out`, there is also the target `OTHERS`, if anything else is asked.
     """
     largest, asked = reading_.largest, reading_.importance
-    some = torch.randperm(largest.shape[-1], generator=random)[:count].sort().values
     whole = {EVERYTHING: largest, **(asked if len(asked) > 1 else {})}
     others = None if left_out is None else reading_.largest_without(left_out)
     if others is not None:
         whole[OTHERS] = others
-    targets = {name: log_importance(values)[..., some].clone() for name, values in whole.items()}
-    return Drawn([x[:, some].clone() for x in reading_.features], targets)
+    names = reading_.options.looked_at
+    return {
+        COLUMNS: torch.tensor([names.index(name) for name in reading_.columns]),
+        **{f"{FEATURE}.{row}": x[:, some].clone() for row, x in enumerate(reading_.features)},
+        **{f"{TARGET}.{name}": log_importance(values)[..., some].clone() for name, values in whole.items()},
+    }
 
 
 def fit_all(
-    drawn: Sequence[Drawn], columns: tuple[str, ...], options: ProbeOptions, few: bool, target: str = EVERYTHING
+    drawn: Sequence[Drawn], options: ProbeOptions, few: bool, done: Steps | None = None, target: str = EVERYTHING
 ) -> Fitted:
     """Fit every candidate in every layer: regressions, a network if options say so, and last an even spread.
 
     Regressions are tried on all features, and on those that are an entry's own alone. With `few` contexts there is
     strong shrinkage only, and no network.
     """
+    worth = torch.cat([one.target(target) for one in drawn], -1)
+    unseen = (worth == 0).all(-1)  # see `log_importance`
+    step = (done or Steps(None, {})).stage()
+    found, standards = [], []
+    for row, wanted in enumerate(worth):
+
+        def fit(row: int = row, wanted: Tensor = wanted) -> Arrays:
+            forms, standard = _fit_layer(drawn, row, wanted, unseen[row], options, few)
+            parts = [(f"{n}.{name}", part) for n, form in enumerate(forms) for name, part in form._asdict().items()]
+            return {name: part.numpy() for name, part in {**dict(parts), **standard}.items()}
+
+        made = step(fit)
+        count = len(made) // len(Fit._fields)
+        found.append([Fit(*(torch.from_numpy(made[f"{n}.{name}"]) for name in Fit._fields)) for n in range(count)])
+        standards.append((torch.from_numpy(made["center"]), torch.from_numpy(made["scale"])))
+    return Fitted(found, unseen, standards)
+
+
+def _fit_layer(
+    drawn: Sequence[Drawn], row: int, wanted: Tensor, unseen: Tensor, options: ProbeOptions, few: bool
+) -> tuple[list[Fit], dict[str, Tensor]]:
+    """Return the candidates of a layer whose entries have the targets `wanted` [Hkv, N], and how they standardise."""
+    columns = [options.looked_at[number] for number in drawn[0].columns.tolist()]
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
     subsets = [one for one in (read, own) if one.any() and (one is read or not torch.equal(one, read))]
-    unseen = torch.stack([(one.targets[target] == 0).all(-1) for one in drawn]).all(0)  # see `log_importance`
-    found, standards = [], []
-    for row in range(len(drawn[0].features)):
-        x = torch.cat([one.features[row] for one in drawn], 1)
-        wanted = torch.cat([one.targets[target][row] for one in drawn], -1)
-        center, scale = standardised(x)
-        z = (x - center[:, None]) / scale[:, None]
-        forms = [
-            reading(fit_ridge(z * subset, wanted, strength), subset)
-            for subset in subsets
-            for strength in (STRONG if few else RIDGE)
-        ]
-        if options.form == "network" and not few and subsets:
-            network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
-            forms.append(reading(network, read))
-        forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
-        none, which = unseen_fit(z, columns.index(SPREAD)), unseen[row].long()
-        found.append([mixed((form, none), which, form.output.shape[-1]) for form in forms])
-        standards.append((center, scale))
-    return Fitted(found, unseen, standards)
+    x = torch.cat([one.features(row) for one in drawn], 1)
+    center, scale = standardised(x)
+    z = (x - center[:, None]) / scale[:, None]
+    forms = [
+        reading(fit_ridge(z * subset, wanted, strength), subset)
+        for subset in subsets
+        for strength in (STRONG if few else RIDGE)
+    ]
+    if options.form == "network" and not few and subsets:
+        network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
+        forms.append(reading(network, read))
+    forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
+    none = unseen_fit(z, columns.index(SPREAD))
+    found = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
+    return found, {"center": center, "scale": scale}

@@ -16,8 +16,8 @@ from safetensors.numpy import load, save
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.polykv.samples import forget_samples, kept_samples
-from kvsearch.calibration.sample_files import SAMPLES, has_samples
+from kvsearch.calibration.polykv.samples import kept_samples
+from kvsearch.calibration.sample_files import SAMPLES, forget_samples, has_samples
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile

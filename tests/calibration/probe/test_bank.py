@@ -11,7 +11,7 @@ import torch
 
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
-from kvsearch.calibration.probe.bank import calibrate_query_bank, queries_asked
+from kvsearch.calibration.probe.bank import calibrate_query_bank, places_asked, queries_asked
 from kvsearch.calibration.probe.reading import Asking
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
@@ -58,7 +58,7 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     asking = Asking.of(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with running(model.model):
-        found = queries_asked(model, prompt, asking, 999, torch.Generator())[0]
+        found = queries_asked(model, prompt, asking, places_asked(prompt, asking, 999, torch.Generator()))[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():

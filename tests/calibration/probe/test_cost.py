@@ -10,7 +10,7 @@ from kvsearch.calibration.options import ProbeOptions, QueryBankOptions, Ranking
 from kvsearch.calibration.probe import measure
 from kvsearch.calibration.probe.bank import calibrate_query_bank
 from kvsearch.calibration.probe.cost import ranking_cost
-from kvsearch.calibration.probe.sample import draw
+from kvsearch.calibration.probe.sample import COLUMNS, draw
 from kvsearch.errors import UsageError
 from kvsearch.policies.probe import ARRAYS
 from kvsearch.runtime.observe import DensePass
@@ -35,7 +35,7 @@ def test_what_is_said_is_what_is_done(options: RankingOptions, monkeypatch: pyte
 
     def drawing(*given: object) -> object:
         found = draw(*given)  # type: ignore[arg-type]
-        held[0] += sum(x.nbytes for x in (*found.features, *found.targets.values()))
+        held[0] += sum(x.nbytes for name, x in found.items() if name != COLUMNS)
         return found
 
     monkeypatch.setattr(measure, "draw", drawing)

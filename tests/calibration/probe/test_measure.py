@@ -62,10 +62,6 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert set(view.as_json()["recall"]) == {"probe", *COMPARED}
 
 
-def test_the_same_bytes_again(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
-    assert calibrate_probe(model, data, SMALL).to_bytes() == profile.to_bytes()
-
-
 def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     loss = np.ones_like(profile.arrays["loss"])
     loss[0] = 0.5
