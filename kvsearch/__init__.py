@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvsearch.errors import KvsearchError
     from kvsearch.jobs.calibrate import calibrate
+    from kvsearch.jobs.compress import compress
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
@@ -35,13 +36,13 @@ _HOMES = {
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
     **{
         verb: f"kvsearch.jobs.{verb}"
-        for verb in ("calibrate", "evaluate", "evolve", "export", "run", "select", "validate")
+        for verb in ("calibrate", "compress", "evaluate", "evolve", "export", "run", "select", "validate")
     },
 }  # fmt: skip
 
 __all__ = [
-    "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "evaluate", "evolve",
-    "export", "export_to", "load_plan", "load_profile", "run", "select", "validate",
+    "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "compress", "evaluate",
+    "evolve", "export", "export_to", "load_plan", "load_profile", "run", "select", "validate",
 ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from kvsearch.jobs.generate import GenerateOptions
 def generate(options: GenerateOptions, console: Console) -> None:
     """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
 
-    Without --context and --prompt a bundled model answers a question about a text of its own.
+    With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
+    none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
     from kvsearch.evaluation.answer import expected_reply
     from kvsearch.jobs import generate as jobs
@@ -21,16 +22,18 @@ def generate(options: GenerateOptions, console: Console) -> None:
     if console.dry_run:
         console.print_json(jobs.dry_run(options, talk=console))
         return
-    reply = jobs.generate(options, talk=console)
+    replies = jobs.generate(options, talk=console)
     if console.as_json:
-        console.print_json(asdict(reply))
+        found = [asdict(reply) for reply in replies]
+        console.print_json(found if len(options.prompt) > 1 else found[0])
         return
-    _, _, question, _ = options.read()
-    console.say(f"context: {reply.context_tokens} tokens; prompt: {question.strip() or '(none)'}")
-    console.out.print(reply.text, markup=False, soft_wrap=True)
-    if options.context is None and options.prompt is None:
+    for prompt, reply in zip(options.read().prompts, replies, strict=True):
+        console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
+        console.out.print(reply.text, markup=False, soft_wrap=True)
+    if options.context is None and not options.prompt:
         console.say(f"expected to begin with: {expected_reply(options.seed)}")
+    last, most = replies[-1], max(reply.most for reply in replies)
     console.say(
-        f"cache: {reply.entries} of {reply.full_entries} entries ({reply.bytes / 2**20:.2f} MiB, "
-        f"full {reply.full_bytes / 2**20:.2f} MiB) after the context, at most {reply.most} while answering"
+        f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
+        f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {most} while answering"
     )

@@ -1,10 +1,14 @@
-"""One reply from a compressed context, for `kvsearch generate`."""
+"""Replies from a compressed context, read now or taken from a file."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
@@ -14,7 +18,7 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.replies import Replies, stop_tokens
 from kvsearch.runtime.shared_prefill import held_entries, read
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
 from kvsearch.tasks.synthetic.language import Document
@@ -67,38 +71,107 @@ def example_for(model: str, context: str | None, prompt: str | None, seed: int) 
     return context, prompt or "", PLAIN_PROMPT if prompt else "{question}"
 
 
+class CompressedContext:
+    """A context in the cache that a plan leaves, to be asked any number of times: no prompt sees another.
+
+    `ids` [1, T] are its tokens; `first` [1, 1] is what follows them, where that is known.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, first: Tensor | None = None) -> None:
+        self.loaded, self.cache, self.ids = loaded, cache, ids
+        shape, length = describe(loaded.model), ids.shape[1]
+        mask = torch.ones_like(ids, device=loaded.model.device)
+        self.replies = Replies(loaded.model, cache, mask, first, 0, stop_tokens(loaded))
+        self.entries, self.bytes = held_entries(loaded.model, cache, [length])[0], cache.nbytes()
+        self.full_entries = len(shape.full_layers) * shape.kv_heads * length
+        others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
+        self.full_bytes = self.full_entries * 2 * shape.head_dim * loaded.model.dtype.itemsize + others
+
+    @classmethod
+    def read(cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, exact: bool = False) -> CompressedContext:
+        """Read a context of token ids [1, T] into the cache that `plan` allows (None: the full one).
+
+        Raises:
+            UsageError: there is no token to read.
+            IncompatibleError: the model and the plan or the context do not fit.
+        """
+        program = full_cache(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
+        if ids.shape[1] == 0:
+            raise UsageError("there is nothing to compress: give a longer context or prompt")
+        with running(loaded.model):
+            cache = PlanCache(loaded.model, program, exact=exact)
+            compressed = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
+        return cls(loaded, cache, ids, compressed.first)
+
+    @classmethod
+    def load(
+        cls, loaded: LoadedModel, path: Path, plan: Plan | None = None, *, exact: bool = False
+    ) -> CompressedContext:
+        """Take a context from a file that `save` wrote; errors as `PlanCache.load`, and UsageError of a batch."""
+        cache = PlanCache.load(path, loaded.model, plan, exact=exact)
+        if cache.tokens is None or len(cache.tokens) != 1 or cache.mask is not None:
+            raise UsageError(f"{path} holds no single context with its tokens, as `kvsearch compress` writes them")
+        return cls(loaded, cache, cache.tokens.long())
+
+    def save(self, path: Path, overwrite: bool = False) -> int:
+        """Write cache and tokens to a file, and return its size in bytes; errors as `PlanCache.save`."""
+        return self.cache.save(path, self.ids.int(), overwrite=overwrite)
+
+    def ask(self, question: Tensor, max_new_tokens: int) -> list[int]:
+        """Return the token ids of the greedy reply to a question of token ids [K]."""
+        with running(self.loaded.model):
+            return self.replies.ask([question], [max_new_tokens])[0]
+
+    def reply(self, formatted: PromptFormat, question: Tensor, max_new_tokens: int) -> Reply:
+        """Return the reply to a question of token ids [1, K], with what the cache held."""
+        text = formatted.decode(self.ask(question[0], max_new_tokens))
+        sizes = (self.entries, self.full_entries, self.bytes, self.full_bytes, self.replies.most[0])
+        return Reply(text, self.ids.shape[1], *sizes)
+
+
 def answer(
     loaded: LoadedModel,
     plan: Plan | None,
     context: str,
-    prompt: str,
+    prompts: Sequence[str],
     plain: str,
     max_new_tokens: int,
     *,
     exact: bool = False,
-) -> Reply:
-    """Compress `context` as `plan` says (None: keep all), then answer `prompt` greedily.
+) -> list[Reply]:
+    """Compress `context` as `plan` says (None: keep all), then answer each of the `prompts` greedily.
 
     Raises:
         UsageError: there is no prompt, and of the context's tokens none is left to compress.
         IncompatibleError: the model and the plan or the context do not fit.
     """
-    program = full_cache(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
     formatted = PromptFormat(loaded.tokenizer, plain)
     ids = formatted.context(context)
-    question = formatted.question(prompt)
-    if question.shape[1] == 0:  # a bare continuation: the last token of the context starts it
-        ids, question = ids[:, :-1], ids[:, -1:]
-    if ids.shape[1] == 0:
-        raise UsageError("there is nothing to compress: give a longer context or prompt")
-    shape = describe(loaded.model)
-    with running(loaded.model):
-        cache = PlanCache(loaded.model, program, exact=exact)
-        replies = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
-        entries, held = held_entries(loaded.model, cache, [ids.shape[1]])[0], cache.nbytes()
-        sliding = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
-        tokens = replies.ask([question[0]], [max_new_tokens])[0]
-        most = replies.most[0]
-    full = len(shape.full_layers) * shape.kv_heads * ids.shape[1]
-    full_bytes = full * 2 * shape.head_dim * loaded.model.dtype.itemsize + sliding
-    return Reply(formatted.decode(tokens), ids.shape[1], entries, full, held, full_bytes, most)
+    questions = [formatted.question(prompt) for prompt in prompts]
+    if any(question.shape[1] == 0 for question in questions):  # a bare continuation: its last token starts it
+        ids, questions = ids[:, :-1], [ids[:, -1:]]
+    held = CompressedContext.read(loaded, plan, ids, exact=exact)
+    return [held.reply(formatted, question, max_new_tokens) for question in questions]
+
+
+def answer_from(
+    loaded: LoadedModel,
+    path: Path,
+    plan: Plan | None,
+    prompts: Sequence[str],
+    plain: str,
+    max_new_tokens: int,
+    *,
+    exact: bool = False,
+) -> list[Reply]:
+    """Answer each of the `prompts` greedily from a context that `compress` wrote, and that must be of `plan`, if given.
+
+    Raises:
+        UsageError: a prompt is empty; for the rest see `CompressedContext.load`.
+    """
+    formatted = PromptFormat(loaded.tokenizer, plain)
+    questions = [formatted.question(prompt) for prompt in prompts]
+    if any(question.shape[1] == 0 for question in questions):
+        raise UsageError("there is nothing to ask: give a --prompt with --cache")
+    held = CompressedContext.load(loaded, path, plan, exact=exact)
+    return [held.reply(formatted, question, max_new_tokens) for question in questions]

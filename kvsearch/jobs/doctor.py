@@ -50,7 +50,7 @@ def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
 
     for name in BUNDLED:
         context, prompt, plain = example_for(name, None, None, options.seed)
-        reply = answer(options.load(name, talk), None, context, prompt, plain, 3)
+        (reply,) = answer(options.load(name, talk), None, context, [prompt], plain, 3)
         facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
     return facts
 

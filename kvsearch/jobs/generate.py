@@ -1,13 +1,14 @@
-"""kvsearch generate: one reply of a model from the cache that a plan leaves."""
+"""kvsearch generate: replies of a model from the cache that a plan leaves, made now or taken from a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Seeded
+from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
 
 
+class Texts(NamedTuple):
+    """What is read and asked: `plain` is how a prompt follows the context without a chat template."""
+
+    plan: Plan | None
+    context: str
+    prompts: list[str]
+    plain: str
+
+
 class GenerateOptions(WithModel, Seeded):
     """What to read, what to ask, and under which plan."""
 
@@ -24,37 +34,62 @@ class GenerateOptions(WithModel, Seeded):
 
     plan: Annotated[Path | None, Option("A plan file; without one the full cache is kept.")] = None
     context: Annotated[str | None, Option("The context, or @FILE; compressed before the prompt is read.")] = None
-    prompt: Annotated[str | None, Option("The question or prompt, or @FILE.")] = None
+    cache: Annotated[Path | None, Option("In place of a context: a file that `kvsearch compress` wrote.")] = None
+    prompt: Annotated[
+        tuple[str, ...],
+        Repeated,
+        Option("The question or prompt, or @FILE; repeatable, and none sees another.", repeated=True),
+    ] = ()
     max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.")] = 64
     exact: Annotated[bool, Option("Layers that lose nothing decode bit-identically.")] = False
 
-    def read(self) -> tuple[Plan | None, str, str, str]:
-        """Return plan, context, prompt and plain prompt format; UsageError if a file or a text is missing."""
+    def read(self) -> Texts:
+        """Return what is read and asked, and under which plan; UsageError if a file or a text is missing."""
         from kvsearch.evaluation.answer import example_for, read_text
         from kvsearch.jobs.plan_files import checked_plan
 
+        if self.cache is not None and self.context is not None:
+            raise UsageError("--cache holds a context already: leave --context out, or --cache")
+        if len(self.prompt) > 1 and self.cache is None and self.context is None:
+            raise UsageError("several prompts are asked of one context: give --context or --cache")
         plan = None if self.plan is None else checked_plan(self.plan)
-        context, prompt = (None if text is None else read_text(text) for text in (self.context, self.prompt))
-        return plan, *example_for(self.model, context, prompt, self.seed)
+        prompts = [read_text(text) for text in self.prompt]
+        if self.cache is not None:
+            from kvsearch.models.loading import BUNDLED
+            from kvsearch.runtime.cache_file import read_header
+
+            read_header(self.cache)  # what is wrong with the file is told before a model is loaded
+            if not prompts and self.model not in BUNDLED:
+                raise UsageError("there is nothing to ask: give a --prompt with --cache")
+        # the text of a file is not known here: any stands for it, but where a bundled model asks of its own
+        given = "" if self.cache is not None and prompts else self.context
+        context = None if given is None else read_text(given)
+        context, first, plain = example_for(self.model, context, prompts[0] if prompts else None, self.seed)
+        return Texts(plan, context, [first, *prompts[1:]], plain)
 
 
 @job(GenerateOptions)
 def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be read and asked, as JSON; UsageError if something is missing."""
-    _, context, prompt, _ = options.read()
-    return {"context": context, "prompt": prompt}
+    texts = options.read()
+    prompt = texts.prompts[0] if len(texts.prompts) == 1 else texts.prompts
+    source = {"context": texts.context} if options.cache is None else {"cache": str(options.cache)}
+    return {**source, "prompt": prompt}
 
 
 @job(GenerateOptions)
-def generate(options: GenerateOptions, talk: Talk) -> Reply:
-    """Read a context into the cache that a plan allows, then answer a prompt from it (greedy).
+def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
+    """Read a context into the cache that a plan allows, or take it from a file, then answer each prompt (greedy).
 
     Raises:
-        UsageError: nothing to read, or a plan that cannot be used.
-        IncompatibleError: the model and the plan or the context do not fit.
+        UsageError: nothing to read, or a plan or file that cannot be used.
+        IncompatibleError: the model and the plan, the file or the context do not fit.
     """
-    from kvsearch.evaluation.answer import answer
+    from kvsearch.evaluation.answer import answer, answer_from
 
-    plan, context, prompt, plain = options.read()
+    plan, context, prompts, plain = options.read()
     loaded = options.load(options.model, talk)
-    return answer(loaded, plan, context, prompt, plain, options.max_new_tokens, exact=options.exact)
+    rest = (prompts, plain, options.max_new_tokens)
+    if options.cache is not None:
+        return answer_from(loaded, options.cache, plan, *rest, exact=options.exact)
+    return answer(loaded, plan, context, *rest, exact=options.exact)

@@ -28,7 +28,7 @@ from kvsearch.plan.parsing import describe_validation_error, parse_json, require
 from kvsearch.plan.weights import find_weights, put_weights
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.layer_state import Given, Whole, fill_planned, fill_stock, of_holder, of_stock
-from kvsearch.runtime.tensor_file import read_tensors, write_tensors
+from kvsearch.runtime.tensor_file import read_about, read_tensors, write_tensors
 
 CACHE_FORMAT = "kvsearch.cache"
 CACHE_VERSION = 1
@@ -153,13 +153,22 @@ def read_cache(path: str | Path) -> CacheFile:
         EnvironmentFault: it cannot be read.
     """
     about, tensors = read_tensors(path)
-    data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
-    try:
-        header = CacheHeader.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path))) from error
+    header = _header(about, path)
     find_weights(header.plan.policies, path)
     return CacheFile(Path(path), header, tensors)
+
+
+def read_header(path: str | Path) -> CacheHeader:
+    """Read what a cache file says of itself, which costs little; errors as `read_cache`, as far as that shows."""
+    return _header(read_about(path), path)
+
+
+def _header(about: str, path: str | Path) -> CacheHeader:
+    data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
+    try:
+        return CacheHeader.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, str(path))) from error
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache
@@ -56,7 +56,8 @@ class Replies:
     Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
     the token that makes `finished` true of it (None: nothing does).
 
-    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them.
+    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them (None: not
+    known, as of a cache from a file, which can be asked but does not go on by itself).
 
     Raises:
         NonFiniteError: from both kinds of reply.
@@ -67,12 +68,12 @@ class Replies:
         model: Any,
         cache: PlanCache,
         mask: Tensor,
-        first: Tensor,
+        first: Tensor | None,
         pad: int,
         stop: set[int],
         finished: Finished | None = None,
     ) -> None:
-        self.model, self.cache, self.mask, self._first = model, cache, mask, first
+        self.model, self.cache, self.mask, self.first = model, cache, mask, first
         self.pad, self.stop, self.finished = pad, stop, finished
         self.lengths = mask.sum(-1, keepdim=True)
         self._compressed: CacheMark | None = None
@@ -105,7 +106,9 @@ class Replies:
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
-        return self._generate(self._first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+        if self.first is None:
+            raise InternalError("a cache whose last logits are not known was to go on by itself")
+        return self._generate(self.first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
 
     def _mark(self) -> CacheMark:
         """Return where the prompts end."""

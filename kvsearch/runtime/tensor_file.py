@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,21 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
         UsageError: there is no such file, or it is damaged or none of ours.
         EnvironmentFault: it cannot be read.
     """
+    with _opened(path) as content:
+        return _read(content, str(path))
+
+
+def read_about(path: str | Path) -> str:
+    """Read the text alone, which costs little; whether the rest is whole is not looked at. Errors as `read_tensors`."""
+    with _opened(path) as content:
+        return _header(content, str(path))[1]
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[mmap.mmap]:
     try:
         with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _read(content, str(path))
+            yield content
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"there is no file {path}: check the path") from error
     except IsADirectoryError as error:
@@ -77,25 +90,31 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
         raise UsageError(f"{path} is no safetensors file: {error}") from error
 
 
-def _read(content: mmap.mmap, name: str) -> tuple[str, dict[str, Tensor]]:
+def _header(content: mmap.mmap, name: str) -> tuple[bytes, str, str | None, dict[str, Any]]:
+    """Return the header as it is written, the text in it, its checksum, and what it says of the tensors."""
     size = int.from_bytes(content[:8], "little")
     if not 2 <= size <= min(MOST_HEADER, len(content) - 8):
-        raise UsageError(f"{name} is no complete safetensors file: {AGAIN}")
+        raise UsageError(f"{name} is no safetensors file, or not all of one: {AGAIN}")
     written = content[8 : 8 + size]
     header = parse_json(written, f"the header of {name}")
     metadata = header.pop(METADATA, None) if isinstance(header, dict) else None
     if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get(ABOUT), str):
         raise UsageError(f"{name} is a safetensors file without {ABOUT} metadata: it is not ours")
     signature = metadata.get(CHECKSUM)
-    if not isinstance(signature, str):  # of another kind, which whoever asked for it will say
-        return metadata[ABOUT], {}
-    with memoryview(content) as whole, whole[8 + size :] as data:
+    return written, metadata[ABOUT], signature if isinstance(signature, str) else None, header
+
+
+def _read(content: mmap.mmap, name: str) -> tuple[str, dict[str, Tensor]]:
+    written, about, signature, header = _header(content, name)
+    if signature is None:  # of another kind, which whoever asked for it will say
+        return about, {}
+    with memoryview(content) as whole, whole[8 + len(written) :] as data:
         digest = hashlib.sha256(written.replace(_signature(signature), _signature(UNKNOWN), 1))
         digest.update(data)
         if digest.hexdigest() != signature:
             raise UsageError(f"{name} is damaged, its content is not what was written: {AGAIN}")
         try:
-            return metadata[ABOUT], {key: _tensor(data, told) for key, told in header.items()}
+            return about, {key: _tensor(data, told) for key, told in header.items()}
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"{name} is damaged, its header does not fit its content: {AGAIN}") from error
 

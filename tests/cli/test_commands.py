@@ -44,12 +44,14 @@ WITH_MODEL = {
     "export",
     "evaluate",
     "generate",
+    "compress",
     "headroom",
     "lm-eval",
     "doctor",
 }
 FORETELLING = {
-    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "headroom", "lm-eval",
+    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "headroom",
+    "lm-eval",
 }  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.answer import Reply, answer, example_for, read_text
+from kvsearch.evaluation import answer as replies
+from kvsearch.evaluation.answer import Reply, example_for, read_text
 from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
@@ -23,6 +26,11 @@ CONTEXT = " ".join(tiny.document(64).words[1:])
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return tiny.loaded()
+
+
+def answer(model: LoadedModel, plan: Plan | None, context: str, prompt: str, *rest: Any, **options: Any) -> Reply:
+    (reply,) = replies.answer(model, plan, context, [prompt], *rest, **options)
+    return reply
 
 
 def plain_reply(model: LoadedModel, ids: torch.Tensor, count: int) -> str:

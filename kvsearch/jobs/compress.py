@@ -1,0 +1,86 @@
+"""kvsearch compress: read a context once, and keep what a plan leaves of it in a file that answers for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from kvsearch.config.options import Option, Seeded
+from kvsearch.errors import UsageError
+from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.files import check_output
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """A context in a file: tokens read, entries of all full-attention layers, and bytes in memory and on disk."""
+
+    path: str
+    context_tokens: int
+    entries: int
+    full_entries: int
+    bytes: int
+    full_bytes: int
+    file_bytes: int
+
+
+class CompressOptions(WithModel, Seeded):
+    """What to read, under which plan, and where to."""
+
+    job: ClassVar[str] = "compress"
+
+    plan: Annotated[Path, Option("A plan file.")]
+    context: Annotated[str | None, Option("The context, or @FILE.", shown="of bundled models a text of their own")] = (
+        None
+    )
+    output: Annotated[Path, Option("The file for the compressed cache.", short="-o", recorded=False)]
+    force: Annotated[bool, Option("Replace the file.", recorded=False)] = False
+
+    def read(self) -> tuple[Plan, str]:
+        """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
+        from kvsearch.evaluation.answer import example_for, read_text
+        from kvsearch.jobs.plan_files import checked_plan
+        from kvsearch.models.loading import BUNDLED
+
+        check_output(self.output, self.force)
+        plan = checked_plan(self.plan)
+        if self.context is not None:
+            return plan, read_text(self.context)
+        if self.model not in BUNDLED:
+            raise UsageError("there is nothing to compress: give --context TEXT or @FILE")
+        return plan, example_for(self.model, None, None, self.seed)[0]
+
+
+@job(CompressOptions)
+def dry_run(options: CompressOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
+    """Return what would be read and written, as JSON; UsageError if something is missing."""
+    _, context = options.read()
+    return {"context": context, "output": str(options.output)}
+
+
+@job(CompressOptions)
+def compress(options: CompressOptions, talk: Talk) -> SavedContext:
+    """Read a context into the cache that a plan allows, and write that to a file: see `PlanCache.save`.
+
+    `kvsearch generate --cache` and `PlanCache.load` answer from it with the tokens that follow without the detour.
+
+    Raises:
+        UsageError: nothing to read, a plan that cannot be used, or a file that is there already.
+        IncompatibleError: the model and the plan or the context do not fit.
+        EnvironmentFault: the file cannot be written; one that was there stays as it was.
+    """
+    from kvsearch.evaluation.answer import CompressedContext
+    from kvsearch.tasks.prompts import PromptFormat
+
+    plan, context = options.read()
+    loaded = options.load(options.model, talk)
+    held = CompressedContext.read(loaded, plan, PromptFormat(loaded.tokenizer).context(context))
+    size = held.save(options.output, overwrite=options.force)
+    sizes = (held.entries, held.full_entries, held.bytes, held.full_bytes, size)
+    return SavedContext(str(options.output), held.ids.shape[1], *sizes)

@@ -1,0 +1,87 @@
+"""kvsearch compress, and generate from the file, end to end on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kvsearch
+from tests import tiny
+from tests.cli.conftest import Run, invoke
+
+CONTEXT = " ".join(tiny.document(200, facts=3).words[1:])
+QUESTIONS = [" ".join(question.prompt) for question in tiny.document(200, facts=3).questions]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    code, _, talk = invoke(
+        "plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 64, "--phases", "both", "-o", path
+    )
+    assert code == 0, talk
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(plan: Path) -> Path:
+    """A context that was read once."""
+    path = plan.parent / "report.kv"
+    (plan.parent / "report.txt").write_text(CONTEXT)
+    arguments = ("--plan", plan, "--context", f"@{plan.parent / 'report.txt'}", "-o", path)
+    code, out, talk = invoke("compress", "bundled", *arguments)
+    assert code == 0, talk
+    assert out == ""
+    size = path.stat().st_size
+    assert f"{size / 2**20:.2f} MiB on disk" in talk
+    assert f"next: kvsearch generate bundled --cache {path} --prompt ..." in talk
+    return path
+
+
+def test_a_file_answers_any_number_of_questions(run: Run, plan: Path, saved: Path) -> None:
+    before = saved.read_bytes()
+    asked = [argument for question in QUESTIONS[:2] for argument in ("--prompt", question)]
+    code, out, talk = run("generate", "bundled", "--cache", saved, *asked, "--json", "--max-new-tokens", 4)
+    assert code == 0, talk
+    code, direct, _ = run(
+        "generate", "bundled", "--plan", plan, "--context", CONTEXT, *asked, "--json", "--max-new-tokens", 4
+    )
+    assert json.loads(out) == json.loads(direct)
+    assert len(json.loads(out)) == 2
+    code, out, talk = run("generate", "bundled", "--cache", saved, *asked[2:], "--max-new-tokens", 4, "--plan", plan)
+    assert out.strip() == json.loads(direct)[1]["text"]
+    assert saved.read_bytes() == before
+
+
+def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None:
+    made = kvsearch.compress("bundled", plan=plan, context=CONTEXT, output=tmp_path / "a.kv")
+    assert (tmp_path / "a.kv").read_bytes() == saved.read_bytes()
+    assert made.entries == 64 * 24 < made.full_entries == 24 * made.context_tokens
+    assert made.file_bytes == saved.stat().st_size
+
+
+def refused(run: Run, words: str, *arguments: object, expected: int = 2) -> None:
+    code, _, talk = run(*arguments)
+    assert (code, talk.count("\n")) == (expected, 1), talk
+    assert words in talk
+
+
+def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> None:
+    asked = ("--prompt", "? vote")
+    from_file = ("generate", "bundled", "--cache", saved)
+    refused(run, "leave --context out, or --cache", *from_file, *asked, "--context", "the fox .")
+    refused(run, "was made for another model", "generate", "bundled-redundant", "--cache", saved, *asked, expected=4)
+    refused(run, "holds float32 and the model runs in bfloat16", *from_file, *asked, "--dtype", "bfloat16", expected=4)
+    refused(run, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
+    refused(run, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
+    refused(run, "give a --prompt with --cache", "generate", "no/model", "--cache", saved)
+    refused(run, "several prompts are asked of one context", "generate", "bundled", *asked, *asked)
+    compress = ("compress", "bundled", "--plan", plan, "--context", "the fox .", "-o")
+    refused(run, "--force to replace it", *compress, saved)
+    refused(run, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
+    refused(run, "give --context TEXT or @FILE", "compress", "no/model", "--plan", plan, "-o", tmp_path / "a.kv")
+    code, out, _ = run(*compress, tmp_path / "a.kv", "--dry-run")
+    assert (code, json.loads(out)) == (0, {"context": "the fox .", "output": str(tmp_path / "a.kv")})
+    assert list(tmp_path.iterdir()) == []
