@@ -59,6 +59,8 @@ DECIDING: dict[str, dict[str, tuple[float, ...]]] = {"expected_attention": {"eps
 RECALL_AT = (0.05, 0.1, 0.2)  # shares of a context that every head keeps
 LUKV, SHARED, CAKE, PROBE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE", "Probe"
 TARGETS = ("answers", "reconstruction")
+CANDIDATES = 4096  # tokens whose queries a bank is chosen of
+LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
 # what a fitted ranking is compared with: the built-in policies that order all entries of a prompt by a score
 COMPARED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
 
@@ -353,6 +355,11 @@ class RankingOptions(AnsweredOptions):
             refuse([((key,), "names nothing: leave it out, or name what to take")] if not given else [])
         return self
 
+    @property
+    def most_contexts(self) -> int:
+        """How many contexts are read to fit on, however many there are."""
+        raise NotImplementedError(f"{type(self).__name__} does not say")
+
     def make_policy(self) -> Policy:
         """There is none before it is fitted."""
         raise UsageError(f"method {self.method} makes a policy: it has none before")
@@ -378,6 +385,11 @@ class QueryBankOptions(RankingOptions):
     method: Literal["query_bank"] = "query_bank"
     policy: str = "query_bank"
     bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.", panel=PROBE)] = 64
+
+    @property
+    def most_contexts(self) -> int:
+        """See `RankingOptions.most_contexts`."""
+        return -(-CANDIDATES // LEAST_DRAWN)
 
 
 class ProbeOptions(RankingOptions):
@@ -408,6 +420,15 @@ class ProbeOptions(RankingOptions):
     def looked_at(self) -> tuple[str, ...]:
         """The features, and the spread in any case: heads whose context nothing looks at are ranked by it."""
         return self.features if SPREAD in self.features else (*self.features, SPREAD)
+
+    @property
+    def most_contexts(self) -> int:
+        """See `RankingOptions.most_contexts`."""
+        return -(-self.entries // LEAST_DRAWN)
+
+    def columns(self, head_dim: int) -> int:
+        """Return how many numbers are looked at of an entry whose key and value have `head_dim`."""
+        return sum(head_dim if name in ("key", "value") else 1 for name in self.looked_at)
 
 
 class DynamicOptions(CalibrationOptions):

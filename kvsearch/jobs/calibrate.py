@@ -193,8 +193,11 @@ METHODS: dict[str, type[CalibrateOptions]] = {
 def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | RankingCost | None]:
     """Return the configuration of the run and, of PolyKV and rankings, what it would cost.
 
-    Whatever would stop the calibration at its start is found out; errors as `calibrate`.
+    Whatever would stop the calibration at its start is found out; errors as `calibrate`. For a ranking the weights of
+    the model are not loaded.
     """
+    if isinstance(options, RankingOptions):
+        options = options.without_weights(options.model)
     texts, config, loaded = _checked(options, talk, tflops=True)
     goes_on = _goes_on(options, config)
     rate = TFLOPS if options.tflops is None else options.tflops

@@ -79,6 +79,12 @@ class Loading(JobOptions):
         found._loaded = loaded
         return found
 
+    def without_weights(self, name: str) -> Self:
+        """Return the options with the shape of a model, which is all that is loaded: see `load_shape`."""
+        from kvsearch.models.loading import load_shape
+
+        return self if self._loaded is not None else self.with_model(load_shape(name, self.loading()))
+
     def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
         from kvsearch.models.loading import load

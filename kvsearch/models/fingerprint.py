@@ -23,17 +23,20 @@ VOLATILE = frozenset(
 SAMPLES = 64
 
 
-def fingerprint(model: Any, name: str | None = None, revision: str | None = None) -> ModelFingerprint:
+def fingerprint(
+    model: Any, name: str | None = None, revision: str | None = None, weights: bool = True
+) -> ModelFingerprint:
     """Identify `model` by content. Weights are sampled (64 values of every tensor, rounded to bfloat16), so that the
     fingerprint costs milliseconds and does not depend on the device, nor on whether the model was loaded in float32 or
     in bfloat16. (Loading in float16 what was not stored so changes small weights, and with them the fingerprint.)
+    Without `weights` the model is no more than its shape, and the hash that of nothing.
     """
     shape = describe(model)
     return ModelFingerprint(
         name=name or getattr(model.config, "_name_or_path", "") or type(model).__name__,
         model_type=shape.model_type,
         config_sha256=config_hash(text_config(model)),
-        weights_sha256=weights_hash(model),
+        weights_sha256=weights_hash(model) if weights else hashlib.sha256().hexdigest(),
         revision=revision,
         layers=shape.layers,
         kv_heads=shape.kv_heads,

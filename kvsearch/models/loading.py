@@ -76,17 +76,49 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
 
 
-def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
+    """Load `name` without its weights: its configuration and tokenizer are enough to say what something would cost.
 
+    The fingerprint has the hash of no weights. Errors as `load`.
+    """
+    options = options or LoadOptions()
+    if options.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from kvsearch.models.fingerprint import fingerprint
+
+    source = str(resource(f"data/{name}")) if name in BUNDLED else name
+    common = _common(name, source, options)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        config = AutoConfig.from_pretrained(source, **common)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
+        model = model.to(dtype or torch.float32).eval()
+    except Exception as error:
+        raise _explain(name, source, error) from error
+    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights=False))
+
+
+def _common(name: str, source: str, options: LoadOptions) -> dict[str, Any]:
+    """Return what all parts of a model are loaded with; IncompatibleError if it is a directory of something else."""
     if Path(source).exists() and not (Path(source) / "config.json").is_file():
         raise IncompatibleError(f"{name!r} has no config.json, so it is not the directory of a Hugging Face model")
-    common: dict[str, Any] = {
+    return {
         "revision": options.revision or "main",
         "trust_remote_code": options.trust_remote_code,
         "local_files_only": options.offline or Path(source).exists(),
     }
+
+
+def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    common = _common(name, source, options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
         device = options.device

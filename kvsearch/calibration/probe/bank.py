@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsearch.arrays import Floats
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.options import COMPARED, QueryBankOptions
+from kvsearch.calibration.options import CANDIDATES, COMPARED, QueryBankOptions
 from kvsearch.calibration.probe.measure import recall_of
 from kvsearch.calibration.probe.reading import BUDGETS, Asking, prepared, split, without_questions
 from kvsearch.calibration.prompts import CalibrationPrompt
@@ -41,7 +41,6 @@ from kvsearch.runtime.collector import plain_queries
 from kvsearch.runtime.observe import DensePass
 
 SINKS = 4
-CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 ROUNDS = 10  # of k-means
 
 

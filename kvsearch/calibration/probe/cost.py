@@ -2,7 +2,9 @@
 
 Every context is read under its full cache, and what is asked of it goes on from there: a fit reads contexts to fit on
 and to report on once, those to choose on as often as something is chosen. Own replies count with as many tokens as
-they may have. Attention that is only replayed is not counted, so seconds are a lower bound.
+they may have. Attention that is looked at costs what its logits cost, once for importance, and whole for every set of
+entries under which the output of heads is compared. Scores of policies and the softmax are not counted, and no machine
+is always busy, so seconds are a lower bound.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import COMPARED, ProbeOptions, QueryBankOptions, RankingOptions
+from kvsearch.calibration.options import CANDIDATES, COMPARED, ProbeOptions, QueryBankOptions, RankingOptions
 from kvsearch.calibration.polykv.cost import FP32, ModelSize, Operations, PassCost, cost_of, pairs_of
-from kvsearch.calibration.probe.bank import CANDIDATES
+from kvsearch.calibration.probe.bank import ROUNDS
 from kvsearch.calibration.probe.measure import FEW
-from kvsearch.calibration.probe.reading import BUDGETS, Parts, kind_to_leave_out, prepared, split
-from kvsearch.calibration.probe.sample import WIDTH
+from kvsearch.calibration.probe.reading import BUDGETS, Asking, Parts, evenly, kind_to_leave_out, prepared, split
+from kvsearch.calibration.probe.sample import BATCH, RIDGE, STEPS, STRONG, WIDTH
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
@@ -33,7 +35,9 @@ class RankingCost:
     passes: int  # plain runs of the model over a context
     continuations: int  # over what is asked of one
     reading: PassCost
-    held_bytes: int  # entries, or queries, to fit on
+    disk_bytes: int  # entries, or queries, to fit on, until the end
+    host_bytes: int  # at most, besides the model and the libraries
+    fit_flops: float  # of Gram matrices and networks
     weights_bytes: int  # at most
 
     def as_json(self) -> dict[str, Any]:
@@ -46,7 +50,13 @@ class RankingCost:
         yield f"contexts: {fit} to fit on, {choose} to choose on, {report} to report on"
         runs = f"{self.passes:,} runs of the model over contexts, {self.continuations:,} over what is asked of them"
         yield f"{runs}: at least {words}"
-        yield f"held to fit on: {self.held_bytes / 1e6:.3g} MB; weights: at most {self.weights_bytes / 1e6:.3g} MB"
+        yield f"fitting: {self.fit_flops / 1e12:.3g} TFLOP more"
+        yield f"memory of the host: at most {_size(self.host_bytes)}, besides the model"
+        yield f"on disk: {_size(self.disk_bytes)} until it is done; weights: at most {_size(self.weights_bytes)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def ranking_cost(
@@ -56,16 +66,24 @@ def ranking_cost(
     if not 0 < tflops < float("inf"):
         raise UsageError(f"a rate of {tflops:g} TFLOP/s must be above 0")
     prompts, asking = prepared(loaded, data, options)
-    parts, size, work = split(prompts, options.seed), ModelSize.of(loaded.model), _Work(ModelSize.of(loaded.model))
+    return cost_of_fit(ModelSize.of(loaded.model), prompts, asking, options, tflops)
+
+
+def cost_of_fit(
+    size: ModelSize, prompts: Sequence[CalibrationPrompt], asking: Asking, options: RankingOptions, tflops: float
+) -> RankingCost:
+    """Estimate what a calibration on these prompts takes, for a model of this size."""
+    parts, work = split(prompts, options.seed), _Work(size)
     if options.answers == "own" and "answers" in asking.targets:
         for prompt in prompts:
             replies = [one.answer + (one.most or options.answer_tokens) for one in prompt.continuations]
-            work.read(prompt.length, replies, bool(replies))
+            work.read(prompt.length, replies, bool(replies), 0)
     lengths = {prompt: [one.tokens.shape[1] for one in asking.questions(prompt, "cpu")] for prompt in prompts}
     if isinstance(options, ProbeOptions):
         left_out = kind_to_leave_out(parts) if "answers" in asking.targets else None
         _count_probe(work, parts, lengths, options, left_out is not None)
-        held, weights = _bytes_of_probe(size, parts, options, len(asking.targets), left_out is not None)
+        disk, weights = _bytes_of_probe(size, parts, options, len(asking.targets), left_out is not None)
+        host, fitting = _fitting(size, parts, options, 1 + (left_out is not None))
     else:
         assert isinstance(options, QueryBankOptions)
         for prompt in prompts:
@@ -73,11 +91,13 @@ def ranking_cost(
         share = -(-CANDIDATES // len(parts.fit))
         asked = sum(min(share, sum(lengths[prompt])) for prompt in parts.fit)
         query = len(size.full_layers) * size.heads * size.head_dim * FP32
-        held, weights = asked * query, min(options.bank, asked) * query
+        disk, weights = asked * query, min(options.bank, asked) * query
+        # queries as they are joined, as vectors, and in the distances of k-means
+        host, fitting = 3 * disk, 2.0 * asked * options.bank * query / FP32 * (1 + ROUNDS)
     cost = cost_of(size, work.made, tflops)
     return RankingCost(
-        tflops, (len(parts.fit), len(parts.choose), len(parts.report)), work.passes, work.continuations, cost, held,
-        weights,
+        tflops, (len(parts.fit), len(parts.choose), len(parts.report)), work.passes, work.continuations, cost, disk,
+        host, fitting, weights,
     )  # fmt: skip
 
 
@@ -87,18 +107,19 @@ class _Work:
     def __init__(self, size: ModelSize) -> None:
         self.size, self.made, self.passes, self.continuations = size, Operations(), 0, 0
 
-    def read(self, length: int, asked: Sequence[int], times: int = 1) -> None:
-        """Read a context, and all that is asked of it."""
+    def read(self, length: int, asked: Sequence[int], times: int = 1, replayed: float = 0.5) -> None:
+        """Read a context, and all that is asked of it, whose attention is `replayed` so many times."""
         layers = self.size.layers
         self.made.add(layers * length, layers * pairs_of(0, length), 0, times)
         self.passes += times
-        self.ask(length, asked, times)
+        self.ask(length, asked, times, replayed)
 
-    def ask(self, length: int, asked: Sequence[int], times: int = 1) -> None:
+    def ask(self, length: int, asked: Sequence[int], times: int = 1, replayed: float = 0.0) -> None:
         """Run what is asked of a context, numbers of tokens, after it."""
         for count in asked:
-            layers = self.size.layers
-            self.made.add(layers * count, layers * pairs_of(length, count), count, times)
+            layers, pairs = self.size.layers, pairs_of(length, count)
+            again = round(replayed * len(self.size.full_layers) * pairs)
+            self.made.add(layers * count, layers * pairs + again, count, times)
             self.continuations += times
 
 
@@ -112,7 +133,7 @@ def _count_probe(
     """Count the runs of a fit: what is fitted, chosen (twice where a kind is left out) and reported."""
 
     def judged(prompt: CalibrationPrompt) -> list[int]:
-        return [one.tokens.shape[1] for one in prompt.continuations] or lengths[prompt]
+        return [one.tokens.shape[1] for one in prompt.continuations] or list(evenly(lengths[prompt]))
 
     fits = 1 + leaves_out
     for prompt in parts.fit:
@@ -120,7 +141,8 @@ def _count_probe(
     for prompt in parts.choose:
         work.read(prompt.length, lengths[prompt], fits)  # the best regression
         if SPREAD in options.features:
-            work.read(prompt.length, lengths[prompt], fits)  # how far heads move
+            # how far heads move, under two rankings at every budget
+            work.read(prompt.length, lengths[prompt], fits, 1 + 2 * len(BUDGETS))
             work.read(prompt.length, (), fits)  # how far replies move, of two rankings
             work.ask(prompt.length, judged(prompt), fits * (1 + 2 * len(BUDGETS)))
     for prompt in parts.report:
@@ -132,11 +154,31 @@ def _bytes_of_probe(
     size: ModelSize, parts: Parts, options: ProbeOptions, targets: int, leaves_out: bool
 ) -> tuple[int, int]:
     """Return the bytes of the entries that are drawn, with their targets, and at most those of the weights."""
-    columns = sum(size.head_dim if name in ("key", "value") else 1 for name in options.looked_at)
+    columns = options.columns(size.head_dim)
     heads, each = len(size.full_layers) * size.kv_heads, -(-options.entries // len(parts.fit))
     drawn = sum(min(each, prompt.length - SINKS - options.protect) for prompt in parts.fit)
-    told = 1 + (targets if targets > 1 else 0) + leaves_out
-    width = WIDTH if options.form == "network" and len(parts.fit) >= FEW else 0
+    told, width = 1 + (targets if targets > 1 else 0) + leaves_out, _width(parts, options)
     # center, scale and linear; hidden, with its bias and output; bias
     weights = 3 * columns + width * (columns + 2) + 1
     return heads * drawn * (columns + told) * FP32, heads * weights * FP32
+
+
+def _width(parts: Parts, options: ProbeOptions) -> int:
+    """Return how many hidden units a head may have."""
+    return WIDTH if options.form == "network" and len(parts.fit) >= FEW else 0
+
+
+def _fitting(size: ModelSize, parts: Parts, options: ProbeOptions, fits: int) -> tuple[int, float]:
+    """Return the bytes that the host needs, and the operations of Gram matrices and networks.
+
+    While contexts are read: the features of one, and their copy as one layer's are taken. While a layer is fitted: its
+    entries, standardised, without some of their columns, and twice as long for the Gram matrix.
+    """
+    columns, heads = options.columns(size.head_dim), len(size.full_layers) * size.kv_heads
+    longest = max(prompt.length for part in parts for prompt in part)
+    read = heads * longest * columns * FP32 + size.kv_heads * longest * columns * 2 * FP32
+    layer = size.kv_heads * options.entries * columns * (3 * FP32 + 2 * 2 * FP32)
+    strengths = len(STRONG) if len(parts.fit) < FEW else len(RIDGE)
+    ridge = 2 * strengths * 2.0 * options.entries * columns**2  # on all columns, and on an entry's own
+    network = 6.0 * STEPS * min(BATCH, options.entries) * columns * _width(parts, options)
+    return max(read, layer), heads * (fits * ridge + network)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,11 @@ from kvsearch.signals.divergence import total_variation
 from kvsearch.signals.output_loss import attention_change
 from kvsearch.tasks.prompts import PromptFormat
 
+Item = TypeVar("Item")
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
 LEAST_CONTEXTS = 3
+MOST_JUDGED = 32  # contexts to choose on, and to report on
+MOST_CHUNKS = 4  # of a context without questions, by which rankings are judged
 LEAST_KINDS = 2
 REPEAT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
@@ -40,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def split(prompts: Sequence[CalibrationPrompt], seed: int) -> Parts:
-    """Share out contexts: a fifth to choose on, a fifth to report on, the others to fit on.
+    """Share out contexts: a fifth to choose on, a fifth to report on, at most `MOST_JUDGED` each, others to fit on.
 
     Raises:
         UsageError: there are fewer than three.
@@ -51,8 +54,15 @@ def split(prompts: Sequence[CalibrationPrompt], seed: int) -> Parts:
             f"least {LEAST_CONTEXTS}, better dozens"
         )
     mixed_up = random.Random(seed).sample(list(prompts), len(prompts))
-    part = max(1, len(prompts) // 5)
+    part = min(max(1, len(prompts) // 5), MOST_JUDGED)
     return Parts(mixed_up[2 * part :], mixed_up[:part], mixed_up[part : 2 * part])
+
+
+def some_prompts(prompts: list[CalibrationPrompt], options: RankingOptions) -> list[CalibrationPrompt]:
+    """Return those of the prompts that are read, in their order: each is to give enough to be worth a pass."""
+    most = options.most_contexts + 2 * MOST_JUDGED
+    drawn = random.Random(options.seed).sample(range(len(prompts)), min(most, len(prompts)))
+    return [prompts[number] for number in sorted(drawn)]
 
 
 def without_questions(prompts: Sequence[CalibrationPrompt]) -> int:
@@ -90,6 +100,11 @@ class Asked(NamedTuple):
     tokens: Tensor
     predicting: slice
     kind: str | None = None
+
+
+def evenly(asked: Sequence[Item]) -> tuple[Item, ...]:
+    """Return at most `MOST_CHUNKS` of what is asked of a context."""
+    return tuple(asked[number] for number in sorted({i * len(asked) // MOST_CHUNKS for i in range(MOST_CHUNKS)}))
 
 
 @dataclass(frozen=True)
@@ -145,11 +160,14 @@ def prepared(
 ) -> tuple[list[CalibrationPrompt], Asking]:
     """Return the contexts with their given answers, and how they are asked, once all is checked.
 
+    Of many contexts some are drawn, see `some_prompts`.
+
     Raises:
         UsageError: fewer than three contexts, or one that is too short or that nothing can be asked of.
         IncompatibleError: a context and what is asked of it do not fit the model's positions.
     """
     prompts = prompts_of(loaded, data, answer_tokens=options.answer_tokens, max_length=options.max_length)
+    prompts = some_prompts(prompts, options)
     check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
     split(prompts, options.seed)
     return prompts, Asking.of(loaded, prompts, data.prompt, options.targets)
@@ -170,7 +188,7 @@ class Reading:
     options: ProbeOptions
     passed: ImportancePass
     asked: tuple[Asked, ...]
-    judged: tuple[Asked, ...]  # the given answers, or all that is asked where there are none
+    judged: tuple[Asked, ...]  # the given answers, or chunks of the context where there are none
     length: int
     free: slice
     refusal: str
@@ -203,7 +221,7 @@ class Reading:
             raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
         asked = tuple(asking.questions(prompt, loaded.device))
         answers = tuple(one for one in asking.questions(given, loaded.device) if one.target == "answers")
-        return cls(prompt.context, options, passed, asked, answers or asked, prompt.length, free, refusal)
+        return cls(prompt.context, options, passed, asked, answers or evenly(asked), prompt.length, free, refusal)
 
     @property
     def features(self) -> list[Tensor]:
