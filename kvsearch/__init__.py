@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
+    from kvsearch.jobs.reproduce import reproduce
     from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
     from kvsearch.jobs.validate import validate
@@ -36,13 +37,14 @@ _HOMES = {
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
     **{
         verb: f"kvsearch.jobs.{verb}"
-        for verb in ("calibrate", "compress", "evaluate", "evolve", "export", "run", "select", "validate")
+        for verb in ("calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
     },
 }  # fmt: skip
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "compress", "evaluate",
-    "evolve", "export", "export_to", "load_plan", "load_profile", "run", "select", "validate",
+    "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run",
+    "select", "validate",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import kvsearch
 from kvsearch.errors import UsageError
 
-VERBS = ("calibrate", "compress", "evaluate", "evolve", "export", "run", "select", "validate")
+VERBS = ("calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
 
 
 def test_every_name_is_there() -> None:

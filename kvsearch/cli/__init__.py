@@ -20,6 +20,7 @@ VERBS = {
     "beats it.",
     "export": "Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).",
     "evaluate": "Score methods or plans on the same questions as the full cache, all at the same size.",
+    "reproduce": "Make a table of a paper again, on any model: calibrate, search and ask as the paper did.",
     "generate": "Read a context into the cache the plan allows, then answer a prompt from it (greedy).",
     "compress": "Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.",
     "show": "Show a plan or a profile: tables and a heat map of layers and heads.",

@@ -201,10 +201,9 @@ class WithTasks(TaskDetails):
         return find_tasks(self.tasks or default_tasks(model), self.task_options(split))
 
 
-class Batching(Seeded):
-    """How many questions are asked, how long prompts may be, and how many are asked at a time."""
+class Batches(Seeded):
+    """How long prompts may be, and how many are asked at a time."""
 
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
     max_length: Annotated[
         int | None,
         Field(ge=1),
@@ -230,6 +229,12 @@ class Batching(Seeded):
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
         return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+
+
+class Batching(Batches):
+    """How many questions are asked, how long prompts may be, and how many are asked at a time."""
+
+    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
 
     def asking(self, protocol: Protocol) -> Settings:
         """Return how questions are asked under a protocol."""

@@ -48,10 +48,11 @@ WITH_MODEL = {
     "headroom",
     "lm-eval",
     "doctor",
+    "reproduce",
 }
 FORETELLING = {
     "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "headroom",
-    "lm-eval",
+    "lm-eval", "reproduce",
 }  # fmt: skip
 
 

@@ -1,0 +1,194 @@
+"""kvsearch reproduce: make a table of a paper again, on any model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from kvsearch.config.options import Option
+from kvsearch.errors import UsageError
+from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, WithTasks
+from kvsearch.jobs.public import job
+from kvsearch.jobs.reproduce_stages import Stages, options_read
+from kvsearch.jobs.run_progress import overall
+from kvsearch.jobs.stages import on_interruption
+from kvsearch.jobs.talk import Talk
+from kvsearch.papers.catalog import find_table, model_of
+from kvsearch.papers.table import Ask, PaperTable, Scale
+from kvsearch.plan.fields import Entries
+
+if TYPE_CHECKING:
+    from kvsearch.report.reproduced import Reproduced
+    from kvsearch.report.table import Table
+
+RUNS = Path("runs") / "reproduce"
+
+
+class ReproduceOptions(WithTasks, Loading, Batches):
+    """Which table, of which model, and what is not as in the paper."""
+
+    job: ClassVar[str] = "reproduce"
+
+    table: Annotated[
+        str, Option("A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
+    ] = ""
+    model: Annotated[
+        str,
+        Option("A hub id, a local directory, `bundled` or `bundled-redundant`.", metavar="MODEL", argument=True),
+    ] = ""
+    output: Annotated[
+        Path | None,
+        Option(
+            "Directory of the tables and their stages, which tables share.",
+            short="-o",
+            metavar="DIR",
+            shown=f"{RUNS}/MODEL",
+            recorded=False,
+        ),
+    ] = None
+    listed: Annotated[bool, Option("List the tables, or say all of one, and stop.", flag="--list", recorded=False)] = (
+        False
+    )
+    tasks: Annotated[
+        str | None,
+        Option("Ask these, and search on them, in place of the table's own: as for evaluate.", metavar="SPEC",
+               panel=TASKS, shown="those of the table"),
+    ] = None  # fmt: skip
+    samples: Annotated[
+        int | None, Field(ge=1), Option("Contexts per task.", panel=ASKED, shown="those of the table")
+    ] = None
+    budgets: Annotated[
+        tuple[Entries, ...] | None,
+        Numbers,
+        replace(BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table"),
+    ] = None
+
+    @property
+    def place(self) -> Path:
+        """The directory of the tables."""
+        return self.output or RUNS / self.model.rstrip("/").rpartition("/")[2]
+
+    def chosen_table(self) -> PaperTable:
+        """Return the table; UsageError if there is none of that name, or no model."""
+        if not self.table:
+            raise UsageError("which table? Give its name and a model; kvsearch reproduce --list names all")
+        found = find_table(self.table)
+        if not self.model:
+            raise UsageError(
+                f"{found.name} of which model? Give a hub id, a local directory or bundled; --list says all of it"
+            )
+        return found
+
+    def scale(self, table: PaperTable) -> Scale:
+        """Return how much is asked: as the table has it for this model, but for what was given."""
+        from kvsearch.models.loading import BUNDLED
+
+        scale = table.bundled if self.model in BUNDLED else table.paper
+        asks, searches = self._asks(scale.asks), self._asks(scale.searches, search=True)
+        if self.budgets is None:
+            return replace(scale, asks=asks, searches=searches)
+        if not scale.budgets:
+            raise UsageError(f"{table.name} evicts shares of the prompts: leave --budgets out")
+        if len(self.budgets) != len(scale.budgets) and len(scale.budgets) == 1:
+            raise UsageError(f"{table.name} has one budget: give one with --budgets")
+        return replace(scale, asks=asks, searches=searches, budgets=tuple(sorted(self.budgets)))
+
+    def _asks(self, asks: Sequence[Ask], search: bool = False) -> tuple[Ask, ...]:
+        """Return what is asked in place of `asks`, each once; a search keeps its own number of samples."""
+        given: dict[str, Any] = {}
+        if self.tasks is not None:
+            given |= {"tasks": self.tasks, "length": (), "tokens": 0}
+        if self.length is not None:
+            given |= {"length": self.length}
+        if self.samples is not None and not search:
+            given |= {"samples": self.samples}
+        return tuple(dict.fromkeys(self._fitting(ask, given) for ask in asks))
+
+    def _fitting(self, ask: Ask, given: Mapping[str, Any]) -> Ask:
+        """Return what is asked with what was given of it; a length only where tasks have one."""
+        changed = replace(ask, **given)
+        return changed if "length" in options_read(changed.tasks) else replace(changed, length=())
+
+
+@dataclass(frozen=True, eq=False)
+class Reproduction:
+    """A table that was made again, and the files that it is in."""
+
+    options: ReproduceOptions
+    found: Reproduced
+    files: tuple[Path, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it."""
+        return self.found.as_json()
+
+    def tables(self) -> list[Table]:
+        """Return it as a table."""
+        return [self.found.table()]
+
+    def remarks(self) -> Iterator[str]:
+        """Say where it is."""
+        yield f"wrote {', '.join(map(str, self.files))}"
+
+
+@job(ReproduceOptions)
+def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
+    """Return the stages with what they cost, as JSON; errors as `reproduce` before a model is loaded."""
+    table = options.chosen_table()
+    stages = Stages(options, table.stages(options.scale(table)))
+    return {
+        "table": table.name, "model": options.model, "directory": str(options.place),
+        "paper_numbers": model_of(table, options.model) is not None,
+        "stages": [stages.told(stage) for stage in stages.all],
+    }  # fmt: skip
+
+
+@job(ReproduceOptions)
+def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
+    """Make a table of a paper again: calibrate, search and ask as it did, as far as that is known, on any model.
+
+    Writes TABLE.json, .csv, .md and .tex to the directory; every stage has a directory of its own there, named by its
+    options, so that the same call goes on where it stopped and tables share what they have in common. Beside the values
+    are the paper's numbers where the model is the paper's.
+
+    Raises:
+        UsageError: an unknown table or task, or data that is missing.
+        IncompatibleError: the model computes NaN, or it can run none of the methods.
+        EnvironmentFault: the disk is full, or the model cannot be loaded here.
+    """
+    from kvsearch.report.paper_captions import reproduced
+
+    table = options.chosen_table()
+    scale = options.scale(table)
+    stages = Stages(options, table.stages(scale))
+    loaded = options.load(options.model, talk)
+    stages.require_data(loaded)
+    again = f"what is finished is kept in {options.place}: give the same command again to go on"
+    with on_interruption(talk, lambda: again), overall(talk, stages.work) as whole:
+        for stage in stages.all:
+            with whole.stage(stage.name, stage.words) as part:
+                stages.run(stage, loaded, part)
+    stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
+    found = reproduced(table, options.model, scale == table.bundled, stages.finished, stated)
+    return Reproduction(options, found, write(options.place, found))
+
+
+def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
+    """Write a table in all its forms, in place of what an earlier call has left; return the files."""
+    from kvsearch.plan.canonical import canonical_json
+    from kvsearch.plan.files import atomic_write
+    from kvsearch.report.table import latex, markdown
+
+    made = found.table()
+    texts = {
+        ".json": canonical_json(found.as_json()), ".csv": found.csv().encode(), ".md": markdown(made).encode(),
+        ".tex": latex(made).encode(),
+    }  # fmt: skip
+    files = {place / f"{found.name}{suffix}": text for suffix, text in texts.items()}
+    for path, text in files.items():
+        atomic_write(path, text)
+    return tuple(files)

@@ -1,0 +1,105 @@
+"""A paper's table made again: its cells beside the paper's numbers, as a table, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvsearch.papers.numbers import Key
+from kvsearch.report.numbers import or_dash
+from kvsearch.report.table import Cell, RowGroup, Table
+
+SCHEMA = "kvsearch.reproduction/1"
+PAPER, LEFT_OUT = "paper", "left out"
+CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell: a value in points of 100 (or as its column says) with its 95% interval, or a text in its place.
+
+    `block` is the heading that it is under; `key` is what the file of the paper's numbers calls that. Of `ranked` ones
+    the highest of a column and block is marked.
+    """
+
+    row: str
+    column: str
+    value: float | None
+    block: str = ""
+    key: str = ""
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+    paper: float | None = None
+    ranked: bool = False
+
+    def beside(self, model: str | None, numbers: Mapping[Key, float]) -> Measured:
+        """Return the cell with the paper's number of this model, if it is there."""
+        return self if model is None else replace(self, paper=numbers.get((model, self.key, self.row, self.column)))
+
+    @property
+    def shown(self) -> str:
+        """The cell as it is printed."""
+        return self.text or or_dash(self.value, ".2f")
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """The cells of a table, what stands above and below it, and what it was made of."""
+
+    name: str
+    title: str
+    cells: tuple[Measured, ...]
+    caption: tuple[str, ...]
+    notes: tuple[str, ...]
+    content: Mapping[str, Any]
+
+    def table(self) -> Table:
+        """Return the table: a row of the paper's numbers follows every row that has some."""
+        columns = list(dict.fromkeys(cell.column for cell in self.cells))
+        groups = [
+            RowGroup(block, list(self._rows([cell for cell in self.cells if cell.block == block], columns)))
+            for block in dict.fromkeys(cell.block for cell in self.cells)
+        ]
+        return Table(self.title, ["", *columns], groups, self.notes, self.caption)
+
+    def _rows(self, cells: Sequence[Measured], columns: Sequence[str]) -> Iterator[list[Cell]]:
+        best = {column: _best(cells, column) for column in columns}
+        for row in dict.fromkeys(cell.row for cell in cells):
+            mine = {cell.column: cell for cell in cells if cell.row == row}
+            texts = {column: mine[column].shown if column in mine else "" for column in columns}
+            ranked = {column for column, cell in mine.items() if cell.ranked}
+            yield [
+                Cell(row),
+                *(Cell(text, column in ranked and text == best[column]) for column, text in texts.items()),
+            ]
+            if any(cell.paper is not None for cell in mine.values()):
+                beside = (mine[column].paper if column in mine else None for column in columns)
+                yield [Cell(f"{row}, {PAPER}"), *(Cell("" if value is None else f"{value:.2f}") for value in beside)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything: cells, caption, and the stages that they come from."""
+        cells = [{key: value for key, value in asdict(cell).items() if key != "ranked"} for cell in self.cells]
+        told = {"caption": list(self.caption), "notes": list(self.notes)}
+        return {"schema": SCHEMA, "table": self.name, "title": self.title, **told, **self.content, "cells": cells}
+
+    def csv(self) -> str:
+        """Return a line per cell."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(CSV_HEADER)
+        for cell in self.cells:
+            numbers = (cell.value, cell.low, cell.high, cell.text, cell.paper)
+            writer.writerow([self.name, cell.block, cell.row, cell.column, *numbers])
+        return text.getvalue()
+
+
+def _best(cells: Sequence[Measured], column: str) -> str | None:
+    """Return how the highest of the ranked cells of a column is printed; None where all are printed alike."""
+    ranked = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
+    if len({cell.shown for cell in ranked}) < 2:
+        return None
+    return max(ranked, key=lambda cell: cell.value or 0.0).shown

@@ -1,0 +1,89 @@
+"""kvsearch reproduce, end to end on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvsearch.jobs.reproduce import ReproduceOptions
+from kvsearch.jobs.reproduce_stages import Stages
+from kvsearch.models.loading import load
+from kvsearch.papers.table import Stage
+from kvsearch.resources import resource
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import USAGE, refused
+
+ONE = ("--tasks", "synthetic:single", "--samples", 1, "--length", 512)
+
+
+def test_the_list_and_all_of_one(run: Run) -> None:
+    _, out, _ = run("reproduce", "--list", "--json")
+    assert {"evolkv-group-size", "lukv-figures"} <= {table["name"] for table in json.loads(out)["tables"]}
+    code, out, _ = run("reproduce", "--list", "lukv-table3")
+    assert code == 0
+    assert "LU-KV (arXiv 2602.08585), Table 3" in out
+    assert "numbers of the paper beside: 170" in out
+    assert "not as in the paper: " in out
+
+
+def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
+    command = ("reproduce", "lava-table13", "bundled", *ONE, "--budgets", "16", "-o", tmp_path)
+    _, out, _ = run(*command, "--dry-run")
+    (before,) = json.loads(out)["stages"]
+    assert (before["state"], before["contexts"], before["replies"]) == ("to do", 1, 4)
+    code, out, talk = run(*command)
+    assert code == 0, talk
+    assert "LAVa-Pyramid" in out
+    assert "without the paper's numbers: bundled is none of its models" in " ".join(out.split())
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")}
+    assert set(files) == {f"lava-table13{suffix}" for suffix in (".md", ".tex", ".csv", ".json")}
+    assert b"split report, question-aware, evicting in prefill, 1 context with" in files["lava-table13.md"]
+    _, out, _ = run(*command, "--dry-run")
+    assert json.loads(out)["stages"][0]["state"] == "finished"
+    ledger = next(tmp_path.glob("stages/*/ledger.jsonl"))
+    written = ledger.stat().st_mtime_ns
+    assert run(*command)[0] == 0
+    assert ledger.stat().st_mtime_ns == written
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")} == files
+
+
+def test_the_papers_numbers_are_beside_its_model(run: Run, tmp_path: Path) -> None:
+    model = tmp_path / "Mistral-7B-Instruct-v0.2"
+    model.symlink_to(resource("data/bundled"))
+    code, out, talk = run(
+        "reproduce", "lava-table13", model, *ONE, "--budgets", "128", "-o", tmp_path / "runs", "--json"
+    )
+    assert code == 0, talk
+    found = json.loads(out)
+    cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
+    assert cells["LAVa-Uniform", "average"]["paper"] == 36.20
+    assert cells["Full", "average"]["paper"] == 45.07
+    assert not any(note.startswith("made smaller") for note in found["notes"])
+
+
+def test_what_a_model_cannot_run_is_left_out() -> None:
+    options = {"budgets": "6", "settings": ("window=8",)}
+    stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
+    stages = Stages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
+    usable, left = stages.usable(stage, load("bundled"))
+    assert usable.methods == ("streaming",)
+    assert list(left) == ["uniform"]
+
+
+def test_bad_requests(run: Run, tmp_path: Path) -> None:
+    refused(run, USAGE, "did you mean 'lukv-table1'", "reproduce", "lukv-tabel1", "bundled")
+    refused(run, USAGE, "which table", "reproduce", "--offline")
+    data, model = tmp_path / "none.jsonl", resource("data/bundled")
+    asked = ("reproduce", "lava-table12", model, "--data", data, "-o", tmp_path / "runs")
+    refused(run, USAGE, str(data), *asked)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_table_with_a_search(run: Run, tmp_path: Path) -> None:
+    code, out, talk = run("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
+    assert code == 0, talk
+    rows = {cell["row"] for cell in json.loads(out)["cells"]}
+    assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}

@@ -1,0 +1,159 @@
+"""Descriptions of papers' tables: every stage can be a job, every row has a method, and numbers are as printed."""
+
+from __future__ import annotations
+
+import re
+from statistics import fmean
+
+import pytest
+
+from kvsearch.config.options import JobOptions
+from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrate import CalibrateOptions
+from kvsearch.jobs.evaluate import EvaluateOptions
+from kvsearch.jobs.evolve import EvolveOptions
+from kvsearch.jobs.export import ExportOptions
+from kvsearch.jobs.plan import ScaleOptions
+from kvsearch.jobs.reproduce import ReproduceOptions
+from kvsearch.jobs.reproduce_stages import Stages
+from kvsearch.jobs.select import SelectOptions
+from kvsearch.jobs.validate import ValidateOptions
+from kvsearch.papers.catalog import ALIASES, TABLES, find_table, model_of
+from kvsearch.papers.numbers import numbers
+from kvsearch.papers.table import PaperTable, Scale
+
+JOBS: dict[str, type[JobOptions]] = {
+    "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
+    "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions,
+}  # fmt: skip
+FORMS = [(table, scale) for table in TABLES.values() for scale in (table.paper, table.bundled)]
+NAMED = [f"{table.name}-{form}" for table in TABLES.values() for form in ("paper", "bundled")]
+# averages that the papers print beside scores which have another mean
+SLIPS = {
+    ("lava-table2", "Mistral-7B", "128", "CAKE"), ("lava-table6", "Qwen2.5-7B", "256", "SnapKV"),
+    ("lava-table6", "Qwen2.5-7B", "512", "SnapKV"), ("lava-table7", "Qwen2.5-14B", "128", "Ada-PyramidKV"),
+    ("evolkv-table2", "Llama-3-8B-Instruct", "256", "StreamingLLM"),
+}  # fmt: skip
+LEFT_OUT = {"lava-mistral": "passage_count", "lava-llama3": "vcsum"}
+
+
+@pytest.mark.parametrize(("table", "scale"), FORMS, ids=NAMED)
+def test_every_stage_has_options_of_its_job(table: PaperTable, scale: Scale) -> None:
+    stages, before = table.stages(scale), set[str]()
+    for stage in stages:
+        needed = set(re.findall(r"\{([\w-]+)\}", f"{dict(stage.options)} {stage.methods}"))
+        assert needed <= before
+        assert stage.name not in before
+        before.add(stage.name)
+        place = {} if stage.job == "validate" else {"output": "out.json"}
+        model = {} if stage.job in ("export", "scale") else {"model": "bundled"}
+        JOBS[stage.job].of(**model, **place, **stage.options)
+
+
+@pytest.mark.parametrize(("table", "scale"), FORMS, ids=NAMED)
+def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> None:
+    stages = table.stages(scale)
+    methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
+    plans = {stage.name for stage in stages if stage.job in ("scale", "export", "select")}
+    sizes = [str(size) for size in (*scale.budgets, *scale.ratios)]
+    blocks = [ask.block for ask in scale.asks]
+    there = [row for row in table.rows if _names(row.method, sizes, blocks) & (methods | plans)]
+    if table.name == "evolkv-group-size":  # both forms in one list
+        assert len(there) in (5, 6)
+    else:
+        assert len(there) == len(table.rows)
+
+
+def _names(method: str, sizes: list[str], blocks: list[str]) -> set[str]:
+    return {method.format(size=size, block=block) for size in sizes for block in blocks or [""]}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for (model, block, row, column), value in numbers(table.name).items():
+        assert model in table.models.values()
+        found.setdefault((model, block, row), {})[column] = value
+    if table.view == "scores":
+        assert {row for _, _, row in found} <= {"Full", *(row.label for row in table.rows)}
+    if table.columns == "categories":
+        return
+    for (model, block, row), values in found.items():
+        whole = values.pop("average", None)
+        values.pop(LEFT_OUT.get(table.average, ""), None)
+        if whole is None or not values:
+            continue
+        assert (abs(fmean(values.values()) - whole) < 0.011) != ((table.name, model, block, row) in SLIPS)
+
+
+def test_columns_of_numbers_are_tasks() -> None:
+    from kvsearch.tasks.catalog import find_tasks
+
+    for table in TABLES.values():
+        if table.view == "scores" and table.columns == "tasks" and table.paper.asks:
+            spec = table.paper.asks[0].tasks.replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
+            names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}
+            assert {column for *_, column in numbers(table.name)} <= names, table.name
+
+
+def test_a_number_of_a_table_names_it_too() -> None:
+    assert find_table("evolkv-table7").name == "evolkv-group-size"
+    assert set(ALIASES.values()) <= set(TABLES)
+    with pytest.raises(UsageError, match="unknown table 'lava-tabel2'; did you mean 'lava-table2'"):
+        find_table("lava-tabel2")
+
+
+def test_a_model_is_known_by_the_last_part_of_its_name() -> None:
+    table = find_table("lava-table2")
+    assert model_of(table, "mistralai/Mistral-7B-Instruct-v0.2") == "Mistral-7B"
+    assert model_of(table, "/models/mistral-7b-instruct-v0.2/") == "Mistral-7B"
+    assert model_of(table, "mistralai/Mistral-7B-Instruct-v0.3") is None
+
+
+def test_stages_are_named_by_what_decides_them() -> None:
+    def keys(table: str, **given: object) -> dict[str, str]:
+        options = ReproduceOptions.of(table=table, model="bundled", **given)
+        found = find_table(table)
+        return Stages(options, found.stages(options.scale(found))).keys
+
+    first, again, others = keys("lukv-table5"), keys("lukv-table5", batch=2), keys("lukv-table5", samples=5)
+    assert first == again
+    assert first["lukv-snapkv"] == others["lukv-snapkv"] == keys("lukv-table3")["lukv-snapkv"]  # it is shared
+    assert first["scores"] != others["scores"]
+    assert keys("lukv-table3", seed=1)["lukv-snapkv"] != first["lukv-snapkv"]
+
+
+def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
+    def scale(table: str, **given: object) -> Scale:
+        options = ReproduceOptions.of(table=table, model="m", **given)
+        return options.scale(find_table(table))
+
+    (ask,) = scale("lukv-table2", tasks="ruler:no-qa", samples=7).asks
+    assert (ask.tasks, ask.samples, ask.length) == ("ruler:no-qa", 7, ())
+    (ask,) = scale("evolkv-table4", length="4096").asks
+    assert ask.length == (4096,)
+    found = scale("evolkv-table1", tasks="synthetic:single", length=(512,), budgets="24,48")
+    assert found.budgets == (24, 48)
+    assert found.searches[0].tasks == "synthetic:single"
+    assert (found.searches[0].samples, found.searches[0].length) == (30, (512,))
+    with pytest.raises(UsageError, match="evicts shares of the prompts: leave --budgets out"):
+        scale("lukv-table1", budgets="24")
+    with pytest.raises(UsageError, match="has one budget"):
+        scale("polykv-table1", budgets="24,48")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"table": ""}, "which table"),
+        ({"model": ""}, "lava-table2 of which model"),
+        ({"squad": "x.json"}, "--squad: no task of lava-table2 reads it"),
+        ({"tasks": "ruler"}, "ruler:qa_1 needs questions: give a JSON file in SQuAD's format"),
+        ({"tasks": "longbank"}, "unknown task 'longbank'"),
+    ],
+)
+def test_bad_requests_are_told_before_a_model_is_loaded(given: dict[str, str], told: str) -> None:
+    from kvsearch.jobs.reproduce import dry_run
+
+    with pytest.raises(UsageError, match=told):
+        dry_run(**{"table": "lava-table2", "model": "nowhere", **given})

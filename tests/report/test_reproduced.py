@@ -1,0 +1,47 @@
+"""A table beside the paper's numbers: cells, marks, and the rows of the paper."""
+
+from __future__ import annotations
+
+from kvsearch.report.reproduced import Measured, Reproduced
+from kvsearch.report.table import latex, markdown
+
+CELLS = (
+    Measured("Full", "average", 90.0),
+    Measured("A", "average", 51.234, "128 entries", "128", 50.0, 52.0, ranked=True),
+    Measured("A", "vt", 10.0, "128 entries", "128", ranked=True),
+    Measured("B", "average", 40.0, "128 entries", "128", ranked=True),
+    Measured("B", "vt", None, "128 entries", "128", text="left out"),
+)
+NUMBERS = {("M", "128", "A", "average"): 55.5, ("M", "", "Full", "average"): 91.0, ("N", "128", "B", "average"): 1.0}
+
+
+def made(model: str | None) -> Reproduced:
+    cells = tuple(cell.beside(model, NUMBERS) for cell in CELLS)
+    return Reproduced("x-table1", "X, Table 1", cells, ("asked: vt",), ("not as in the paper",), {"model": "m"})
+
+
+def test_the_paper_stands_below_the_rows_that_it_has() -> None:
+    lines = markdown(made("M").table()).splitlines()
+    assert lines[0] == "**X, Table 1**"
+    rows = [line for line in lines if line.startswith("|")]
+    assert rows == [
+        "|  | average | vt |", "| --- | ---: | ---: |", "| Full | 90.00 |  |", "| Full, paper | 91.00 |  |",
+        "| *128 entries* |  |  |", "| A | **51.23** | 10.00 |", "| A, paper | 55.50 |  |", "| B | 40.00 | left out |",
+    ]  # fmt: skip
+
+
+def test_another_model_has_no_numbers_beside() -> None:
+    assert "paper |" not in markdown(made(None).table())
+    assert "N, paper" not in markdown(made("O").table())
+    assert "Not as in the paper." in latex(made(None).table())
+
+
+def test_every_cell_is_a_line_of_the_csv() -> None:
+    header, *lines = made("M").csv().splitlines()
+    assert header == "table,block,row,column,value,low,high,text,paper"
+    assert len(lines) == len(CELLS)
+    assert lines[1] == "x-table1,128 entries,A,average,51.234,50.0,52.0,,55.5"
+    assert made("M").as_json()["cells"][4] == {
+        "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
+        "text": "left out", "paper": None,
+    }  # fmt: skip
