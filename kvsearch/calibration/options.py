@@ -426,10 +426,6 @@ class ProbeOptions(RankingOptions):
         """See `RankingOptions.most_contexts`."""
         return -(-self.entries // LEAST_DRAWN)
 
-    def columns(self, head_dim: int) -> int:
-        """Return how many numbers are looked at of an entry whose key and value have `head_dim`."""
-        return sum(head_dim if name in ("key", "value") else 1 for name in self.looked_at)
-
 
 class DynamicOptions(CalibrationOptions):
     """What the methods have in common that decide budgets anew for every prompt: how decisions are collected.

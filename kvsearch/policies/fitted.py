@@ -76,7 +76,11 @@ class Calibrated(Fitted):
     refresh: int = 0
 
     def check_model(self, model: ModelFingerprint) -> None:
-        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint."""
+        """Raise IncompatibleError if the weights are for another model than the one of this fingerprint.
+
+        UsageError: see `check_weights`.
+        """
+        self.check_weights(self.weights)
         fitted = profile_of(self.weights, self.name).metadata.model
         fitted.require(model, f"the fitted ranking of policy {self.name}")
 
@@ -108,15 +112,29 @@ def profile_of(digest: str, method: str) -> Profile:
     return found
 
 
-def require_arrays(profile: Profile, dimensions: Mapping[str, int]) -> None:
-    """Raise UsageError if a profile does not have these arrays, [L, Hkv, ...] with so many more dimensions."""
-    for name, more in dimensions.items():
+def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> None:
+    """Raise UsageError if a profile does not have these arrays, [L, Hkv, *tail] each, of floating-point numbers.
+
+    A tail is of letters: those in `sizes` stand for these numbers, others for any that is the same wherever they stand.
+    """
+    known, problem = dict(sizes), ""
+    for name, tail in tails.items():
         found = profile.arrays.get(name)
-        if found is None or found.ndim != 2 + more or len(found) != len(profile.metadata.layers):
-            told = "is missing" if found is None else f"has shape {list(found.shape)}"
+        wanted = [*profile.metadata.shape, *(known.get(letter, letter) for letter in tail)]
+        if found is None:
+            problem = f"{name} is missing"
+        elif found.dtype.kind != "f":
+            problem = f"{name} has type {found.dtype}, not a floating-point one"
+        elif found.ndim != len(wanted) or any(
+            isinstance(size, int) and size != there for size, there in zip(wanted, found.shape, strict=True)
+        ):
+            problem = f"{name} has shape {list(found.shape)}, not [{', '.join(map(str, wanted))}]"
+        else:
+            known |= dict(zip(tail, found.shape[2:], strict=True))
+        if problem:
             raise UsageError(
-                f"the weights of policy {profile.metadata.method} cannot be used: {name} {told}, not that of "
-                f"{len(profile.metadata.layers)} layers; fit them again with this version"
+                f"the weights of policy {profile.metadata.method} cannot be used: {problem}; fit them again with this "
+                "version"
             )
 
 

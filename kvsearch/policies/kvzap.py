@@ -114,10 +114,14 @@ def _layers(digest: str, device: Any) -> list[Steps]:
             f"{path} has no weights of KVzap: they are layers.0.weight and layers.0.bias, or those of layers.0.0 and "
             "layers.0.2, alike for every layer"
         )
+    wrong = next((part.dtype for part in tensors.values() if not part.is_floating_point()), None)
+    if wrong is not None:
+        raise UsageError(f"{path}: some of its weights are of type {wrong}, not floating-point numbers")
+    found = [tuple((weight.float(), bias.float()) for weight, bias in steps) for steps in found]
     if not all(bool(part.isfinite().all()) for steps in found for pair in steps for part in pair):
         raise UsageError(f"{path}: some of its weights are not finite")
     _check_config(path, found)
-    return [tuple((weight.float().to(device), bias.float().to(device)) for weight, bias in steps) for steps in found]
+    return [tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in found]
 
 
 def _maps(tensors: dict[str, Tensor], name: str) -> Steps | None:

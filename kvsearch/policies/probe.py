@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -20,14 +21,14 @@ OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after 
 SPREAD = "spread"  # the feature that no regression reads: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
 GOLDEN = (5**0.5 - 1) / 2
-ARRAYS = {  # dimensions of a head
-    "center": 1,
-    "scale": 1,
-    "linear": 1,
-    "hidden": 2,
-    "hidden_bias": 1,
-    "output": 1,
-    "bias": 0,
+ARRAYS: dict[str, tuple[str, ...]] = {  # what a head has, F features and K hidden units
+    "center": ("F",),
+    "scale": ("F",),
+    "linear": ("F",),
+    "hidden": ("F", "K"),
+    "hidden_bias": ("K",),
+    "output": ("K",),
+    "bias": (),
 }
 SINKS, WINDOW = 4, 8  # of the policies whose scores are features
 LEAST = 1e-8
@@ -80,6 +81,11 @@ def columns_of(observation: Observation, names: tuple[str, ...]) -> tuple[str, .
     """Return of every column of `features_of` the name of its feature."""
     sizes = {"key": observation.keys.shape[-1], "value": observation.values.shape[-1]}
     return tuple(name for name in names for _ in range(sizes.get(name, 1)))
+
+
+def column_count(names: Iterable[str], head_dim: int) -> int:
+    """Return how many numbers are looked at of an entry whose key and value have `head_dim`."""
+    return sum(head_dim if name in ("key", "value") else 1 for name in names)
 
 
 def needs_of(names: tuple[str, ...]) -> Needs:
@@ -191,6 +197,9 @@ def _weights(digest: str, device: Any = "cpu") -> Weights:
             f"the weights of policy {METHOD} cannot be used: they look at {features}, and this version knows "
             f"{', '.join(FEATURES)}; fit them again with this version"
         )
-    require_arrays(profile, ARRAYS)
+    names = tuple(map(str, features))
+    require_arrays(profile, ARRAYS, {"F": column_count(names, profile.metadata.model.head_dim)})
+    if not bool((profile.arrays["scale"] > 0).all()):
+        raise UsageError(f"the weights of policy {METHOD} cannot be used: a scale is not above 0; fit them again")
     arrays = {name: torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in ARRAYS}
-    return Weights(tuple(map(str, features)), profile.metadata.layers, arrays)
+    return Weights(names, profile.metadata.layers, arrays)

@@ -108,5 +108,5 @@ def _amplitude(observation: Observation) -> Tensor:
 def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, tuple[int, ...]]:
     """Return the queries [L, Hkv, G, N, D], and the model layer of each row; UsageError if that is not their shape."""
     profile = profile_of(digest, METHOD)
-    require_arrays(profile, {QUERIES: 3})
+    require_arrays(profile, {QUERIES: ("G", "N", "D")}, {"D": profile.metadata.model.head_dim})
     return torch.from_numpy(profile.arrays[QUERIES].copy()).float().to(device), profile.metadata.layers

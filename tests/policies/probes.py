@@ -38,7 +38,10 @@ def ranking(
     found = {name: rng.normal(size=(len(layers), heads, *shape)) for name, shape in shapes.items()}
     found["scale"] = np.abs(found["scale"]) + 0.5
     found |= arrays
-    told = metadata_dict(method=METHOD, layers=list(layers), model=model_dict(layers=max(layers) + 1, kv_heads=heads))
+    both = len({"key", "value"} & set(features))
+    dim = (count - len(features) + both) // both if both else 8
+    like = model_dict(layers=max(layers) + 1, kv_heads=heads, head_dim=dim)
+    told = metadata_dict(method=METHOD, layers=list(layers), model=like)
     told["provenance"]["settings"] = {"features": list(features)}
     metadata = ProfileMetadata.model_validate(told)
     update: dict[str, Any] = {"policy": PolicySpec(name=METHOD)} | ({} if model is None else {"model": model})
@@ -55,7 +58,8 @@ def bank(queries: Any = None, dim: int = 4, layers: Sequence[int] = range(8), **
     """The query bank with these queries [L, Hkv, G, N, D]; without any, the same three random ones for all heads."""
     if queries is None:
         queries = np.random.default_rng(1).normal(size=(len(layers), 1, 1, 3, dim))
-    told = metadata_dict(method=query_bank.METHOD, layers=list(layers), model=model_dict(layers=max(layers) + 1))
+    like = model_dict(layers=max(layers) + 1, kv_heads=np.shape(queries)[1], head_dim=np.shape(queries)[-1])
+    told = metadata_dict(method=query_bank.METHOD, layers=list(layers), model=like)
     metadata = ProfileMetadata.model_validate(told).model_copy(update={"policy": PolicySpec(name=query_bank.METHOD)})
     profile = Profile(metadata, {"queries": np.asarray(queries, np.float32)})
     return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})

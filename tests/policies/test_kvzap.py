@@ -141,6 +141,9 @@ def test_weights_for_another_model() -> None:
         ({"layers.0.bias": torch.zeros(3)}, {}, "has no weights of KVzap"),
         ({"extra": torch.zeros(1)}, {}, "has no weights of KVzap"),
         ({"layers.1.weight": torch.full((2, 6), float("nan"))}, {}, "some of its weights are not finite"),
+        ({"layers.1.weight": torch.ones(2, 6, dtype=torch.int8)}, {}, "are of type torch.int8, not floating-point"),
+        ({"layers.1.bias": torch.full((2,), 1e300, dtype=torch.float64)}, {}, "some of its weights are not finite"),
+        ({"layers.1.weight": torch.ones(2, 7)}, {}, "has no weights of KVzap"),
         (
             {},
             {"input_dim": 7},

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
+from kvsearch.plan.weights import know
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of, needs_of
 from kvsearch.runtime.collector import plain_queries
@@ -90,14 +95,36 @@ def test_weights_that_cannot_be_used() -> None:
         create_policy("probe", {"weights": 5})
     with pytest.raises(UsageError, match=r"they look at .*'cosmic'.*, and this version knows key, value"):
         fitted(ranking(("keydiff", "cosmic"))).needs()
-    with pytest.raises(UsageError, match=r"bias has shape \[1\], not that of 1 layers; fit them again"):
-        fitted(ranking(bias=np.zeros(1))).needs()
     with pytest.raises(UsageError, match=r"its weights are for layers \(5,\), not 3"):
         fitted(ranking(layers=(5,))).score(observation())
     other = tiny.loaded().fingerprint
     with pytest.raises(IncompatibleError, match="the fitted ranking of policy probe"):
         fitted().check_model(other)
-    fitted(ranking(model=other)).check_model(other)
+    fitted(ranking(heads=2, model=other)).check_model(other)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [
+        ({"bias": np.zeros(1)}, r"bias has shape \[1\], not \[1, 2\]; fit them again"),
+        ({"linear": np.zeros((1, 2, 5))}, r"linear has shape \[1, 2, 5\], not \[1, 2, 4\]"),
+        ({"hidden": np.zeros((1, 2, 4, 3))}, r"hidden_bias has shape \[1, 2, 2\], not \[1, 2, 3\]"),
+        ({"output": np.zeros((1, 3, 2))}, r"output has shape \[1, 3, 2\], not \[1, 2, 2\]"),
+        ({"scale": np.zeros((1, 2, 4))}, "a scale is not above 0"),
+        ({"center": np.full((1, 2, 4), np.nan)}, "center: 8 of 8 values are not finite"),
+        ({"bias": np.zeros((1, 2), np.int32)}, "bias has type int32, not a floating-point one"),
+        ({"output": None}, "output is missing"),
+    ],
+)
+def test_arrays_that_cannot_be_used(arrays: dict[str, Any], problem: str) -> None:
+    """They are told before anything is run."""
+    whole = ranking(heads=2, layers=(3,)).to_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+    changed = {name: array for name, array in {**load(whole), **arrays}.items() if array is not None}
+    stated = {name: array if array.dtype.kind == "i" else array.astype(np.float32) for name, array in changed.items()}
+    policy = create_policy("probe", {"weights": know(save(stated, header), Path("tests"))})
+    with pytest.raises(UsageError, match=problem):
+        policy.check_model(tiny.loaded().fingerprint)
 
 
 def test_protection_is_stated_as_it_is() -> None:

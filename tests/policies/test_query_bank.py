@@ -114,8 +114,8 @@ def test_weights_that_cannot_be_used() -> None:
         bank().check_model(tiny.loaded().fingerprint)
     with pytest.raises(InternalError, match="rotary"):
         bank().score(dataclasses.replace(layer.observation(bank()), rotary=None))
-    with pytest.raises(UsageError, match=r"queries has shape \[1, 2, 2, 5\], not that of 1 layers; fit them again"):
-        bank(QUERIES[..., 0], layers=(3,)).score(layer.observation(bank()))
+    with pytest.raises(UsageError, match=r"queries has shape \[1, 2, 2, 5\], not \[1, 2, G, N, 5\]; fit them again"):
+        bank(QUERIES[..., 0], layers=(3,)).check_model(tiny.loaded().fingerprint)
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 99))

@@ -23,7 +23,7 @@ from kvsearch.calibration.probe.sample import BATCH, RIDGE, STEPS, STRONG, WIDTH
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.policies.probe import SINKS, SPREAD
+from kvsearch.policies.probe import SINKS, SPREAD, column_count
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _bytes_of_probe(
     size: ModelSize, parts: Parts, options: ProbeOptions, targets: int, leaves_out: bool
 ) -> tuple[int, int]:
     """Return the bytes of the entries that are drawn, with their targets, and at most those of the weights."""
-    columns = options.columns(size.head_dim)
+    columns = column_count(options.looked_at, size.head_dim)
     heads, each = len(size.full_layers) * size.kv_heads, -(-options.entries // len(parts.fit))
     drawn = sum(min(each, prompt.length - SINKS - options.protect) for prompt in parts.fit)
     told, width = 1 + (targets if targets > 1 else 0) + leaves_out, _width(parts, options)
@@ -174,7 +174,7 @@ def _fitting(size: ModelSize, parts: Parts, options: ProbeOptions, fits: int) ->
     While contexts are read: the features of one, and their copy as one layer's are taken. While a layer is fitted: its
     entries, standardised, without some of their columns, and twice as long for the Gram matrix.
     """
-    columns, heads = options.columns(size.head_dim), len(size.full_layers) * size.kv_heads
+    columns, heads = column_count(options.looked_at, size.head_dim), len(size.full_layers) * size.kv_heads
     longest = max(prompt.length for part in parts for prompt in part)
     read = heads * longest * columns * FP32 + size.kv_heads * longest * columns * 2 * FP32
     layer = size.kv_heads * options.entries * columns * (3 * FP32 + 2 * 2 * FP32)
