@@ -1,36 +1,80 @@
 """How often `kvsearch run` writes a plan that is below the best baseline, over seeds, budgets and models.
 
-    python benchmarks/study_run.py --models bundled,bundled-redundant --seeds 20 --budgets 51,102,204
+    python benchmarks/study_run.py --models bundled,bundled-redundant --seeds 20 --output runs/study-run
 
-The best baseline is the one that scores highest on the report split, of those that reached the second stage: it is
-picked by the same questions, which favours it. A plan counts as below it where the 95% interval of the paired
-difference is below zero. Runs are kept in `--output`, so the same command goes on where it stopped.
+What is run is said in a recipe of `kvsearch run`: by default `study_run.yaml` beside this file, which is small enough
+for dozens of runs. The best baseline is the one that scores highest on the report split, of those that reached the
+second stage: it is picked by the same questions, which favours it. A plan counts as below it where the 95% interval of
+the paired difference is below zero. Runs are kept in `--output`: the same command goes on where it stopped, and
+`--finished` counts what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import beta
 
 import kvsearch
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.statistics import contrast
+from kvsearch.jobs.run import REPORT, RunOptions
 from kvsearch.report.numbers import interval, percent
 from kvsearch.runs.estimates import Difference
+from kvsearch.runs.identity import read_config
+
+RECIPE = Path(__file__).with_suffix(".yaml")
 
 
-def judged(directory: Path, size: str, found: dict[str, Any]) -> tuple[str, Difference | None]:
-    """Return the best baseline of the report split, and what the plan scores above it; None where it is the plan."""
+@dataclass(frozen=True)
+class Judged:
+    """A plan, what it scores above the best baseline of the report split (None: it is the plan), and that in words."""
+
+    name: str
+    fallback: bool
+    lead: Difference | None
+    words: str
+
+    @property
+    def is_below(self) -> bool:
+        """Whether it is below beyond the interval."""
+        return self.lead is not None and self.lead.high < 0
+
+
+def judged(directory: Path, size: str, found: dict[str, Any]) -> Judged:
+    """Compare the plan of a size with the best baseline of the report split."""
     (outcome,) = found["outcomes"]
     kinds = {one["name"]: one["kind"] for one in outcome["standings"]}
-    scores = {name: one["mean"] for name, one in found["report"]["scores"].items() if kinds.get(name) == "baseline"}
-    best, written = max(scores, key=lambda name: scores[name]), found["written"]["name"]
-    if best == written:
-        return best, None
-    replies = read_replies(directory / "choice" / size / "report" / "ledger.jsonl")
-    return best, contrast(list(replies.values()), {written: 1.0, best: -1.0})
+    scores = {name: one["mean"] for name, one in found["report"]["scores"].items()}
+    baselines = [name for name in scores if kinds.get(name) == "baseline"]
+    best, written = max(baselines, key=lambda name: scores[name]), found["written"]["name"]
+    lead = None
+    if scores[best] > scores[written]:
+        replies = read_replies(directory / "choice" / size / "report" / "ledger.jsonl")
+        lead = contrast(list(replies.values()), {written: 1.0, best: -1.0})
+    told = f"{percent(scores[written], 1)}, no baseline above it"
+    if lead is not None:
+        told = f"{percent(scores[written], 1)}, minus {best}: {interval(lead, '+.1f', noun=' points')}"
+    return Judged(written, found["written"]["fallback"], lead, told)
+
+
+def runs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Yield the finished runs, with what they are called; the others are run first."""
+    for seed in range(args.first, args.first + args.seeds):
+        for model in args.models.split(","):
+            directory = args.output / f"{model}-{seed}"
+            options = RunOptions.of(args.recipe, model=model, output=directory, seed=seed)
+            config = read_config(directory) if directory.exists() else None
+            if config is None or config.options != options.recorded() or not (directory / REPORT).exists():
+                if args.finished:
+                    continue
+                kvsearch.run(options)
+            yield f"{model} seed {seed}", directory
 
 
 def main() -> None:
@@ -38,27 +82,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bundled,bundled-redundant")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--budgets", default="51,102,204")
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--form", default="network", choices=["network", "linear"])
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="what is run")
+    parser.add_argument("--finished", action="store_true", help="count what is finished, run nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/study-run"))
+    plans = []
     args = parser.parse_args()
-    plans = below = fallbacks = 0
-    for seed in range(args.seeds):
-        for model in args.models.split(","):
-            directory = args.output / f"{model}-{seed}"
-            kvsearch.run(model, output=directory, budgets=args.budgets, seed=seed, samples=args.samples, form=args.form)
-            for size, found in json.loads((directory / "run.json").read_bytes())["sizes"].items():
-                best, lead = judged(directory, size, found)
-                worse = lead is not None and lead.high < 0
-                plans, below, fallbacks = plans + 1, below + worse, fallbacks + found["written"]["fallback"]
-                score = percent(found["report"]["scores"][found["written"]["name"]]["mean"], 1)
-                told = "is it" if lead is None else interval(lead, "+.1f", noun=" points")
-                mark = "  BELOW" if worse else ""
-                name = found["written"]["name"]
-                print(f"{model} seed {seed} budget {size}: {name} {score}, minus {best}: {told}{mark}",
-                      flush=True)  # fmt: skip
-    print(f"{plans} plans, {fallbacks} of them baselines; below the best baseline of the report split: {below}")
+    for name, directory in runs(args):
+        for size, found in json.loads((directory / REPORT).read_bytes())["sizes"].items():
+            one = judged(directory, size, found)
+            plans.append(one)
+            mark = "  BELOW" if one.is_below else ""
+            print(f"{name} budget {size}: {one.name} {one.words}{mark}", flush=True)
+    below, baselines = sum(one.is_below for one in plans), sum(one.fallback for one in plans)
+    low = float(beta.ppf(0.025, below, len(plans) - below + 1)) if below else 0.0
+    high = float(beta.ppf(0.975, below + 1, len(plans) - below)) if below < len(plans) else 1.0
+    print(
+        f"{len(plans)} plans, {baselines} of them baselines; below the best baseline of the report split: {below} "
+        f"({percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)})"
+    )
 
 
 if __name__ == "__main__":

@@ -163,6 +163,20 @@ class CalibrationData:
                 left -= len(kept[-1].questions)
         return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
 
+    def by_turns(self, count: int) -> list[CalibrationData]:
+        """Divide the contexts into `count` parts by turns, equal texts into one part; a part may be empty.
+
+        Contexts of a kind stand together in many files: so each part has some of every kind.
+        """
+        numbers = {text: number % count for number, text in enumerate(dict.fromkeys(one.text for one in self.contexts))}
+        parts = [tuple(one for one in self.contexts if numbers[one.text] == part) for part in range(count)]
+        return [
+            CalibrationData(
+                f"{self.name}, part {number} of {count}", self.prompt, part, content_hash(self.prompt, part)
+            )
+            for number, part in enumerate(parts, 1)
+        ]
+
 
 def default_data(model: str) -> Path:
     """Return the shipped calibration data for `model`: bundled ones have their own, all others get English."""

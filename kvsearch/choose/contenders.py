@@ -3,6 +3,11 @@
 Names are those of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a policy under the budgets of
 a method. Only what a fitted ranking or a choice between policies brings is a candidate. A built-in policy is a
 baseline, also with the budgets that keep most of its measured importance: a candidate must be worth more than these.
+
+`lukv:X` are the budgets that `export` makes of the curves of `calibrate --method lukv`. The calibration's own table is
+the mean of what single questions would keep, and it is mixed with even budgets where that keeps more held-out answers.
+That check takes more contexts than are measured here; in its place `half:X`, halfway between measured budgets and even
+ones, is asked beside `lukv:X` and X, so the questions of the first stage choose the mixture.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ PHASE: Final = "prefill"
 BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
+HALF: Final = "half"  # of measured budgets and of even ones
+MIXTURES: Final = {LUKV: 0.0, HALF: 0.5}  # shares of even budgets
 ALONE: Final = "uniform"  # of a policy, with even budgets
 
 
@@ -107,7 +114,8 @@ class _Maker:
             if method != ALONE:
                 yield method, self._direct(self._policy(recipe.policy), recipe)
         for name in [] if self.measured is None else self.measured.built_in:
-            yield f"{LUKV}:{name}", self._solved([name])
+            for method, even in MIXTURES.items():
+                yield f"{method}:{name}", self._solved([name], even)
 
     def candidates(self) -> Iterator[tuple[str, Plan | str]]:
         """Make fitted rankings with even budgets, with AdaKV's and with measured ones, then several policies."""
@@ -116,7 +124,8 @@ class _Maker:
         for name in self.measured.rankings:
             yield name, self._fitted(self._direct(self._policy(name), Recipe(name)))
             yield f"adakv:{name}", self._fitted(self._direct(self._policy(name), METHODS["adakv"]))
-            yield f"{LUKV}:{name}", self._fitted(self._solved([name]))
+            for method, even in MIXTURES.items():
+                yield f"{method}:{name}", self._fitted(self._solved([name], even))
         yield JOINT, self._fitted(self._solved(self.measured.curves.names))
         yield f"{JOINT}:built-in", self._solved(self.measured.built_in)
 
@@ -135,11 +144,11 @@ class _Maker:
         except (UsageError, IncompatibleError) as error:
             return str(error)
 
-    def _solved(self, names: Sequence[str]) -> Plan | str:
-        """Return the plan that keeps most of the measured importance under some policies."""
+    def _solved(self, names: Sequence[str], even: float = 0.0) -> Plan | str:
+        """Return the plan that keeps most of the measured importance under some policies, or its mixture with even."""
         assert self.measured is not None
         try:
-            return joint_plan(self.measured.curves.only(names), self.size).plan
+            return joint_plan(self.measured.curves.only(names), self.size, even=even).plan
         except UsageError as error:
             return str(error)
 

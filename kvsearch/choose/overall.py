@@ -40,6 +40,7 @@ class OverallChoice:
     contest: Contest
     size: Size
     report: Sequence[Task]
+    shares: int = 1  # sizes that are chosen at together, which share the level
 
     @property
     def longest(self) -> int:
@@ -80,7 +81,7 @@ class OverallChoice:
             UsageError: see `Evaluation.run`.
             IncompatibleError: the full cache itself scores next to nothing; see also `Evaluation.run`.
         """
-        return self.reported(self.contest.decide(keep, answered=True), keep)
+        return self.reported(self.contest.decide(keep, answered=True, shares=self.shares), keep)
 
     def reported(self, result: PhaseResult, keep: Keep | None = None) -> Overall:
         """Ask the report split of what was decided; errors as for `Evaluation.run`."""

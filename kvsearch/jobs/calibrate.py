@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from kvsearch.calibration.directory import check_new, goes_on_in, kept_words
@@ -139,6 +139,19 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         """See `JobOptions.recorded`; without tasks there are no options of theirs."""
         unread = set() if self.tasks is not None else OF_TASKS
         return {key: value for key, value in super().recorded().items() if key not in unread}
+
+    _texts: Any = PrivateAttr(default=None)  # CalibrationData
+
+    def with_texts(self, texts: CalibrationData) -> Self:
+        """Return the options with what is measured, in place of a file: for the stages of a longer job."""
+        found = self.model_copy()
+        found._texts = texts
+        return found
+
+    @property
+    def texts_given(self) -> CalibrationData | None:
+        """What `with_texts` was given."""
+        return cast("CalibrationData | None", self._texts)
 
     def used(self) -> ContextSet | None:
         """Return contexts in whose place others are drawn from tasks."""
@@ -305,7 +318,10 @@ def kept_profile(options: CalibrateOptions, talk: Talk) -> Profile:
     there = read_config(options.output)
     found = "it has no configuration" if there is None else config.difference(there)
     if found is not None:
-        raise UsageError(f"{options.output} holds another calibration: {found}; choose another --output")
+        raise UsageError(
+            f"{options.output} holds another calibration: {found}; give --force to start the whole run anew, or choose "
+            "another --output"
+        )
     write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration
     return load_profile(place)
 
@@ -332,6 +348,8 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
     """Return the texts of the file, or of the tasks with the model that they are made for."""
     from kvsearch.calibration.data import default_data, load_calibration_data
 
+    if options.texts_given is not None:
+        return options.texts_given, None
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -35,6 +36,7 @@ from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 
 if TYPE_CHECKING:
+    from kvsearch.calibration.data import CalibrationData
     from kvsearch.choose.contenders import Measured
     from kvsearch.choose.overall import Overall as Chosen
     from kvsearch.choose.overall import OverallChoice
@@ -129,8 +131,8 @@ class RunOptions(WithModel, WithTasks, Asking):
     data: Annotated[
         str | None,
         Option(
-            "A calibration file to fit on in place of tasks; with --tasks longbench, infinitebench or gsm8k their "
-            "file, folder or dataset id.",
+            "A calibration file in place of tasks: every other context to fit rankings on, the others to measure "
+            "budgets on; with --tasks longbench, infinitebench or gsm8k their file, folder or dataset id.",
             panel=TASKS,
         ),
     ] = None
@@ -191,17 +193,44 @@ class RunOptions(WithModel, WithTasks, Asking):
         details = self if self.tasks is not None else self.model_copy(update={"data": None})
         return find_tasks(self.asked_tasks, details.task_options(split))
 
-    def calibration(self, kind: type[Calibration], place: Path, samples: int, seed: int, **more: Any) -> Calibration:
-        """Return the options of a stage that calibrates, on contexts of the tasks' split train or on --data."""
-        shared = {name: getattr(self, name) for name in (*Loading.model_fields, "max_length")}
+    @cached_property
+    def texts(self) -> dict[str, CalibrationData] | None:
+        """The contexts of --data, by the stages that they are for; None where tasks are calibrated on.
+
+        Raises:
+            UsageError: there is no such file, it is not valid, or it has too few contexts.
+        """
         if self.tasks is not None or self.data is None:
+            return None
+        from kvsearch.calibration.data import load_calibration_data
+        from kvsearch.calibration.probe.reading import LEAST_CONTEXTS
+
+        whole = load_calibration_data(self.data)
+        if not self.rankings:
+            return {CURVES: whole}
+        least, found = 2 * LEAST_CONTEXTS - 1, len({one.text for one in whole.contexts})
+        if found < least:
+            raise UsageError(
+                f"--data {self.data} has {found} different context{'' if found == 1 else 's'}: rankings are fitted on "
+                f"every other one and budgets measured on the others, so give at least {least}, better dozens"
+            )
+        return dict(zip((FIT, CURVES), whole.by_turns(2), strict=True))
+
+    def calibration(self, kind: type[Calibration], stage: str, samples: int, seed: int, **more: Any) -> Calibration:
+        """Return the options of a stage that calibrates, on contexts of the tasks' split train or on --data.
+
+        `stage` is the name of its directory, or begins with FIT.
+        """
+        shared = {name: getattr(self, name) for name in (*Loading.model_fields, "max_length")}
+        if self.texts is None:
             details = {name: getattr(self, name) for name in TaskDetails.model_fields}
             shared |= {name: value for name, value in details.items() if value is not None}
             shared |= {"tasks": self.asked_tasks, "samples": samples}
         else:
             shared |= {"data": self.data}
         method = kind.model_fields["method"].default
-        return kind.of(model=self.model, output=place, method=method, seed=seed, **shared, **more)
+        found = kind.of(model=self.model, output=self.output / stage, method=method, seed=seed, **shared, **more)
+        return found if self.texts is None else found.with_texts(self.texts[stage.partition("/")[0]])
 
     def fits(self) -> dict[str, CalibrateOptions]:
         """Return the calibration of every ranking that is fitted, by its name."""
@@ -212,7 +241,7 @@ class RunOptions(WithModel, WithTasks, Asking):
                 raise UsageError(f"unknown ranking {name!r}{suggest(name, list(RANKINGS))}")
         forms = {"probe": {"form": self.form}}
         return {
-            name: self.calibration(RANKINGS[name], self.output / FIT / name, self.fit, self.seed, **forms.get(name, {}))
+            name: self.calibration(RANKINGS[name], f"{FIT}/{name}", self.fit, self.seed, **forms.get(name, {}))
             for name in self.rankings
         }
 
@@ -231,7 +260,7 @@ class RunOptions(WithModel, WithTasks, Asking):
 
     def refuse_few(self, count: TokenCount) -> None:
         """Raise UsageError if rankings are fitted on all that a task has, so that there is nothing to measure on."""
-        if self.tasks is None and self.data is not None:
+        if self.texts is not None:
             return
         for task in self.questions("train") if self.rankings else ():
             found = len(task.examples(self.fit + 1, self.seed, count))
@@ -249,7 +278,7 @@ class RunOptions(WithModel, WithTasks, Asking):
         """
         first, *rivals = (*policies, *(f"{name}={self.output / FIT / name}" for name in rankings))
         more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals), "check": False}  # the choice checks
-        return self.calibration(Curves, self.output / CURVES, self.measure, self.seed + 1, **more)
+        return self.calibration(Curves, CURVES, self.measure, self.seed + 1, **more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,6 +415,9 @@ class _Run:
         for task in encoded["select"]:
             halves([task], FIRST, options.seed)  # a task with one context leaves a stage empty: told before any fit
         options.refuse_few(counter(loaded.tokenizer))
+        if options.texts is not None:  # a context may be too short, or too long: told before any stage
+            for fit in options.fits().values():
+                calibration_dry_run(found._new(fit), talk=talk)
         least = min(policy.floor for policy in measured)
         for size in sizes:
             if size.mean(found.longest) < least:
@@ -521,10 +553,11 @@ class _Run:
         settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
         length = measured.curves.profiles[0].metadata.length
         found = find_contenders(self.loaded, measured, planned_size(size, length, self.longest))
-        # a few candidates need few questions to be ranked: most are for what is decided on
-        rule = Rule(share=FIRST)
+        # a few candidates need few questions to be ranked: most are for what is decided on. Fallbacks are chosen there,
+        # too: few questions may have put the best one behind others
+        rule = Rule(share=FIRST, kept=5)
         contest = prepare_contest(self.loaded, found, options.questions("select"), settings, rule, size)
-        choice = OverallChoice(contest, size, options.questions("report"))
+        choice = OverallChoice(contest, size, options.questions("report"), max(len(options.sizes), 1))
         choice.check()
         return choice
 

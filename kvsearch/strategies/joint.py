@@ -9,6 +9,7 @@ import numpy as np
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.joint import JointBudgets, JointSolver
+from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.tables import floor_entries
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
@@ -121,11 +122,12 @@ def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
     return PolicyCurves(policies, np.concatenate([_scaled(_read(one, steps), mass) for one in curves]), tuple(profiles))
 
 
-def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN) -> JointPlan:
+def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN, even: float = 0.0) -> JointPlan:
     """Return the plan that keeps most of the importance: a policy for every layer, and budgets that sum to `size`.
 
     A layer leaves the policy that is best in all of them only for `least_gain`, see `JointSolver.simplified`; 0 is the
-    plan that keeps most.
+    plan that keeps most. Of all budgets the share `even` is shared out evenly: measured ones may be too sure of
+    themselves.
 
     Raises:
         UsageError: the size is below what is always kept, or is all of a prompt.
@@ -148,9 +150,15 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN)
         )
     steps = min(length, MOST_STEPS)
     gains = np.maximum(np.diff(_read(curves.kept, steps), axis=-1), 0.0)
-    solver = JointSolver(gains, -(-floor * steps // length))
+    low = -(-floor * steps // length)
+    solver = JointSolver(gains, low)
     found = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))
     found = solver.simplified(found, least_gain)
+    if even:
+        shared = (1 - even) * found.budgets + even * found.budgets.mean()
+        table = water_fill(shared, int(found.budgets.sum()), low, steps)
+        kept = MarginalSolver.of_layers(solver.singles, found.policies).kept(table)
+        found = found._replace(budgets=table, kept=kept)
     budgets = water_fill(found.budgets, total, floor, length)
     origin = metadata.provenance
     settings = {
