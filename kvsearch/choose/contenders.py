@@ -25,6 +25,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.contexts import ContextRecord, joined
+from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.cache import check_rotary
@@ -58,6 +59,20 @@ class Measured(NamedTuple):
         return [name for name in self.curves.names if name not in self.rankings]
 
     @property
+    def length(self) -> int:
+        """Tokens of the contexts that were measured."""
+        return self.curves.profiles[0].metadata.length
+
+    def made_of(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+        """Return the static ones of some plans that have no other policies than those that were measured."""
+        known = self.curves.policies
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.allocation.name == STATIC and all(policy in known for policy in plan.policies)
+        }
+
+    @property
     def contexts(self) -> ContextRecord | None:
         """What all of them were fitted or measured on; None where that is not known of one."""
         return joined(one.metadata.provenance.contexts for one in (*self.curves.profiles, *self.rankings.values()))
@@ -88,7 +103,7 @@ def find_contenders(
         return found
 
     if measured is not None:
-        size = replace(size, length=size.length or measured.curves.profiles[0].metadata.length)
+        size = replace(size, length=size.length or measured.length)
     maker = _Maker(loaded, measured, size)
     baselines = distinct(maker.baselines())
     if not baselines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
+    from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import Evolved, PreparedSearch
     from kvsearch.search.executors.base import Executor
     from kvsearch.search.executors.cluster import RayWorkers
-    from kvsearch.search.ledger import Spent
+    from kvsearch.search.ledger import SearchRun, Spent
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
@@ -233,30 +235,16 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     from kvsearch.plan import save_plan
     from kvsearch.runs.contexts import write_contexts
     from kvsearch.runs.directory import write_json
-    from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import Evolved
     from kvsearch.search.front import search_front
-    from kvsearch.search.ledger import FRONT, PLAN, REPORT, open_search, require_same
+    from kvsearch.search.ledger import FRONT, PLAN, REPORT
 
-    searches, workers, limits = _prepared(options, talk), options.ray_workers(), options.limits
+    searches, limits = _prepared(options, talk), options.limits
     if not options.resume:
         with talk.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
     searches = _on_hard_questions(searches, talk)
-    execution = {"limits": asdict(limits), "workers": None if workers is None else asdict(workers)}
-    config = RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
-    if options.resume:
-        require_same(options.output, config, unknown=SEARCHED)
-    searches = _answered(searches, talk)
-    config = config.model_copy(update={"content": _content(searches)})
-    if options.resume:
-        require_same(options.output, config)
-    # who evaluates comes first: with --force the old run is gone only once the new one can begin
-    with (
-        _executor(searches, workers, options, talk) as executor,
-        open_search(options.output, config, options.resume, options.force) as run,
-        watching(talk, run, limits) as watcher,
-    ):
+    with opened(options, searches, talk) as (searches, executor, run), watching(talk, run, limits) as watcher:
         keep = _keep(run.directory, talk)
         write_contexts(run.directory, searches[0].hashes)
         if options.budgets is not None:
@@ -273,6 +261,41 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         result = Evolution(options, found, run.ledger.spent)
         write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
         return result
+
+
+def configuration(options: EvolveOptions, searches: Sequence[PreparedSearch]) -> RunConfig:
+    """Return the configuration of searches that share their questions and a directory."""
+    from kvsearch.runs.identity import RunConfig
+
+    workers = options.ray_workers()
+    execution = {"limits": asdict(options.limits), "workers": None if workers is None else asdict(workers)}
+    return RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
+
+
+@contextmanager
+def opened(
+    options: EvolveOptions, searches: tuple[PreparedSearch, ...], talk: Talk
+) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, SearchRun]]:
+    """Decide what is teacher-forced, read the prompts, and open the directory: all that comes before candidates.
+
+    Raises:
+        UsageError: with `resume`, another search is in the directory; see also `open_search`.
+        EnvironmentFault, IncompatibleError: see `make_executor`.
+    """
+    from kvsearch.search.ledger import open_search, require_same
+
+    if options.resume:
+        require_same(options.output, configuration(options, searches), unknown=SEARCHED)
+    searches = _answered(searches, talk)
+    config = configuration(options, searches)
+    if options.resume:
+        require_same(options.output, config)
+    # who evaluates comes first: with --force the old run is gone only once the new one can begin
+    with (
+        _executor(searches, options.ray_workers(), options, talk) as executor,
+        open_search(options.output, config, options.resume, options.force) as run,
+    ):
+        yield searches, executor, run
 
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:

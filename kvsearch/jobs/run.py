@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from kvsearch.choose.smallest import Smallest
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import Keep, KeptStage
+    from kvsearch.jobs.evolve import EvolveOptions
+    from kvsearch.jobs.refine import Refined
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Size
     from kvsearch.plan.contexts import ContextSet
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 
 SIZE, FITTED = "How much is kept", "What is fitted"
 SIZES = ("budget", "ratio", "budgets", "smallest")
-FIT, CURVES, CHOICE, PLAN, REPORT = "fit", "curves", "choice", "plan.json", "run.json"
-WRITTEN = (FIT, CURVES, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
+FIT, CURVES, REFINE, CHOICE, PLAN, REPORT = "fit", "curves", "refine", "choice", "plan.json", "run.json"
+WRITTEN = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 FIRST = 0.25  # of the contexts to choose by: what the first stage asks
 RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe, "query_bank": CalibrateQueryBank}
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -128,6 +130,15 @@ class RunOptions(WithModel, WithTasks, Asking):
     )
     fit: Annotated[int, Field(ge=1), Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
     measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 4
+    refine: Annotated[
+        bool,
+        Option(
+            "Leave out the search that begins at the best solved plan.", flag="--no-refine", panel=FITTED, negated=True
+        ),
+    ] = True
+    evaluations: Annotated[
+        int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.", panel=FITTED)
+    ] = 200
     data: Annotated[
         str | None,
         Option(
@@ -279,6 +290,16 @@ class RunOptions(WithModel, WithTasks, Asking):
         first, *rivals = (*policies, *(f"{name}={self.output / FIT / name}" for name in rankings))
         more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals), "check": False}  # the choice checks
         return self.calibration(Curves, CURVES, self.measure, self.seed + 1, **more)
+
+    def refinement(self) -> EvolveOptions:
+        """Return the search that refines plans, on contexts of the tasks' split train; it always goes on."""
+        from kvsearch.jobs.evolve import EvolveOptions
+
+        names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
+        return EvolveOptions.of(
+            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure,
+            resume=True, **{name: getattr(self, name) for name in names},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,6 +476,8 @@ class _Run:
         whole = {name: self._tokens(split) for name, split in (("choice", "select"), ("report", "report"))}
         stages = {f"{FIT}/{name}": 2.0 * options.fit * len(asked) * length for name in options.rankings}
         stages[CURVES] = 1.5 * options.measure * len(asked) * length
+        if options.refine and options.sizes:
+            stages[REFINE] = 2.0 * options.measure * len(asked) * length * len(options.sizes)
         for size in options.sizes:
             stages[f"{CHOICE}/{size}"] = sum(whole.values())
         if options.smallest:  # some six budgets on half of the questions, under a few methods
@@ -481,6 +504,11 @@ class _Run:
             }
             for split, tasks in self.encoded.items()
         }
+        if REFINE in self.work:
+            found[REFINE] = {
+                "contexts": options.measure * len(self.encoded["select"]),
+                "evaluations": options.evaluations * len(options.sizes),
+            }
         for size in ["smallest"] if options.smallest else options.sizes:
             found[f"{CHOICE}/{size}"] = asked
         tokens = self.work
@@ -500,10 +528,11 @@ class _Run:
         options, asked = self.options, not (self.options.output / REPORT).exists()
         with overall(talk, self.work) as stages:
             measured = self._measured(stages)
+            refined = self._refined(measured, stages)
             found, hashes = [], {}
             for size in options.sizes:
                 with stages.stage(f"{CHOICE}/{size}", f"choosing at {size.words}, then the report") as stage:
-                    choice = self._choice(measured, size)
+                    choice = self._choice(measured, size, refined)
                     found.append(choice.run(self._keep(choice, stage)))
                     hashes = choice.hashes
             smallest = None
@@ -542,17 +571,45 @@ class _Run:
             measuring = options.curves(self.policies, list(rankings)).with_model(self.loaded)
             return Measured(policy_curves([kept_profile(measuring, stage)]), rankings)
 
-    def _choice(self, measured: Measured, size: Size) -> OverallChoice:
+    def _refined(self, measured: Measured, stages: Overall) -> Refined | None:
+        """Search on from what was solved at every size; None where that is not wanted, or not possible."""
+        from kvsearch.choose.contenders import find_contenders
+        from kvsearch.errors import IncompatibleError
+        from kvsearch.jobs.refine import prepare_refinement, refine
+
+        options = self.options
+        if REFINE not in self.work:
+            return None
+        with stages.stage(REFINE, f"searching on, {options.evaluations} plans of each size") as stage:
+            search = options.refinement().with_model(self.loaded)
+            sizes = [self._planned(measured, size) for size in options.sizes]
+            starts = {size: measured.made_of(find_contenders(self.loaded, measured, size).plans) for size in sizes}
+            try:
+                ready = prepare_refinement(self.loaded, measured, search, options.questions("train"), starts)
+            except (UsageError, IncompatibleError) as error:  # the candidates that there are will do
+                stage.warn(f"nothing is searched on: {error}")
+                return None
+            return refine(search, ready, options.evaluations, stage)
+
+    def _planned(self, measured: Measured, size: Size) -> Size:
+        """Return the size that plans are made at, with its length."""
+        found = planned_size(size, measured.length, self.longest)
+        return replace(found, length=found.length or measured.length)
+
+    def _choice(self, measured: Measured, size: Size, refined: Refined | None = None) -> OverallChoice:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.choose.acceptance import Rule
         from kvsearch.choose.contenders import find_contenders
         from kvsearch.choose.contest import prepare_contest
         from kvsearch.choose.overall import OverallChoice
+        from kvsearch.plan.contexts import joined
 
         options, known = self.options, measured.contexts
+        known = joined([known, *([] if refined is None else [refined.contexts])])
         settings = replace(options.asking(options.protocol), used=None if known is None else known.used)
-        length = measured.curves.profiles[0].metadata.length
-        found = find_contenders(self.loaded, measured, planned_size(size, length, self.longest))
+        planned = self._planned(measured, size)
+        more = {} if refined is None else refined.candidates(planned)
+        found = find_contenders(self.loaded, measured, planned, more)
         # a few candidates need few questions to be ranked: most are for what is decided on. Fallbacks are chosen there,
         # too: few questions may have put the best one behind others
         rule = Rule(share=FIRST, kept=5)

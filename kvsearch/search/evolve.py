@@ -259,12 +259,19 @@ class Evolved:
 
 
 def prepare_search(
-    base: Base, budget: int, settings: EvolveSettings, splits: Splits, asked: Settings, plans: Mapping[str, Plan]
+    base: Base,
+    budget: int,
+    settings: EvolveSettings,
+    splits: Splits,
+    asked: Settings,
+    plans: Mapping[str, Plan],
+    before: ContextRecord | None = None,
 ) -> PreparedSearch:
     """Draw the questions of all splits, and check that everything fits together.
 
     `budget` is c, the entries that a kv head keeps on average, `asked.samples` is how many contexts of every task each
-    split has; `plans` are start plans by name. No context is asked that one of these was fitted or chosen on.
+    split has; `plans` are start plans by name. No context is asked that one of these was fitted or chosen on, as
+    `before` says (None: as the plans say themselves).
 
     Raises:
         UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
@@ -281,9 +288,9 @@ def prepare_search(
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
     starts = start_tables(base, budget, plans)
-    before = ContextRecord()
-    if plans:
+    if before is None and plans:
         before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
+    before = before or ContextRecord()
     asked = replace(asked, used=before.used)
     encoded = {
         name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length, asked.used)
@@ -299,6 +306,13 @@ def prepare_search(
         )
     check_budget(prepared)
     return prepared
+
+
+def at_size(search: PreparedSearch, budget: int, plans: Mapping[str, Plan]) -> PreparedSearch:
+    """Return a search of the same questions at another size, from these start plans; errors as `prepare_search`."""
+    found = replace(search, budget=budget, starts=start_tables(search.base, budget, plans))
+    check_budget(found)
+    return found
 
 
 def _named(finalists: Mapping[str, Candidate], table: Ints) -> str:
@@ -321,7 +335,8 @@ def longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:
 def check_budget(prepared: PreparedSearch) -> None:
     """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
     budget, phases = prepared.budget, prepared.base.phases
-    for phase, floors in zip(phases, np.split(prepared.base.floors, len(phases)), strict=True):
+    choices = np.reshape(prepared.base.floors, (prepared.base.choices, -1, prepared.base.heads[1]))
+    for phase, floors in zip(phases, np.split(choices.min(axis=0), len(phases)), strict=True):
         most, what = longest(prepared.samples, phase), "prompt" if phase == "prefill" else "prompt and reply"
         if budget >= most:
             raise UsageError(

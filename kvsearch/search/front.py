@@ -8,7 +8,6 @@ are the optimised and the extrapolated plans of EvolKV (sections 4.2.1 and C.4).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
@@ -20,14 +19,14 @@ from kvsearch.search.evolve import (
     Evolved,
     PreparedSearch,
     Splits,
-    check_budget,
+    at_size,
     prepare_search,
 )
 from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Watcher
 from kvsearch.search.settings import EvolveSettings, SearchLimits
-from kvsearch.search.start_plans import Base, start_tables
+from kvsearch.search.start_plans import Base
 from kvsearch.strategies.methods import FULL
 
 EXPANDED = "expanded"  # the plan of the smallest budget, scaled
@@ -50,10 +49,7 @@ def prepare_front(
     if len(sizes) < 2:
         raise UsageError("a front needs two different budgets or more: give a single one with --budget")
     first = prepare_search(base, sizes[0], settings, splits, asked, plans)
-    others = [replace(first, budget=size, starts=start_tables(base, size, plans)) for size in sizes[1:]]
-    for search in others:
-        check_budget(search)
-    return (first, *others)
+    return (first, *(at_size(first, size, plans) for size in sizes[1:]))
 
 
 def search_front(

@@ -45,7 +45,7 @@ class EvolveSettings(Record):
         Option(
             "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
             "--start; basis: the directions in which the --start plans differ; joint: the policy of every layer, of "
-            "those of the --start plans and --policy, and multipliers around the first --start.",
+            "those of the --start plans and --policy, and multipliers around the best start.",
             panel=WHAT,
         ),
     ] = "groups"

@@ -80,7 +80,7 @@ class SearchStage:
 def stages_of(
     settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints], current: Callable[[], Ints]
 ) -> Iterator[SearchStage]:
-    """Yield the stages of a search, each made when it begins; `current` is the best table then.
+    """Yield the stages of a search, each made when it begins; `current` is the best table then, where joint begins.
 
     Raises:
         UsageError: the spaces "heads", "basis" and "joint" without start plans, and what spaces refuse.
@@ -101,6 +101,9 @@ def stages_of(
     given = [table for name, table in starts.items() if name not in EVEN]
     if settings.space != "layers" and not given:
         raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
+    if settings.space == "joint":  # the best of them first: what heads get is multiplied from there
+        best = current()
+        given = [best, *(table for table in given if not np.array_equal(table, best))]
     spaces = [_of_layers(settings, frame, tables, given, part) for part in frame.parts]
     whole = spaces[0] if len(spaces) == 1 else Phases(spaces)
     yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.calibration.options import PROTECTED
 from kvsearch.choose.overall import OverallChoice
 from kvsearch.choose.selection import PhaseResult
@@ -31,7 +34,11 @@ from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
 
 CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
-FEW = ("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 3, "--samples", 4)
+EVALUATIONS = 40
+FEW = (
+    *("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 2, "--samples", 4),
+    *("--evaluations", EVALUATIONS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +60,14 @@ def finished(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return directory, talk
 
 
+def ledger(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger."""
+    return [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
+
+
 def result(directory: Path) -> dict[str, bytes]:
     """What a run leaves, but for when: command lines and seconds differ."""
-    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json")
+    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json", "refine/found.json")
     fits = sorted(directory.glob("*.safetensors")) + sorted(directory.rglob("profile.safetensors"))
     return {str(path.relative_to(directory)): path.read_bytes() for path in (*(directory / n for n in names), *fits)}
 
@@ -85,7 +97,23 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     assert code == 0, talk_of_next
     code, _, talk_of_next = invoke(*following[1], "--samples", 1)
     assert code == 0, talk_of_next
-    assert "1/5 fitting the ranking probe" in talk  # two fits, a measurement, two sizes
+    assert "1/6 fitting the ranking probe" in talk  # two fits, a measurement, a search, two sizes
+
+
+def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) -> None:
+    directory, _ = finished
+    sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
+    for budget, one in json.loads((directory / "refine" / "found.json").read_bytes()).items():
+        assert {"probe", "lukv:probe", "half:probe", "lukv:snapkv", "joint"} & one["starts"].keys()
+        least = min(one["starts"].values())
+        assert one["found"]
+        assert all(found["value"] < least for found in one["found"])
+        assert all(np.sum(found["budgets"]) == int(budget) * 24 for found in one["found"])
+        kinds = {found["name"]: found["kind"] for found in sizes[budget]["outcomes"][0]["standings"]}
+        assert {kinds["refined"], kinds["half:probe"]} == {"candidate"}
+        assert kinds["half:snapkv"] == "baseline"
+    evaluated = {key for line in ledger(directory / "refine") for key in line.get("keys", ())}
+    assert len(evaluated) <= 2 * EVALUATIONS
 
 
 def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple[Path, str]) -> None:
@@ -97,7 +125,10 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
     assert not chosen & reported
     assert not fitted & (chosen | reported)
     rankings = {one for name in ("probe", "query_bank") for one in read_contexts(directory / "fit" / name).fitted}
-    assert not rankings & set(read_contexts(directory / "curves").fitted)
+    measured, searched = (set(read_contexts(directory / name).fitted) for name in ("curves", "refine"))
+    assert not rankings & measured
+    assert searched
+    assert not searched & (rankings | measured)
     record = load_plan(directory / "plan-40.json").provenance.contexts
     assert record is not None
     assert all(map(record.chosen.has, chosen))
@@ -116,7 +147,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begun", ["curves/config.json", "choice/40/second/ledger.jsonl"])
+@pytest.mark.parametrize("begun", ["curves/config.json", "refine/ledger.jsonl", "choice/40/second/ledger.jsonl"])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     begun: str, run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -153,10 +184,11 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
     assert code == 0, talk
     stages = json.loads(out)["stages"]
-    assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank"]
+    assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank", "refine"]
+    assert (stages["refine"]["contexts"], stages["refine"]["evaluations"]) == (2, EVALUATIONS)
     assert stages["fit/probe"]["recipe"]["method"] == "probe"
     assert stages["fit/probe"]["questions"] == 8
-    assert stages["curves"]["own_replies"] == 6
+    assert stages["curves"]["own_replies"] == 4
     assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
     assert all(stage["tokens"] > 0 for stage in stages.values())
     assert not (tmp_path / "run").exists()
@@ -224,6 +256,42 @@ def test_one_context_to_choose_by_is_told_before_anything_is_fitted(run: Run, tm
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_of_contexts_is_divided_between_fit_and_curves(tmp_path: Path) -> None:
+    options = RunOptions.of(model="bundled", budget=40, output=tmp_path, data=str(default_data("bundled")))
+    fit, curves = options.fits()["probe"].texts_given, options.curves(["snapkv"], ["probe"]).texts_given
+    assert fit is not None
+    assert curves is not None
+    kinds = ["single", "multikey", "multiquery", "multivalue", "chain", "vote"]
+    assert [one.kind for one in fit.contexts] == [one.kind for one in curves.contexts] == kinds
+    assert not set(fit.hashes) & set(curves.hashes)
+    assert fit.sha256 != curves.sha256
+    assert load_calibration_data(default_data("bundled")).hashes == [
+        one for pair in zip(fit.hashes, curves.hashes, strict=True) for one in pair
+    ]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "words"),
+    [
+        (4, "has 4 different contexts: rankings are fitted on every other one and budgets measured on the others, so"),
+        (None, "there is no file"),
+    ],
+)
+def test_a_bad_file_is_found_before_anything_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: int | None, words: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("kvsearch.models.loading.load", refuse)
+    data = tmp_path / "mine.json"
+    if contexts is not None:
+        texts = [{"text": f"a context {n}", "questions": [{"question": "q", "answer": "a"}]} for n in range(contexts)]
+        data.write_text(json.dumps({"name": "mine", "prompt": " {question}", "contexts": [*texts, *texts]}))
+    refused(run, USAGE, words, "run", "bundled", "--data", data, "--budget", 40, "-o", tmp_path / "run", "--dry-run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_data_without_questions(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "data.json"
     data.write_text(json.dumps({"name": "none", "prompt": " {question}", "contexts": []}))
@@ -238,6 +306,13 @@ def test_directories_of_something_else(run: Run, questions: Path, finished: tupl
     refused(run, USAGE, "holds something else than a calibration", "calibrate", "bundled", "-o", directory)
     (tmp_path / "notes.txt").write_text("mine")
     refused(run, USAGE, "holds something else than a run", *command(questions, tmp_path, "--budget", 40))
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    config = json.loads((other / "curves" / "config.json").read_bytes())
+    config["content"]["recipe"]["minimum"] = 0.5
+    (other / "curves" / "config.json").write_text(json.dumps(config))
+    words = "recipe.minimum is 0.5 there, 0.01 here; give --force to start the whole run anew"
+    refused(run, USAGE, words, *command(questions, other, "--budgets", "40,60"))
     words = "holds another run: options.budgets is [40, 60] there, [40, 70] here"
     refused(run, USAGE, words, *command(questions, directory, "--budgets", "40,70"))
 

@@ -313,6 +313,31 @@ def test_a_policy_is_the_nearest_choice() -> None:
     assert space.project(np.array([0.4, 0.6, 7.0, 0, 9.0, -9.0])).tolist() == [0, 1, 1, 0, 3, -3]
 
 
+def test_a_layer_at_its_floor_can_gain_entries() -> None:
+    table = np.array([[4, 4], [30, 42], [20, 20]])
+    space = Joint([placed(table, np.zeros(3, dtype=np.int64), 2)], FLOORS, full(6, 2, 90), 2)
+    assert space.start.tolist() == [0, 0, 0, -3, 0, 0]
+    assert space.budgets(space.start)[:3].tolist() == table.tolist()
+    assert space.point_of(space.budgets(space.start)) == pytest.approx(space.start)
+    more = space.budgets(np.array([0.0, 0, 0, 0, -1, -1]))
+    assert more.sum() == 120
+    assert more[0].tolist() == [15, 15]  # 0.5 e^3 = 10.0 beside 96 / e = 35.3 of 96 entries: 10.6 each
+
+
+@given(st.data())
+@at_most(60)
+def test_a_start_with_layers_at_their_floors_is_met_exactly(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(2, 40))
+    above = np.array(data.draw(st.lists(st.integers(0, 90), min_size=layers, max_size=layers)))
+    above[1::2] *= data.draw(st.booleans())
+    assume(above.any())
+    table = 4 + np.stack([above, above // 2], axis=1)
+    whole = placed(table, np.zeros(layers, dtype=np.int64), 2)
+    floors = np.concatenate([full(layers, 2, 4), full(layers, 2, 4)])
+    space = Joint([whole], floors, full(2 * layers, 2, 10_000), 2, data.draw(st.integers(1, layers - 1)))
+    assert space.budgets(space.start).tolist() == whole.tolist()
+
+
 @given(st.data())
 @at_most(60)
 def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
@@ -508,12 +533,14 @@ def test_a_cap_passes_entries_on_in_proportion() -> None:
     assert abs(above[2, 0] / above[0, 1] - 26 / 20) < 0.15  # 1.3 * 10 : 0.5 * 20
 
 
-def test_a_group_at_its_floor_cannot_be_multiplied() -> None:
+def test_a_group_at_its_floor_can_gain_entries() -> None:
     table = np.array([[10, 10], [30, 20], [20, 10]])
     space = Heads(table, full(3, 2, 10))
-    assert space.upper[0] == 1.0
-    assert space.budgets(np.array([0.0, 1.0, 1.0])).tolist() == table.tolist()
-    assert space.project(np.array([0.3, 0.5, 0.5])).tolist() == [0.3, 1.0, 1.0]
+    assert space.start.tolist() == [0.0, 1.0, 1.0]
+    assert space.upper[0] == 20.0  # all 40 above the floors
+    assert space.budgets(space.start).tolist() == table.tolist()
+    assert space.budgets(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
+    assert space.project(np.array([0.0, 0.5, 0.5])) == pytest.approx([0.0, 1.0, 1.0], abs=1e-8)
     with pytest.raises(UsageError, match="all at their floor: nothing is left to multiply"):
         Heads(full(3, 2, 10), full(3, 2, 10))
     with pytest.raises(UsageError, match=r"head \[0, 0\] has 10 entries, outside \[11, "):

@@ -86,9 +86,10 @@ def test_policies_and_multipliers_make_one_stage() -> None:
     chosen = np.array([0, 1, 1, 0])
     starts = {"uniform": placed(UNIFORM, chosen, 2), "mine": placed(PROFILE, chosen, 2)}
     how = settings_of(space="joint", group_size=1)
-    (stage,) = stages_of(how, choosing, starts, lambda: starts["uniform"])
-    assert isinstance(stage.space, Joint)
-    np.testing.assert_equal(stage.space.budgets(stage.space.start), starts["mine"])
+    for best in starts.values():
+        (stage,) = stages_of(how, choosing, starts, lambda best=best: best)
+        assert isinstance(stage.space, Joint)
+        np.testing.assert_equal(stage.space.budgets(stage.space.start), best)
     np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
 
 

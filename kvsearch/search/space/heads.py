@@ -17,7 +17,8 @@ class Heads(BoxSpace):
 
     k_lh = floor_lh + min(lam * x_j * (base_lh - floor_lh), cap_lh - floor_lh) for the heads of group j, with lam such
     that the total is right. The sums of the groups are rounded to it by largest remainders, then the heads of each
-    group to its sum. A head that the table has at its floor stays there unless all others are full.
+    group to its sum. A head that the table has at its floor stays there unless all others of its group do or are full:
+    a group with nothing above its floors has x_j = 0 in the table, and x_j entries for every head else.
 
     Args:
         base: the calibrated budgets, int64 [L, Hkv]; their sum is the total.
@@ -38,22 +39,23 @@ class Heads(BoxSpace):
             raise UsageError("the calibrated budgets are all at their floor: nothing is left to multiply")
         self._group = layer_groups(shape[0], size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
+        self._begin = np.array([float(self._free[rows].any()) for rows in self._members])
+        for rows in self._members:
+            self._free[rows] += not self._free[rows].any()
         largest = np.array([self._largest(rows) for rows in self._members])
         super().__init__(shape, np.zeros(len(largest)), largest)
 
     @property
     def start(self) -> Vector:
         """The calibrated table."""
-        return np.ones(self.dimension)
+        return self._begin.copy()
 
     def _largest(self, rows: Ints) -> float:
-        """Return the multiplier at which a group is full, or has everything; without free entries it has no effect."""
+        """Return the multiplier at which a group is full, or has everything."""
         free, room = self._free[rows], self._room[rows]
         some = free > 0
-        if not some.any():
-            return 1.0
         most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
-        return float((most / free[some]).max())
+        return float((most / free[some]).max()) or 1.0  # one without room has no effect
 
     def _literal(self, x: Vector) -> Floats:
         """Return the entries above the floors that a point says, [L, Hkv], whatever they sum to."""

@@ -12,7 +12,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_level
 from kvsearch.search.space.base import BoxSpace, layer_groups, table_within
 
-LEAST = 0.5  # entries: what layers without free entries count as in a logarithm
+LEAST = 0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
 
 
 def chosen_of(table: Ints, choices: int) -> Ints:
@@ -34,9 +34,12 @@ class Joint(BoxSpace):
 
     A table has the layers under the first choice, then under the next, [choices * L, Hkv]; a layer has entries under
     one of them. The first L coordinates say which, the others are x_j. A layer that takes another policy keeps its
-    total, at x = 0, and its heads share it as in the first of the tables that has this policy there, or else as
-    before. lam is such that the total is right; caps bind as in water-filling, and the rest is rounded to the exact
-    total by largest remainders. The first table is the start, with x = 0.
+    total, with x as at the start, and its heads share it as in the first of the tables that has this policy there, or
+    else as before. lam is such that the total is right; caps bind as in water-filling, and the rest is rounded to the
+    exact total by largest remainders.
+
+    The first table is the start, with x = 0, but for groups that have nothing above their floors: these have a part of
+    `LEAST` there, and begin at the lower bound, so that they can gain entries.
 
     Args:
         tables: start plans, each int64 [choices * L, Hkv]; the first one's sum is the total.
@@ -74,9 +77,13 @@ class Joint(BoxSpace):
                 f"a total of {self.total} is below the {most} entries that layers always keep under the policy that "
                 "protects most: raise the budget, or give all policies the same protection"
             )
-        self._free = self._shares([table.reshape(stacked) for table in tables], base)
         self._group = layer_groups(self._layers, size)
         groups = int(self._group.max()) + 1
+        above = (base - least).sum(axis=1)
+        self._least = LEAST / max(int((above == 0).sum()), 1)
+        empty = np.bincount(self._group, weights=above, minlength=groups) == 0
+        self._begin = np.where(empty, -float(reach), 0.0)  # x of the first table
+        self._free = self._shares([table.reshape(stacked) for table in tables], base)
         bound = np.concatenate([np.zeros(self._layers), np.full(groups, float(reach))])
         upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, float(reach))])
         super().__init__((len(floors), heads), -bound, upper)
@@ -88,20 +95,20 @@ class Joint(BoxSpace):
     @property
     def start(self) -> Vector:
         """The first table."""
-        return np.concatenate([self._first, np.zeros(self.dimension - self._layers)])
+        return np.concatenate([self._first, self._begin])
 
     def _shares(self, tables: Sequence[Ints], base: Ints) -> Floats:
-        """Return what heads get above the floors under each choice while no multiplier says otherwise, [C, L, Hkv]."""
+        """Return what heads get above the floors under each choice at x = 0, [C, L, Hkv]."""
         free = np.zeros((self.choices, self._layers, base.shape[1]))
         for choice in range(self.choices):
             for layer in range(self._layers):
                 known = [table[choice, layer] for table in tables if table[choice, layer].any()]
                 low = self._low[choice, layer]
                 shape = np.maximum((known[0] if known else base[layer]) - low, 0).astype(np.float64)
-                wanted = max(float(base[layer].sum() - low.sum()), 0.0)
+                wanted = max(float(base[layer].sum() - low.sum()), self._least)
                 shape = shape if shape.any() else np.ones_like(shape)
                 free[choice, layer] = shape if shape.sum() == wanted else shape * wanted / shape.sum()
-        return free
+        return free * np.exp(-self._begin[self._group])[:, None]
 
     def _project(self, x: Vector) -> Vector:
         return np.concatenate([np.rint(x[: self._layers]), x[self._layers :]])
@@ -122,6 +129,7 @@ class Joint(BoxSpace):
         free = self._free[chosen, self._rows].sum(axis=1)
         groups = int(self._group.max()) + 1
         sums = (np.bincount(self._group, weights=one, minlength=groups) for one in (above, free))
-        wanted, known = (np.maximum(one, LEAST) for one in sums)
-        logs = np.log(wanted / known) - math.log(max(float(above.sum()), LEAST) / max(float(free.sum()), LEAST))
+        wanted, known = (np.maximum(one, self._least) for one in sums)
+        begun = float((free * np.exp(self._begin[self._group])).sum())
+        logs = np.log(wanted / known) - math.log(float(wanted.sum()) / max(begun, LEAST))
         return np.concatenate([chosen, logs])

@@ -1,0 +1,163 @@
+"""The refinement of `kvsearch run`: policies of layers and budgets are searched on, from the best plan that was solved.
+
+`evolve --space joint` without its choice: what is found is a candidate beside others, and a run chooses by itself. The
+contexts are of split train, and none that a ranking was fitted or a curve measured on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvsearch.jobs.evolve import SEARCHED, EvolveOptions, configuration, opened
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.parsing import parse_json
+from kvsearch.progress import Progress
+
+if TYPE_CHECKING:
+    from kvsearch.choose.contenders import Measured
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.plan import Plan, Size
+    from kvsearch.plan.contexts import ContextRecord
+    from kvsearch.search.candidates import Candidate, SearchOutcome
+    from kvsearch.search.evolve import PreparedSearch
+    from kvsearch.search.ledger import SearchLedger
+    from kvsearch.tasks.base import Task
+
+FOUND = "found.json"  # what the searches found; it is there once all are finished
+NAME = "refined"
+MOST = 2  # plans of a size that become candidates: there are few places among the finalists
+
+
+@dataclass(frozen=True)
+class Refined:
+    """Plans that were found, by budget and name, and what they were searched on."""
+
+    plans: Mapping[int, Mapping[str, Plan]]
+    contexts: ContextRecord
+
+    def candidates(self, size: Size) -> dict[str, Plan]:
+        """Return the plans of a size that has a length; those of a ratio follow the prompt at hand."""
+        from kvsearch.plan.arithmetic import scale
+
+        found = self.plans[_budget(size)]
+        if size.ratio is None:
+            return dict(found)
+        return {name: scale(plan, ratio=size.ratio, length=size.length) for name, plan in found.items()}
+
+
+def _budget(size: Size) -> int:
+    """Return the entries per kv head of a size that has a length."""
+    assert size.length is not None
+    return round(size.mean(size.length))
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """A `Watcher` that tells how many of `most` candidates were evaluated."""
+
+    ledger: SearchLedger
+    most: int
+    progress: Progress
+
+    def stage(self, name: str) -> None:
+        """See `Watcher`."""
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:  # noqa: ARG002
+        """See `Watcher`."""
+        self.progress(min(self.ledger.spent.evaluations, self.most), self.most)
+
+    def ended(self, why: str) -> None:
+        """See `Watcher`."""
+
+
+def prepare_refinement(
+    loaded: LoadedModel,
+    measured: Measured,
+    options: EvolveOptions,
+    tasks: Sequence[Task],
+    starts: Mapping[Size, Mapping[str, Plan]],
+) -> tuple[PreparedSearch, ...]:
+    """Prepare a search for every size from its `starts`, by name, among the policies that were measured.
+
+    Raises:
+        UsageError, IncompatibleError: the reason why there is nothing to search; see `prepare_search`.
+    """
+    from kvsearch.policies.registry import policy_of
+    from kvsearch.search.bank.prepared import ranking_policies
+    from kvsearch.search.evolve import Splits, at_size, prepare_search
+    from kvsearch.search.start_plans import RESERVED, Base
+
+    base = Base.choosing(loaded, [policy_of(spec) for spec in measured.curves.policies])
+    ranking_policies(loaded.model, base.by_layer)  # told before prompts are read
+    (budget, plans), *others = (
+        (_budget(size), {name: plan for name, plan in made.items() if name not in RESERVED})
+        for size, made in starts.items()
+    )
+    asked, splits = options.asking(options.protocol), Splits(tasks, (), ())
+    first = prepare_search(base, budget, options, splits, asked, plans, measured.contexts)
+    return (first, *(at_size(first, budget, plans) for budget, plans in others))
+
+
+def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: int, talk: Talk) -> Refined:
+    """Search at every budget, `most` candidates each, and return what is better than all starts.
+
+    The directory of `options` keeps what was measured: the same call goes on where it was killed, and what is finished
+    is only read.
+
+    Raises:
+        UsageError: another search is in the directory; see also `opened`.
+        EnvironmentFault, IncompatibleError: see `Search.run` and `opened`.
+    """
+    from kvsearch.runs.contexts import write_contexts
+    from kvsearch.runs.directory import write_json
+    from kvsearch.search.ledger import require_same
+    from kvsearch.search.settings import SearchLimits
+
+    if (options.output / FOUND).exists():
+        require_same(options.output, configuration(options, searches), unknown=SEARCHED)
+        return _read(options.output, searches)
+    with opened(options, searches, talk) as (ready, executor, run), talk.progress("candidates") as progress:
+        write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
+        watcher, found = _Counting(run.ledger, most * len(ready), progress), {}
+        for number, search in enumerate(ready, 1):
+            limits = SearchLimits(evaluations=number * most)  # one ledger has all searches
+            outcome = search.search(executor, run.ledger, limits, watcher, f"budget {search.budget}: ")
+            found[str(search.budget)] = _as_json(search, outcome)
+        write_json(run.directory / FOUND, found)
+    return _read(options.output, searches)
+
+
+def _as_json(search: PreparedSearch, outcome: SearchOutcome) -> dict[str, Any]:
+    """Return what the starts are worth, and the best candidates that are worth more."""
+    known = {one.table.tobytes(): one.value for one in outcome.pool}
+    starts = {name: known.get(table.tobytes()) for name, table in search.starts.items()}
+    least = min((value for value in starts.values() if value is not None), default=math.inf)
+    better = [] if outcome.flat else [one for one in outcome.pool if one.value < least][:MOST]
+    found = [{"budgets": one.table.tolist(), "value": one.value, "where": one.where} for one in better]
+    return {"starts": starts, "found": found, "ended": outcome.ended}
+
+
+def _read(directory: Path, searches: Sequence[PreparedSearch]) -> Refined:
+    """Return the plans that a finished refinement found."""
+    from kvsearch.plan.files import read_bytes
+
+    place = directory / FOUND
+    said: Any = parse_json(read_bytes(place), str(place))
+    plans: dict[int, dict[str, Plan]] = {}
+    for search in searches:
+        record = search.record(searched=True)
+        plans[search.budget] = {
+            NAME if number == 1 else f"{NAME}#{number}": search.plan(
+                np.array(one["budgets"], dtype=np.int64),
+                {**search.as_json(), "found": one["where"], "value": one["value"]},
+                record,
+            )
+            for number, one in enumerate(said[str(search.budget)]["found"], 1)
+        }
+    return Refined(plans, searches[0].record(searched=True))
