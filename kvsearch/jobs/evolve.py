@@ -22,6 +22,7 @@ from kvsearch.jobs.groups import (
     Numbers,
     TaskDetails,
     WithModel,
+    WithRun,
     default_tasks,
 )
 from kvsearch.jobs.public import job
@@ -48,14 +49,13 @@ SPLITS = "train", "select", "report"
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 
 
-class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
+class EvolveOptions(WithModel, WithRun, TaskDetails, Asking, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[str | None] = "recipes/evolve"
     example: ClassVar[str] = "budget: 128"
 
-    output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
     budget: Annotated[Entries | None, replace(BUDGET, panel=WHAT)] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
@@ -121,7 +121,6 @@ class EvolveOptions(WithModel, TaskDetails, Asking, EvolveSettings):
         float | None, Option("Seconds after which the job of a Ray worker has failed.", panel=WORK)
     ] = None
     resume: Annotated[bool, Option("Go on with the run in the directory.", recorded=False)] = False
-    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
     method: Literal["evolkv"] = "evolkv"
 
     @model_validator(mode="after")

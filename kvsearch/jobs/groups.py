@@ -101,6 +101,13 @@ class WithModel(Loading):
     model: Annotated[str, Option("A hub id, a local directory, `bundled` or `bundled-redundant`.", argument=True)]
 
 
+class WithRun(JobOptions):
+    """A directory in which a run is kept."""
+
+    output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
+    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
+
+
 def default_tasks(model: str | None) -> str:
     """Return the spec of what a model is asked by default: bundled ones in their own language, others in English.
 

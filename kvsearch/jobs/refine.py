@@ -76,6 +76,26 @@ class _Counting:
         """See `Watcher`."""
 
 
+def search_on(
+    loaded: LoadedModel,
+    measured: Measured,
+    options: EvolveOptions,
+    tasks: Sequence[Task],
+    starts: Mapping[Size, Mapping[str, Plan]],
+    most: int,
+    talk: Talk,
+) -> Refined | None:
+    """Search on at every size, see `refine`; None, with a warning, where that cannot be done: others are candidates."""
+    from kvsearch.errors import IncompatibleError, UsageError
+
+    try:
+        searches = prepare_refinement(loaded, measured, options, tasks, starts)
+    except (UsageError, IncompatibleError) as error:
+        talk.warn(f"nothing is searched on: {error}")
+        return None
+    return refine(options, searches, most, talk)
+
+
 def prepare_refinement(
     loaded: LoadedModel,
     measured: Measured,

@@ -26,6 +26,7 @@ from kvsearch.jobs.groups import (
     Numbers,
     TaskDetails,
     WithModel,
+    WithRun,
     WithTasks,
     default_tasks,
 )
@@ -95,14 +96,13 @@ def planned_size(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest) if measured < longest and size.mean(measured) >= measured else size
 
 
-class RunOptions(WithModel, WithTasks, Asking):
+class RunOptions(WithModel, WithRun, WithTasks, Asking):
     """The size, what plans are made of, and the questions that decide between them."""
 
     job: ClassVar[str] = "run"
     recipes: ClassVar[str | None] = "recipes/run"
     example: ClassVar[str] = "budget: 128"
 
-    output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
     budget: Annotated[Entries | None, replace(BUDGET, panel=SIZE)] = None
     ratio: Annotated[
         float | None, Option("Share of the prompt to evict, between 0 and 1, in place of a budget.", panel=SIZE)
@@ -150,7 +150,6 @@ class RunOptions(WithModel, WithTasks, Asking):
     samples: Annotated[
         int, Field(ge=2), Option("Contexts per task to choose by, and as many others to report on.", panel=ASKED)
     ] = 20
-    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
@@ -574,8 +573,7 @@ class _Run:
     def _refined(self, measured: Measured, stages: Overall) -> Refined | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""
         from kvsearch.choose.contenders import find_contenders
-        from kvsearch.errors import IncompatibleError
-        from kvsearch.jobs.refine import prepare_refinement, refine
+        from kvsearch.jobs.refine import search_on
 
         options = self.options
         if REFINE not in self.work:
@@ -584,12 +582,9 @@ class _Run:
             search = options.refinement().with_model(self.loaded)
             sizes = [self._planned(measured, size) for size in options.sizes]
             starts = {size: measured.made_of(find_contenders(self.loaded, measured, size).plans) for size in sizes}
-            try:
-                ready = prepare_refinement(self.loaded, measured, search, options.questions("train"), starts)
-            except (UsageError, IncompatibleError) as error:  # the candidates that there are will do
-                stage.warn(f"nothing is searched on: {error}")
-                return None
-            return refine(search, ready, options.evaluations, stage)
+            return search_on(
+                self.loaded, measured, search, options.questions("train"), starts, options.evaluations, stage
+            )
 
     def _planned(self, measured: Measured, size: Size) -> Size:
         """Return the size that plans are made at, with its length."""

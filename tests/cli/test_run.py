@@ -81,6 +81,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert plan.provenance.method == "run"
         (outcome,) = found["outcomes"]
         kinds = {one["name"]: one["kind"] for one in outcome["standings"]}
+        assert outcome["level"] == 0.025  # two sizes share 5%
         assert {kinds[name] for name in ("probe", "lukv:probe", "adakv:probe", "query_bank")} == {"candidate"}
         assert {kinds[name] for name in ("snapkv", "lukv:snapkv", "cake", "lava", "streaming")} == {"baseline"}
         assert found["written"]["name"] in kinds

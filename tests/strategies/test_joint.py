@@ -103,6 +103,16 @@ def test_layers_count_as_the_first_profile_says() -> None:
     assert found.kept[:, :, :, -1].sum(axis=2) == pytest.approx(np.array([[6, 2, 4]] * 2), rel=1e-5)
 
 
+def test_a_mixture_with_even_budgets() -> None:
+    measured = policy_curves([profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV)])
+    whole, half, even = (joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
+    first, second, third = (np.array(one.plan.budgets("prefill")) for one in (whole, half, even))
+    assert first.sum() == second.sum() == third.sum() == 30
+    assert set(third.ravel().tolist()) == {5}
+    assert np.abs(second - (first + third) / 2).max() < 1
+    assert whole.kept > half.kept > even.kept
+
+
 def test_only_one_of_the_policies() -> None:
     both = policy_curves([profile(TWO, SNAPKV, KEYDIFF)])
     found = joint_plan(both.only(["keydiff"]), Size(ratio=0.9))
