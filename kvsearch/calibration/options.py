@@ -118,7 +118,10 @@ class CalibrationOptions(Seeded):
     bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: Annotated[str, Option("Calibration method: lukv, lava, cake, adakv, polykv, probe or query_bank.")] = "lukv"
+    method: Annotated[
+        str,
+        Option("Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics."),
+    ] = "lukv"
     policy: Annotated[
         str,
         Option(
@@ -425,6 +428,20 @@ class ProbeOptions(RankingOptions):
     def most_contexts(self) -> int:
         """See `RankingOptions.most_contexts`."""
         return -(-self.entries // LEAST_DRAWN)
+
+
+class QueryStatisticsOptions(CalibrationOptions):
+    """Statistics of queries for other tools; the policy says how many first tokens are left out, its sinks."""
+
+    unit: ClassVar[str] = "contexts"
+    bare: ClassVar[bool] = True
+
+    method: Literal["query_statistics"] = "query_statistics"
+    policy: Literal["expected_attention"] = "expected_attention"
+
+    def scope(self, data: CalibrationData) -> str:
+        """See `CalibrationOptions.scope`."""
+        return f"{len(data.contexts)} contexts without their questions"
 
 
 class DynamicOptions(CalibrationOptions):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -132,14 +132,21 @@ class Exporter(ABC):
     name: ClassVar[str]
     tool: ClassVar[str]  # who reads it
     keeps: ClassVar[str]  # what survives, for people
+    needs_model: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a target is told besides the plan: a prompt length in tokens, and the model where it needs one."""
+    """What a target is told besides a plan or profile.
+
+    A prompt length in tokens, the model and its shape where the target needs them, and what is known of the plan's
+    `scores`, in Markdown.
+    """
 
     length: int | None = None
     architecture: Architecture | None = None
+    model: Any = None  # of transformers
+    scores: str | None = None
 
     @property
     def known_architecture(self) -> Architecture:
@@ -148,11 +155,16 @@ class Inputs:
             raise UsageError("the target is told of query heads, which a plan does not know: give --model")
         return self.architecture
 
+    @property
+    def known_model(self) -> Any:
+        """The model; UsageError where it was not given."""
+        if self.model is None:
+            raise UsageError("the target is made of weights of the model: give --model")
+        return self.model
+
 
 class PlanExporter(Exporter):
     """A target that is told the budgets of a plan."""
-
-    needs_model: ClassVar[bool] = False  # its shape
 
     @abstractmethod
     def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:
@@ -172,7 +184,7 @@ class ProfileExporter(Exporter):
     """A target that is told what was measured, for all sizes at once."""
 
     @abstractmethod
-    def export(self, profile: Profile) -> Exported:
+    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:
         """Make the files.
 
         Raises:

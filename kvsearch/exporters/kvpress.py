@@ -41,7 +41,7 @@ class KvpressLukv(ProfileExporter):
     tool: ClassVar[str] = "kvpress, LUKVPress"
     keeps: ClassVar[str] = "budgets of all heads at every ratio; one policy that kvpress has"
 
-    def export(self, profile: Profile) -> Exported:
+    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
         """Make the table and the lines that set it on a press."""
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:

@@ -21,6 +21,7 @@ from kvsearch.calibration.options import (
     LukvOptions,
     ProbeOptions,
     QueryBankOptions,
+    QueryStatisticsOptions,
     RankingOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
@@ -188,6 +189,10 @@ class CalibrateQueryBank(QueryBankOptions, CalibrateOptions):
     """See `QueryBankOptions`."""
 
 
+class CalibrateQueryStatistics(QueryStatisticsOptions, CalibrateOptions):
+    """See `QueryStatisticsOptions`."""
+
+
 class CalibrateAdakv(AdakvOptions, CalibrateOptions):
     """See `AdakvOptions`."""
 
@@ -199,6 +204,7 @@ class CalibratePolykv(PolykvOptions, CalibrateOptions):
 METHODS: dict[str, type[CalibrateOptions]] = {
     "lukv": CalibrateLukv, "lava": CalibrateLava, "cake": CalibrateCake, "adakv": CalibrateAdakv,
     "polykv": CalibratePolykv, "probe": CalibrateProbe, "query_bank": CalibrateQueryBank,
+    "query_statistics": CalibrateQueryStatistics,
 }  # fmt: skip
 
 
@@ -243,6 +249,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe,
     query_bank: a ranking. A run of these three that was interrupted goes on when the call is repeated.
+    query_statistics: mean and covariance of queries, which `export_to` hands to other tools.
 
     Raises:
         UsageError: options that do not go together, unreadable texts, or results of something else in `output`.
@@ -430,6 +437,10 @@ def _measure(
         from kvsearch.calibration.lukv import calibrate_lukv
 
         return calibrate_lukv(loaded, texts, policy, options, progress, options.make_rivals())
+    if isinstance(options, QueryStatisticsOptions):
+        from kvsearch.calibration.query_statistics import calibrate_query_statistics
+
+        return calibrate_query_statistics(loaded, texts, policy, options, progress)
     if isinstance(options, CakeOptions):
         from kvsearch.calibration.cake_exponents import calibrate_cake
 

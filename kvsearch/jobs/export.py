@@ -105,7 +105,7 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             IncompatibleError: the target cannot express all of it, and `lossy` is off.
         """
         from kvsearch.exporters import exporter_of
-        from kvsearch.exporters.base import ProfileExporter
+        from kvsearch.exporters.base import PlanExporter, ProfileExporter
         from kvsearch.plan import load_plan, load_profile
         from kvsearch.plan.saved import plan_of_folder
 
@@ -115,10 +115,13 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
         if isinstance(exporter, ProfileExporter):
             if of_plan:
-                raise UsageError(f"target {self.to} is made of a profile, at all sizes: give the directory of one")
-            found = exporter.export(load_profile(profile_file(path)))
+                raise UsageError(f"target {self.to} is made of a profile: give the directory of one")
+            profile = load_profile(profile_file(path))
+            found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, talk))
         else:
-            found = self.converted(load_plan(path) if of_plan else self.make(talk), self.length, talk)
+            assert isinstance(exporter, PlanExporter)
+            plan = load_plan(path) if of_plan else self.make(talk)
+            found = exporter.export(plan, self.inputs(plan.model, self.length, talk))
         self.refuse_loss(found)
         return found
 

@@ -12,8 +12,8 @@ from kvsearch.jobs.talk import Talk
 from kvsearch.plan.files import atomic_write
 
 if TYPE_CHECKING:
-    from kvsearch.exporters.base import Exported
-    from kvsearch.plan import Plan
+    from kvsearch.exporters.base import Exported, Inputs
+    from kvsearch.plan import ModelFingerprint
 
 PANEL = "Other tools"
 PLAN = "plan"  # the target of every other kind of export: one plan file
@@ -29,7 +29,8 @@ class Targeted(Loading):
         bool, Option("Write it though the target cannot express all of the plan.", panel=PANEL, recorded=False)
     ] = False
     model: Annotated[
-        str | None, Option("The model, for targets that are told of its query heads.", panel=PANEL, recorded=False)
+        str | None,
+        Option("The model, for targets that are told of its query heads or weights.", panel=PANEL, recorded=False),
     ] = None
     push_to_hub: Annotated[
         str | None,
@@ -41,22 +42,23 @@ class Targeted(Loading):
         ),
     ] = None
 
-    def converted(self, plan: Plan, length: int | None, talk: Talk) -> Exported:
-        """Make the files of a target that is told of a plan; raises as its exporter."""
+    def inputs(self, model: ModelFingerprint, length: int | None, talk: Talk) -> Inputs:
+        """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
+
+        Raises:
+            UsageError: there is no such target.
+            IncompatibleError: `--model` is another one.
+        """
         from kvsearch.exporters import exporter_of
-        from kvsearch.exporters.base import Inputs, PlanExporter
+        from kvsearch.exporters.base import Inputs
 
-        exporter, shape = exporter_of(self.to), None
-        assert isinstance(exporter, PlanExporter)
-        if exporter.needs_model and self.model is None:
-            raise UsageError(f"target {self.to} is told of query heads, which a plan does not know: give --model")
-        if exporter.needs_model and self.model is not None:
-            from kvsearch.models.architecture import describe
+        if self.model is None or not exporter_of(self.to).needs_model:
+            return Inputs(length)
+        from kvsearch.models.architecture import describe
 
-            loaded = self.load(self.model, talk)
-            plan.model.require(loaded.fingerprint, "the plan")
-            shape = describe(loaded.model)
-        return exporter.export(plan, Inputs(length, shape))
+        loaded = self.load(self.model, talk)
+        model.require(loaded.fingerprint, "what is exported")
+        return Inputs(length, describe(loaded.model), loaded.model)
 
     def refuse_loss(self, found: Exported) -> None:
         """Raise IncompatibleError if something is lost, unless that was asked for."""

@@ -42,6 +42,8 @@ GRID = 99
 TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
 KEPT = "kept"  # importance kept by policy, see `Profile`
+QUERY_MEAN, QUERY_COVARIANCE, QUERY_ABS = "query_mean", "query_cov", "query_abs"  # by query head, see `Profile`
+QUERIES = "query_statistics"  # the method whose profiles have them
 SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 
 _HEADER_KEY = "kvsearch"
@@ -270,6 +272,8 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
         yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
     if metadata is not None and (metadata.policies is not None or KEPT in arrays):
         yield from _kept_problems(arrays, metadata)
+    if metadata is not None and metadata.method == QUERIES:
+        yield from _query_problems(arrays, metadata)
     if metadata is not None and metadata.method == SIGNALLED:
         yield from signal_problems(arrays, metadata.signals, len(metadata.layers))
 
@@ -282,6 +286,19 @@ def _kept_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> It
     shape, wanted = arrays[KEPT].shape, (len(metadata.policies), *metadata.shape)
     if len(shape) != 4 or shape[:3] != wanted or shape[3] < 2:
         yield f"arrays.{KEPT}: has shape {list(shape)}, must be {[*wanted, 'budgets']}"
+
+
+def _query_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:
+    """Find where statistics of queries are missing, or do not fit each other."""
+    mean = arrays.get(QUERY_MEAN)
+    if mean is None or mean.ndim != 3 or len(mean) != len(metadata.layers):
+        yield f"arrays.{QUERY_MEAN}: is missing, or is not [layers, query heads, head dimension]"
+        return
+    heads, size = mean.shape[:2], mean.shape[2]
+    for name, ends in ((QUERY_COVARIANCE, [(size, size)]), (QUERY_ABS, [(n,) for n in range(1, size // 2 + 1)])):
+        shape = arrays[name].shape if name in arrays else ()
+        if shape not in [(*heads, *end) for end in ends]:
+            yield f"arrays.{name}: has shape {list(shape)}, which does not fit {QUERY_MEAN} of {list(mean.shape)}"
 
 
 def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:

@@ -15,7 +15,11 @@ from transformers import AutoModelForCausalLM
 
 directory, ids, lines = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", dtype=torch.float32).eval()
-names = {name: value for name, value in vars(kvpress).items() if inspect.isclass(value)} | {"np": np, "json": json}
+names = {name: value for name, value in vars(kvpress).items() if inspect.isclass(value)} | {
+    "np": np,
+    "json": json,
+    "model": model,
+}
 for line in lines:
     exec(line, names)
 press = names["press"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,25 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.exporters.base import SINGLE
+from kvsearch.calibration.options import QueryStatisticsOptions
+from kvsearch.calibration.query_statistics import calibrate_query_statistics
+from kvsearch.exporters.base import SINGLE, Inputs
 from kvsearch.exporters.heads import DuoAttention
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
+from kvsearch.exporters.kvzap import KvpressKvzap
+from kvsearch.exporters.statistics import KvpressEA
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.profile import ProfileMetadata
 from kvsearch.plan.rounding import largest_remainder
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.base import QueryStatistics
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.observe import DensePass
 from kvsearch.strategies.from_profile import plan_from_profile
 from tests.plan.builders import metadata_dict, ratio_table
-from tests.tiny import loaded, plan_for
+from tests.policies.probes import fitted, ranking
+from tests.tiny import calibration_data, loaded, plan_for
 
 PYTHON = Path(__file__).parents[2] / ".venv-kvpress" / "bin" / "python"
 SIDE = Path(__file__).with_name("run_press.py")
@@ -138,3 +147,59 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
         f"press = DuoAttentionPress(head_compression_ratio={sparsity})",
     )
     assert theirs(directory, ids(made), usage, tmp_path) == ours(made, plan, ids(made))
+
+
+def kept_by(scores: torch.Tensor, share: float) -> list[list[list[int]]]:
+    """The positions of the highest scores [L, Hkv, T], as a press keeps them when it evicts a share."""
+    kept = scores.topk(int(scores.shape[-1] * (1 - share)), -1).indices.sort(-1).values
+    found: list[list[list[int]]] = kept.tolist()
+    return found
+
+
+def written(files: Mapping[str, bytes], folder: Path) -> Path:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def scores_of(made: Any, tokens: list[int], policy: Policy, statistics: Any = None) -> torch.Tensor:
+    """Scores of a policy [L, Hkv, T]; `statistics` by layer take the place of those of the prompt."""
+
+    def look(seen: Observation) -> torch.Tensor:
+        if statistics is not None:
+            seen = replace(seen, statistics={policy.sink_count: statistics[seen.layer]})
+        return policy.score(seen)[0]
+
+    needs = {layer: [policy.needs()] for layer in range(made.fingerprint.layers)}
+    with running(made.model), torch.no_grad():
+        return torch.stack(DensePass(made.model, needs, look, torch.tensor([tokens])).noted)
+
+
+def test_query_statistics_rank_as_they_do_here(model: tuple[Any, Path], tmp_path: Path) -> None:
+    made, directory = model
+    options = QueryStatisticsOptions(params={"sinks": 4})
+    policy = options.make_policy()
+    profile = calibrate_query_statistics(made, calibration_data(80, 120), policy, options)
+    exported = KvpressEA().export(profile)
+    statistics = [
+        QueryStatistics(
+            *(torch.from_numpy(profile.arrays[name][layer].copy())[None] for name in ("query_mean", "query_cov"))
+        )
+        for layer in range(made.fingerprint.layers)
+    ]
+    scores = scores_of(made, ids(made), policy, statistics)
+    scores[..., :4] = float("inf")  # sinks
+    theirs_kept = theirs(directory, ids(made), exported.usage, written(exported.files, tmp_path))
+    assert theirs_kept == kept_by(scores, 0.8)
+
+
+@pytest.mark.parametrize("width", [3, 0])
+def test_a_probe_ranks_as_it_does_here(model: tuple[Any, Path], tmp_path: Path, width: int) -> None:
+    made, directory = model
+    shape = made.fingerprint
+    size = 2 * made.model.config.head_dim
+    profile = ranking(("key", "value"), width, range(shape.layers), shape.kv_heads, size, shape)
+    exported = KvpressKvzap().export(profile, Inputs(model=made.model))
+    scores = scores_of(made, ids(made), fitted(profile))
+    theirs_kept = theirs(directory, ids(made), exported.usage, written(exported.files, tmp_path))
+    assert theirs_kept == kept_by(scores, 0.8)

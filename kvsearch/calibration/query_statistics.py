@@ -1,0 +1,105 @@
+"""Calibrate query statistics: what the queries of a model look like before their rotary embedding, over many texts.
+
+ExpectedAttention (Devoto et al. 2025) estimates mean and covariance anew from every prompt; measured once over many
+texts they are what other tools load. Mean and mean modulus of the complex pairs that the rotary embedding turns are
+what TriAttention scores keys by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.options import QueryStatisticsOptions
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
+from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.errors import InternalError
+from kvsearch.models.architecture import describe, require_plain_rotary
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PolicySpec, Profile
+from kvsearch.plan.profile import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.base import Needs
+from kvsearch.progress import Progress, counted
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.collector import Moments, plain_queries
+from kvsearch.runtime.observe import DensePass
+
+
+class QueryMoments(NamedTuple):
+    """The queries of one layer: their moments, and the sum of the moduli of their complex pairs [Hq, R/2]."""
+
+    moments: Moments
+    moduli: Tensor
+
+    @classmethod
+    def of(cls, queries: Tensor, pairs: int) -> QueryMoments:
+        """Return those of queries [1, Hq, N, D] fp32 at position 0, whose first 2 * `pairs` numbers are turned."""
+        everything = torch.ones(1, queries.shape[2], dtype=torch.bool, device=queries.device)
+        modulus = torch.hypot(queries[..., :pairs], queries[..., pairs : 2 * pairs])
+        return cls(Moments.of(queries, everything), modulus.double().sum(2)[0])
+
+    def merged(self, other: QueryMoments) -> QueryMoments:
+        """Return those of both sets together."""
+        return QueryMoments(self.moments.merged(other.moments), self.moduli + other.moduli)
+
+
+def calibrate_query_statistics(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    options: QueryStatisticsOptions,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure queries of all context tokens behind the sinks of `policy`, by query head of every full layer.
+
+    The profile has "query_mean" [L, Hq, D], "query_cov" [L, Hq, D, D], divided by the number of queries, and
+    "query_abs" [L, Hq, R/2], the mean modulus of pairs (i, i + R/2) of the R rotary dimensions.
+
+    Raises:
+        UsageError: a context is no longer than the sinks.
+        IncompatibleError: the model computes NaN, or its rotary embedding cannot be undone.
+    """
+    require_plain_rotary(loaded.model, "query statistics")
+    prompts = prompts_of(loaded, data, max_length=options.max_length)
+    check_lengths(prompts, policy, lambda _: policy.sink_count)
+    with running(loaded.model):
+        found = _merged([_layers_of(loaded, prompt, policy) for prompt in counted(prompts, len(prompts), progress)])
+    statistics = [one.moments.statistics() for one in found]
+    arrays = {
+        QUERY_MEAN: torch.cat([one.mean for one in statistics]),
+        QUERY_COVARIANCE: torch.cat([one.covariance for one in statistics]),
+        QUERY_ABS: torch.stack([one.moduli / one.moments.rows.double() for one in found]),
+    }
+    spec = PolicySpec(name=policy.name, params=policy.parameters())
+    lengths = [prompt.length for prompt in prompts]
+    told = {"data": data.name, **options.settings(), "queries": int(found[0].moments.rows)}
+    metadata = profile_metadata(loaded, data, spec, options.method, options.seed, told, lengths, policy.floor)
+    return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
+
+
+def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[QueryMoments]:
+    """Return the statistics of one context by layer."""
+    ids, refusal = prompt.ids.to(loaded.device), prompt.refusal(loaded.name)
+
+    def look(seen: Observation) -> QueryMoments:
+        if seen.queries is None or seen.rotary is None:
+            raise InternalError("a prompt was observed without its queries")
+        positions = torch.arange(prompt.length, device=seen.queries.device)[None]
+        cos, _ = seen.rotary(positions[0, :1])
+        plain = plain_queries(seen.queries, positions, seen.rotary)[:, :, policy.sink_count :]
+        return QueryMoments.of(plain, cos.shape[-1] // 2)
+
+    needs = dict.fromkeys(describe(loaded.model).full_layers, (Needs(query_rows=prompt.length),))
+    return DensePass(loaded.model, needs, look, ids, refusal=refusal).noted
+
+
+def _merged(contexts: Sequence[list[QueryMoments]]) -> list[QueryMoments]:
+    found, *others = contexts
+    for other in others:
+        found = [one.merged(more) for one, more in zip(found, other, strict=True)]
+    return found

@@ -1,0 +1,175 @@
+"""A probe as a surrogate of hidden states, in KVzap's format, which kvpress reads.
+
+Keys before their rotary embedding and values are linear in what enters the attention: k = W_k h + b_k. So is a probe
+that looks at these two alone up to its GELUs, and one network of a layer has those of all its heads side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.exporters.base import Exported, Inputs, Loss, ProfileExporter
+from kvsearch.models.architecture import attention_modules
+from kvsearch.plan import Profile, canonical_json
+from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+LINEAR = ("key", "value")  # features that are linear in hidden states
+CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear
+
+
+class Heads(NamedTuple):
+    """What a probe reads in one layer, standardised, as a linear map of hidden states: z = weight h + bias.
+
+    Columns that are not linear in hidden states are zero.
+    """
+
+    weight: Tensor  # [Hkv, F, d_model]
+    bias: Tensor  # [Hkv, F]
+
+
+class KvpressKvzap(ProfileExporter):
+    """A probe that looks at keys and values for `KVzapPress`: `config.json` and `model.safetensors`.
+
+    Where all heads are linear, so is the surrogate. Else the linear part of a head is two more hidden units, as
+    gelu(x) - gelu(-x) = x.
+    """
+
+    name: ClassVar[str] = "kvpress-kvzap"
+    tool: ClassVar[str] = "kvpress, KVzapPress; kvsearch, kvzap=DIR"
+    keeps: ClassVar[str] = "the fitted scores of all heads, of a probe that looks at keys and values alone"
+    needs_model: ClassVar[bool] = True
+
+    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
+        """Make the folder.
+
+        Raises:
+            UsageError: the profile is no probe, or one that looks at more; the model was not given.
+            IncompatibleError: keys or values of the model are not linear in hidden states, or layers were not fitted.
+        """
+        metadata, features = profile.metadata, self._features(profile)
+        modules = attention_modules(inputs.known_model)
+        if list(metadata.layers) != list(range(metadata.model.layers)):
+            raise IncompatibleError(f"target {self.name} is told of all layers, and not all of this model were fitted")
+        fits = [_fit(profile, row) for row in range(len(metadata.layers))]
+        heads = [_heads(modules[layer], features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)]
+        linear = not any(bool(fit["output"].any()) for fit in fits)
+        made = [(_linear if linear else _network)(one, fit) for one, fit in zip(heads, fits, strict=True)]
+        tensors = {
+            f"layers.{layer}.{name}": part.float().contiguous()
+            for layer, parts in zip(metadata.layers, made, strict=True)
+            for name, part in parts.items()
+        }
+        config = {
+            "model_type": "kvzap", "input_dim": heads[0].weight.shape[2], "output_dim": metadata.model.kv_heads,
+            "hidden_dim": None if linear else len(made[0]["0.weight"]), "n_modules": len(made),
+        }  # fmt: skip
+        kind = "linear" if linear else "mlp"
+        usage = (
+            "from kvpress.presses.kvzap_press import KVzapModel",
+            f"press = KVzapPress(compression_ratio=0.8, model_type={kind!r})",
+            "press.kvzap_model = KVzapModel.from_pretrained({path!r})",
+            f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
+        )
+        files = {WEIGHTS: save(tensors, {"format": "pt"}), CONFIG: canonical_json(config)}
+        return Exported(files, tuple(_losses(profile, features, fits)), 0, usage)
+
+    def read(self, files: Mapping[str, bytes]) -> dict[str, Tensor]:
+        """Return the weights by name."""
+        found: dict[str, Tensor] = load(files[WEIGHTS])
+        return found
+
+    def _features(self, profile: Profile) -> list[str]:
+        """Return what a probe looks at; UsageError if it is none, or looks at what is not linear in hidden states."""
+        metadata = profile.metadata
+        if metadata.method != METHOD:
+            raise UsageError(f"target {self.name} is made of a probe, and this is a {metadata.method} profile")
+        stated = metadata.provenance.settings["features"]
+        features = list(map(str, stated)) if isinstance(stated, tuple) else [str(stated)]
+        more = [name for name in features if name not in (*LINEAR, SPREAD)]
+        if more:
+            raise UsageError(
+                f"target {self.name} is told of what is linear in hidden states, and this probe looks at "
+                f"{', '.join(more)}, too: calibrate --method probe --features key,value"
+            )
+        return features
+
+
+def _fit(profile: Profile, row: int) -> dict[str, Tensor]:
+    """Return the regressions of all heads of a layer, [Hkv, ...] fp64."""
+    return {name: torch.from_numpy(profile.arrays[name][row].copy()).double() for name in ARRAYS}
+
+
+def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> Heads:
+    """Return what is read of a layer; IncompatibleError if it is not linear in hidden states."""
+    projections: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
+    changed = [name for name in CHANGED if getattr(module, name, None) is not None]
+    if changed or not all(isinstance(one, nn.Linear) for one in projections):
+        why = f"it has {', '.join(changed)}" if changed else "it has no linear k_proj and v_proj of their own"
+        raise IncompatibleError(
+            f"keys and values of {type(module).__name__} are not linear in what enters it: {why}; kvsearch itself "
+            "runs the probe"
+        )
+    count, width = fit["center"].shape[0], projections[0].weight.shape[1]
+    weight, bias = list[Tensor](), list[Tensor]()
+    for name in features:
+        if name == SPREAD:
+            weight.append(torch.zeros(count, 1, width, dtype=torch.float64))
+            bias.append(fit["center"][:, sum(part.shape[1] for part in bias)][:, None])
+            continue
+        projection = projections[LINEAR.index(name)]
+        weight.append(projection.weight.detach().cpu().double().view(count, -1, width))
+        offset = weight[-1].new_zeros(count, weight[-1].shape[1])
+        bias.append(offset if projection.bias is None else projection.bias.detach().cpu().double().view_as(offset))
+    return Heads(torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"])
+
+
+def _linear(read: Heads, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the linear surrogate of a layer, weight [Hkv, d_model] and bias [Hkv]."""
+    return {
+        "weight": torch.einsum("hf,hfd->hd", fit["linear"], read.weight),
+        "bias": torch.einsum("hf,hf->h", fit["linear"], read.bias) + fit["bias"],
+    }
+
+
+def _network(read: Heads, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the network of a layer: the hidden units of all heads side by side, [Hkv * (K + 2)] of them."""
+    straight = _linear(read, {**fit, "bias": torch.zeros_like(fit["bias"])})
+    inner = torch.einsum("hfk,hfd->hkd", fit["hidden"], read.weight)
+    inner_bias = torch.einsum("hfk,hf->hk", fit["hidden"], read.bias) + fit["hidden_bias"]
+    weight = torch.cat([inner, straight["weight"][:, None], -straight["weight"][:, None]], 1)
+    bias = torch.cat([inner_bias, straight["bias"][:, None], -straight["bias"][:, None]], 1)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).expand(len(inner), 2)
+    outer = torch.cat([fit["output"], signs], 1)
+    side_by_side = torch.eye(len(outer), dtype=outer.dtype)[..., None] * outer  # [Hkv, Hkv, K + 2]
+    return {
+        "0.weight": weight.flatten(0, 1),
+        "0.bias": bias.flatten(),
+        "2.weight": side_by_side.flatten(1),
+        "2.bias": fit["bias"],
+    }
+
+
+def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[Loss]:
+    """Say what the surrogate cannot see, and what the press does not do."""
+    if SPREAD in features:
+        column = _column_of_spread(features, fits[0])
+        even = sum(int((fit["linear"][:, column] != 0).sum()) for fit in fits)
+        if even:
+            heads = len(fits) * len(fits[0]["bias"])
+            yield Loss(f"{even} of {heads} heads keep an even spread of entries, and the surrogate cannot see places")
+    sinks, recent = (profile.metadata.policy.params.get(name, 0) for name in ("sinks", "protect"))
+    if sinks or recent:
+        yield Loss(f"the press protects neither the first {sinks} nor the last {recent} entries")
+
+
+def _column_of_spread(features: list[str], fit: Mapping[str, Tensor]) -> int:
+    """Return the column of the spread; the other features, which are as wide as a head, share the rest."""
+    wide = (fit["center"].shape[1] - 1) // max(1, len(features) - 1)
+    return wide * features.index(SPREAD)

@@ -1,0 +1,150 @@
+"""Tools that score keys by what queries look like: statistics of `calibrate --method query_statistics`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from kvsearch.arrays import Floats
+from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.exporters.base import Exported, Inputs, ProfileExporter
+from kvsearch.plan import Profile, canonical_json
+from kvsearch.plan.profile import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.registry import policy_of
+
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+STATISTICS = "statistics.safetensors"
+
+
+def statistics_of(profile: Profile, target: str) -> dict[str, Floats]:
+    """Return the arrays of a profile of query statistics, of all layers of its model.
+
+    Raises:
+        UsageError: it is of another method.
+        IncompatibleError: layers of another kind than full attention were not measured.
+    """
+    metadata = profile.metadata
+    if metadata.method != QUERIES:
+        raise UsageError(
+            f"target {target} is made of query statistics, and this profile is of method {metadata.method}: calibrate "
+            "--method query_statistics"
+        )
+    if len(metadata.layers) != metadata.model.layers:
+        raise IncompatibleError(
+            f"target {target} is told of all layers, and {metadata.model.layers - len(metadata.layers)} of "
+            f"{metadata.model.layers} have no full attention: nothing was measured there"
+        )
+    return {name: np.asarray(profile.arrays[name]) for name in (QUERY_MEAN, QUERY_COVARIANCE, QUERY_ABS)}
+
+
+class KvpressEA(ProfileExporter):
+    """Mean and covariance of queries for `ExpectedAttentionStatsPress`, a folder as the hub's mixin reads it."""
+
+    name: ClassVar[str] = "kvpress-ea"
+    tool: ClassVar[str] = "kvpress, ExpectedAttentionStatsPress(stats_folder=)"
+    keeps: ClassVar[str] = "mean and covariance of the queries of all heads"
+
+    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+        """Make the folder."""
+        arrays, metadata = statistics_of(profile, self.name), profile.metadata
+        policy = policy_of(metadata.policy)
+        if not isinstance(policy, ExpectedAttention):
+            raise UsageError(f"target {self.name} is for policy expected_attention, not {policy.name}")
+        layers, heads, size = arrays[QUERY_MEAN].shape
+        config = {
+            "num_layers": layers, "num_heads": heads, "head_dim": size, "model_name": metadata.model.name,
+            "dataset_name": str(metadata.provenance.settings["data"]), "num_samples": metadata.questions,
+            "sample_seq_len": metadata.length, "n_sink": policy.sinks,
+        }  # fmt: skip
+        files = {
+            WEIGHTS: save({name: arrays[name] for name in (QUERY_MEAN, QUERY_COVARIANCE)}),
+            CONFIG: canonical_json(config),
+        }
+        usage = (
+            f"press = ExpectedAttentionStatsPress(compression_ratio=0.8, n_sink={policy.sinks}, "
+            f"n_future_positions={policy.future}, use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, "
+            f"epsilon={policy.epsilon}, stats_folder={{path!r}})",
+        )
+        return Exported(files, (), 0, usage)
+
+    def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:
+        """Return mean [L, Hq, D] and covariance [L, Hq, D, D]."""
+        found: dict[str, Floats] = load(files[WEIGHTS])
+        return found
+
+
+class TriAttention(ProfileExporter):
+    """Statistics of the complex pairs (i, i + D/2) of queries before their rotary embedding, by query head.
+
+    `layerLL_headHH.q_mean_real`, `.q_mean_imag`: the mean of a pair as a complex number; `.q_abs_mean`: the mean of
+    its modulus, [D/2] each. The card has the script that makes the pickled file of it that the tools read, as kvsearch
+    writes no pickles.
+    """
+
+    name: ClassVar[str] = "triattention"
+    tool: ClassVar[str] = "TriAttention, TensorRT-LLM's calibration file"
+    keeps: ClassVar[str] = "mean and mean modulus of the rotated pairs of all query heads"
+
+    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+        """Make the folder.
+
+        Raises:
+            UsageError, IncompatibleError: as `statistics_of`; part of a head is not turned.
+        """
+        arrays = statistics_of(profile, self.name)
+        mean, modulus = arrays[QUERY_MEAN], arrays[QUERY_ABS]
+        pairs, size = modulus.shape[2], mean.shape[2]
+        if 2 * pairs != size:
+            raise IncompatibleError(
+                f"target {self.name} is told of heads that are turned as a whole, and {2 * pairs} of {size} numbers "
+                "of a head are"
+            )
+        parts = {"q_mean_real": mean[..., :pairs], "q_mean_imag": mean[..., pairs:], "q_abs_mean": modulus}
+        named = {
+            f"layer{layer:02}_head{head:02}.{name}": np.ascontiguousarray(part[layer, head])
+            for name, part in parts.items()
+            for layer in range(mean.shape[0])
+            for head in range(mean.shape[1])
+        }
+        about = {
+            "head_dim": size, "dtype": "float32", "rope_style": "half", "model": profile.metadata.model.name,
+            "sampled_heads": [[layer, head] for layer in range(mean.shape[0]) for head in range(mean.shape[1])],
+        }  # fmt: skip
+        told = {"metadata": json.dumps(about)}
+        files = {STATISTICS: save(named, told), CARD: _CARD.format(model=profile.metadata.model.name).encode()}
+        return Exported(files, (), 0, ("the script in {path}/README.md makes the .pt file that the tools read",))
+
+    def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:
+        """Return all arrays by name."""
+        found: dict[str, Floats] = load(files[STATISTICS])
+        return found
+
+
+_CARD = """\
+# Query statistics of {model} for TriAttention
+
+`statistics.safetensors` has, for every query head, `q_mean_real`, `q_mean_imag` and `q_abs_mean` over the pairs
+(i, i + D/2) of its queries before the rotary embedding. TriAttention and TensorRT-LLM read a
+pickled file; this makes it:
+
+```python
+import json
+from collections import defaultdict
+
+import torch
+from safetensors import safe_open
+
+stats = defaultdict(dict)
+with safe_open("statistics.safetensors", "pt") as file:
+    metadata = json.loads(file.metadata()["metadata"])
+    for name in file.keys():
+        head, _, part = name.partition(".")
+        stats[head][part] = file.get_tensor(name)
+torch.save({{"metadata": metadata, "stats": dict(stats)}}, "statistics.pt")
+```
+"""
