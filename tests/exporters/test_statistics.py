@@ -105,7 +105,7 @@ def test_the_script_of_the_card_makes_what_triattention_reads(
     exec(script.group(1), {})
     found = torch.load(tmp_path / "statistics.pt", weights_only=True)
     mean = profile.arrays["query_mean"]
-    assert found["metadata"]["sampled_heads"] == [[l, h] for l in range(mean.shape[0]) for h in range(mean.shape[1])]
+    assert found["metadata"]["sampled_heads"] == [list(pair) for pair in np.ndindex(*mean.shape[:2])]
     one = found["stats"]["layer01_head02"]
     np.testing.assert_array_equal(torch.cat([one["q_mean_real"], one["q_mean_imag"]]).numpy(), mean[1, 2])
     np.testing.assert_array_equal(one["q_abs_mean"].numpy(), profile.arrays["query_abs"][1, 2])
