@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from operator import truediv
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvsearch.evaluation.speed import decode_seconds
 from kvsearch.policies import keep_mask
 from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program
@@ -85,25 +85,6 @@ def ragged_budgets(mean: int) -> Budgets:
     return of_layer
 
 
-@torch.no_grad()
-def decode(model: Any, cache: Any, batch: int, steps: int) -> float:
-    """Seconds for `steps` greedy decode steps of a batch; the cache forgets them again."""
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    synchronise(model.device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
-    synchronise(model.device)
-    seconds = time.perf_counter() - start
-    cache.crop(-steps)
-    return seconds
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def kept(cache: Any) -> float:
     """Entries per layer and kv head."""
     if isinstance(cache, PlanCache):
@@ -145,7 +126,7 @@ def main() -> None:
     for round_index in range(args.rounds + 1):
         for name, (implementation, cache) in caches.items():
             model.set_attn_implementation(implementation)
-            seconds = decode(model, cache, args.batch, args.steps)
+            seconds = decode_seconds(model, cache, args.batch, args.steps)
             if round_index > 0:  # the first round allocates and warms up
                 times[name].append(seconds / args.steps)
 

@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from bench_decode import build, synchronise
+from bench_decode import build
 from fitted_policies import create, share_of_prefill
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
+from kvsearch.evaluation.speed import decode_seconds, peak_bytes, prefill_seconds
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Policy, keep_under, policy_names
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import Collector
-from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.rule import decode_needs
@@ -63,35 +61,16 @@ def phase(model: Any, policy: Policy, budget: int) -> PhaseProgram:
     return program
 
 
-def cache_policies(cache: PlanCache) -> list[Policy]:
-    return [layer.prefill.policy for layer in cache.planned.values() if layer.prefill is not None]
-
-
-@torch.no_grad()
 def prefill(model: Any, ids: Tensor, cache: Any) -> float:
     """Seconds for the forward pass over a prompt."""
     model.set_attn_implementation(NAME if isinstance(cache, PlanCache) else "sdpa")
-    synchronise(model.device)
-    start = time.perf_counter()
-    if isinstance(cache, PlanCache) and any(policy.needs().reread for policy in cache_policies(cache)):
-        prefill_all(model, [cache], ids, torch.ones_like(ids))
-    else:
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-    synchronise(model.device)
-    return time.perf_counter() - start
+    return prefill_seconds(model, cache, ids)
 
 
-@torch.no_grad()
 def decode(model: Any, cache: Any, steps: int) -> float:
-    """Seconds per decode step."""
+    """Seconds per decode step; what came in is forgotten again."""
     model.set_attn_implementation(NAME if isinstance(cache, PlanCache) else "sdpa")
-    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    synchronise(model.device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
-    synchronise(model.device)
-    return (time.perf_counter() - start) / steps
+    return decode_seconds(model, cache, 1, steps) / steps
 
 
 def measure(model: Any, policy: Policy, ids: Tensor, args: argparse.Namespace) -> Costs:
@@ -106,7 +85,6 @@ def measure(model: Any, policy: Policy, ids: Tensor, args: argparse.Namespace) -
     decode(model, cache, 2)  # the first step may still evict, and warms up
     for _ in range(args.rounds):
         full = decode(model, stock, args.steps)
-        stock.crop(-args.steps)
         took = decode(model, cache, args.steps)
         costs.decode.append(took / full)
         costs.milliseconds.append(1e3 * took)
@@ -130,23 +108,15 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
     logits = Logits(shape.head_dim**-0.5, None, OutputProjection(module, shape.query_heads, shape.kv_heads))
     valid, positions = torch.ones(1, length, dtype=torch.bool), torch.arange(length)[None]
     budgets = torch.full((1, shape.kv_heads), budget)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+
+    def work() -> None:
         collector = Collector([policy.needs(), decode_needs(policy)], rotary(model, 0))
         collector.add(query, key, positions, valid, logits)
         observation = collector.observation(key, value, valid, positions, logits)
         keep_under(policy, observation, budgets)
         policy.start(observation)
-    return peak(record) / 2**20
 
-
-def peak(record: profile) -> int:
-    """The most bytes that were allocated at a time during a recording, beyond those there at its start."""
-    held = most = 0
-    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    return peak_bytes(model.device, work) / 2**20
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ VERBS = {
     "reproduce": "Make a table of a paper again, on any model: calibrate, search and ask as the paper did.",
     "generate": "Read a context into the cache the plan allows, then answer a prompt from it (greedy).",
     "compress": "Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.",
+    "bench": "Measure time and memory of plans beside the full cache, on this machine.",
     "show": "Show a plan or a profile: tables and a heat map of layers and heads.",
     "headroom": "Evict by true oracle importance, by simple policies and at random, and compare with the full cache.",
     "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",

@@ -167,7 +167,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         layer = self.layers[index]
         if isinstance(layer, EvictingLayer):
             return layer.nbytes()
-        return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(vars(layer)))
+        return stock_nbytes(layer)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
@@ -250,6 +250,11 @@ def join_states(states: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: join_states([state[key] for state in states]) for key in first}
     return torch.cat(list(states)) if isinstance(first, Tensor) else first
+
+
+def stock_nbytes(layer: Any) -> int:
+    """Return the bytes of cache storage allocated now, in a layer of transformers' own."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(vars(layer)))
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:

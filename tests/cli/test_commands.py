@@ -45,6 +45,7 @@ WITH_MODEL = {
     "evaluate",
     "generate",
     "compress",
+    "bench",
     "headroom",
     "lm-eval",
     "doctor",

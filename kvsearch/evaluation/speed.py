@@ -1,0 +1,284 @@
+"""What caches cost on this machine: time of the prompt, time of a token, bytes held and at the peak, side by side.
+
+All caches take turns in every round, so that what else the machine does meets all of them; a first round warms up and
+is not counted. Times are medians over the rounds, ratios medians of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import truediv
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from kvsearch.models.architecture import describe, text_config
+from kvsearch.progress import Progress
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.cache import layer_state, stock_nbytes
+from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.shared_prefill import held_entries
+
+STOCK = "sdpa"
+DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvsearch, full"
+COPIED = 2**27  # bytes that the bandwidth is measured with
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A kind of cache to be measured: how an empty one is made, and the attention that its model runs."""
+
+    name: str
+    make: Callable[[], Any]
+    implementation: str = NAME
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is read and how much is said: `batch` prompts of `length` tokens, `steps` new ones of each."""
+
+    batch: int
+    length: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class CacheCosts:
+    """What one kind of cache cost under one workload.
+
+    Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
+    head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
+    was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is what
+    reading weights and cache once takes at the bandwidth of a copy.
+    """
+
+    cache: str
+    batch: int
+    length: int
+    entries: float
+    held_bytes: int
+    peak_bytes: int
+    prefill_seconds: float
+    prefill_speedup: float
+    token_seconds: float
+    tokens_per_second: float
+    token_speedup: float
+    floor_seconds: float
+
+
+@dataclass
+class _Times:
+    prefill: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+
+
+def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
+    """Return transformers' own caches, the full cache on ours, and one for each of the `programs`.
+
+    `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
+    """
+    shape, config = describe(model), text_config(model)
+    kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK)]
+    if len(shape.full_layers) == shape.layers:
+        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
+    ours = {FULL: full_cache(model), **programs}
+    return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
+
+
+def measure(
+    model: Any, kinds: Sequence[CacheKind], work: Workload, progress: Progress | None = None
+) -> list[CacheCosts]:
+    """Measure kinds of caches, the first of which all are compared with."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (work.batch, work.length), generator=generator).to(model.device)
+    times, before = {kind.name: _Times() for kind in kinds}, model.config._attn_implementation
+    caches: dict[str, Any] = {}
+    steps = iter(range(1, (2 * (work.rounds + 1) + 1) * len(kinds) + 1))
+
+    def turn(kind: CacheKind) -> None:
+        model.set_attn_implementation(kind.implementation)
+        if progress is not None:
+            progress(next(steps), (2 * (work.rounds + 1) + 1) * len(kinds))
+
+    try:
+        peaks = {}
+        for kind in kinds:
+            turn(kind)
+            peaks[kind.name] = _peak(model, kind, ids, min(work.steps, 4))
+        for kind in _turns(kinds, work.rounds):
+            turn(kind)
+            caches.pop(kind.name, None)  # before there is another
+            caches[kind.name] = kind.make()
+            times[kind.name].prefill.append(prefill_seconds(model, caches[kind.name], ids))
+        held = {name: _held(model, cache, work) for name, cache in caches.items()}
+        for kind in _turns(kinds, work.rounds):
+            turn(kind)
+            seconds = decode_seconds(model, caches[kind.name], work.batch, work.steps)
+            times[kind.name].token.append(seconds / work.steps)
+    finally:
+        model.set_attn_implementation(before)
+    counted = {name: _Times(taken.prefill[1:], taken.token[1:]) for name, taken in times.items()}
+    return _costs(model, work, counted, held, peaks)
+
+
+def _costs(
+    model: Any,
+    work: Workload,
+    times: Mapping[str, _Times],
+    held: Mapping[str, tuple[float, int]],
+    peaks: Mapping[str, int],
+) -> list[CacheCosts]:
+    """Put together what was measured; the first of the `times` is what the others are compared with."""
+    bandwidth, weights, first = copy_bandwidth(model.device), read_weights(model), next(iter(times.values()))
+    return [
+        CacheCosts(
+            cache=name,
+            batch=work.batch,
+            length=work.length,
+            entries=held[name][0],
+            held_bytes=held[name][1],
+            peak_bytes=peaks[name],
+            prefill_seconds=statistics.median(taken.prefill),
+            prefill_speedup=statistics.median(map(truediv, first.prefill, taken.prefill)),
+            token_seconds=statistics.median(taken.token),
+            tokens_per_second=work.batch / statistics.median(taken.token),
+            token_speedup=statistics.median(map(truediv, first.token, taken.token)),
+            floor_seconds=(weights + held[name][1]) / bandwidth,
+        )
+        for name, taken in times.items()
+    ]
+
+
+def _turns(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
+    """Yield every kind once a round, another one first each time, in one round more than is counted."""
+    for number in range(rounds + 1):
+        first = number % len(kinds)
+        yield from (*kinds[first:], *kinds[:first])
+
+
+@torch.no_grad()
+def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
+    """Return the seconds that reading prompts [B, T] into an empty cache takes."""
+    planned = cache.planned.values() if isinstance(cache, PlanCache) else ()
+    rereads = any(need.reread is not None for layer in planned for need in layer.needs())
+    synchronise(model.device)
+    start = time.perf_counter()
+    if rereads:
+        prefill_all(model, [cache], ids, torch.ones_like(ids))
+    else:
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    synchronise(model.device)
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def decode_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+    """Return the seconds that `steps` greedy decode steps of a batch take; the cache forgets them again."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    with _forgotten(cache):
+        synchronise(model.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        synchronise(model.device)
+        return time.perf_counter() - start
+
+
+@contextmanager
+def _forgotten(cache: Any) -> Iterator[None]:
+    """Let tokens come into a cache, and forget them."""
+    length = int(cache.get_seq_length())
+    marks = [(layer, layer.mark()) for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
+    yield
+    for planned, mark in marks:
+        planned.rewind(mark)
+    for layer, state in states:
+        vars(layer).update(state)
+        if isinstance(layer, StaticLayer):  # which counts in place
+            layer.cumulative_length.fill_(length)
+
+
+def _held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
+    """Return entries per kv head and bytes after the prompt."""
+    if not isinstance(cache, PlanCache):
+        return float(work.length), sum(map(stock_nbytes, cache.layers))
+    shape = describe(model)
+    entries = sum(held_entries(model, cache, [work.length] * work.batch))
+    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache.nbytes()
+
+
+@torch.no_grad()
+def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
+    """Return the most bytes allocated beyond the weights while prompts are read and a few tokens come."""
+    model.set_attn_implementation(kind.implementation)
+
+    def pass_through() -> None:
+        cache = kind.make()
+        prefill_seconds(model, cache, ids)
+        token = ids[:, -1:]
+        for _ in range(steps):
+            token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+    return peak_bytes(model.device, pass_through)
+
+
+def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
+    """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
+    if device.type == "cuda":
+        devices = range(torch.cuda.device_count())
+        for one in devices:
+            torch.cuda.reset_peak_memory_stats(one)
+        held = sum(map(torch.cuda.memory_allocated, devices))
+        action()
+        synchronise(device)
+        return sum(map(torch.cuda.max_memory_allocated, devices)) - held
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    now = most = 0
+    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, tries: int = 5) -> float:
+    """Return the bytes per second that a copy reads and writes, at best."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(tries + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * COPIED / min(seconds[1:])
+
+
+def read_weights(model: Any) -> int:
+    """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output is None or output.weight is embedding.weight
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return int(total if tied else total - embedding.weight.nbytes)

@@ -1,0 +1,79 @@
+"""Models by their shape alone, with random weights: what they cost can be measured without a download."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.naming import suggest
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+# the configurations that the models are published with
+SHAPES: dict[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_parameters": ROPE,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+        "max_position_embeddings": 32768, "sliding_window": None, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+}  # fmt: skip
+
+
+def random_model(shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Return a model of a shape, or of its first `layers`, with random weights (bfloat16 unless told); no tokenizer.
+
+    Raises:
+        UsageError: there is no such shape, or it has fewer layers.
+        EnvironmentFault: its weights do not fit into memory, or there is no such device.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvsearch.models.fingerprint import fingerprint
+
+    if shape not in SHAPES:
+        raise UsageError(f"unknown shape {shape!r}{suggest(shape, list(SHAPES))}")
+    settings = dict(SHAPES[shape])
+    if layers is not None:
+        if not 1 <= layers <= settings["num_hidden_layers"]:
+            raise UsageError(f"{shape} has {settings['num_hidden_layers']} layers: take 1 to that many")
+        settings["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(**settings, bos_token_id=1, eos_token_id=2)
+    numbers = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        wanted = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters()) * numbers.itemsize
+    if wanted > (free := free_bytes(torch.device(device))):
+        raise EnvironmentFault(
+            f"{shape} takes {wanted / 1e9:.1f} GB for its weights and {device} has {free / 1e9:.1f} GB free: measure a "
+            "part of it with --layers, or another shape"
+        )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
+    name = shape if layers is None else f"{shape}, {layers} layers"
+    return LoadedModel(name, model, None, fingerprint(model, name))
+
+
+def free_bytes(device: Any) -> int:
+    """Return the bytes that are free on a device."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

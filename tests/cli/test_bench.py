@@ -1,0 +1,104 @@
+"""kvsearch bench, end to end on the bundled model and on a shape."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.evaluation.speed import CacheCosts
+from kvsearch.models import shapes
+from kvsearch.models.architecture import describe
+from kvsearch.report.speed import SpeedView
+from tests.cli.conftest import Run
+
+SHORT = ("--new-tokens", 2, "--rounds", 1)
+
+
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsearch.evaluation.speed.COPIED", 2**12)
+
+
+def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert run("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 40, "-o", plan)[0] == 0
+    arguments = ("bench", "bundled", "--plan", plan, "--length", 64, *SHORT)
+    code, out, talk = run(*arguments, "--batch", "1,2", "--json")
+    assert code == 0, talk
+    told = json.loads(out)
+    assert [(row["cache"], row["batch"], row["entries"]) for row in told["costs"]][3:5] == [
+        (str(plan), 1, 40.0), ("DynamicCache", 2, 64.0),
+    ]  # fmt: skip
+    assert told["machine"]["model"] == "bundled"
+
+
+def test_the_table_has_a_part_for_every_batch_and_length() -> None:
+    costs = [
+        CacheCosts(name, batch, 1024, 51.25, 10**6, 2 * 10**6, 0.5, 1.0, 0.002, 500.0 * batch, 1.25, 0.001)
+        for batch in (1, 4)
+        for name in ("DynamicCache", "plan.json")
+    ]
+    machine = {"model": "m", "dtype": "float32", "device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
+    page = Console(record=True, width=130, file=io.StringIO())
+    for part in SpeedView({**machine, "rounds": 5, "new_tokens": 32}, tuple(costs)).parts():
+        page.print(part)
+    text = page.export_text()
+    assert text.count("plan.json") == 2
+    assert "batch 4, 1,024 tokens" in text
+    for cell in ("51.2", "1.00", "2.00", "0.5000", "2.000", "2,000.0", "1.25x"):
+        assert cell in text
+
+
+def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 50, "num_hidden_layers": 3}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", {**shapes.SHAPES["llama-3.1-8b"], **small})
+    arguments = ("bench", "--shape", "llama-3.1-8b", "--layers", 2, "--budget", 32, "--length", 48, *SHORT, "--json")
+    code, out, talk = run(*arguments)
+    assert code == 0, talk
+    told = json.loads(out)
+    assert told["machine"]["dtype"] == "bfloat16"
+    assert told["costs"][-1]["cache"] == "snapkv, 32 per head"
+    assert told["costs"][-1]["held_bytes"] == 2 * 2 * 32 * (2 * 8 * 2 + 4)
+    monkeypatch.setattr(shapes, "free_bytes", lambda _: 1000)
+    with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
+        shapes.random_model("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_those_of_the_models(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.SHAPES[name]))
+    shape, billions = describe(model), sum(one.numel() for one in model.parameters()) / 1e9
+    assert (shape.kv_heads, shape.head_dim, shape.layers) == (8, 128, 36 if name == "qwen3-8b" else 32)
+    assert billions == pytest.approx({"llama-3.1-8b": 8.03, "qwen3-8b": 8.19, "mistral-7b": 7.25}[name], abs=0.005)
+
+
+def test_unknown_shapes() -> None:
+    with pytest.raises(UsageError, match=r"unknown shape 'llama-3-8b'; did you mean 'llama-3\.1-8b'"):
+        shapes.random_model("llama-3-8b")
+    with pytest.raises(UsageError, match="has 32 layers"):
+        shapes.random_model("mistral-7b", layers=33)
+
+
+def test_what_is_refused(run: Run, tmp_path: Path) -> None:
+    def refused(words: str, *arguments: object, expected: int = 2) -> None:
+        code, _, talk = run("bench", *arguments)
+        assert (code, talk.count("\n")) == (expected, 1), talk
+        assert words in talk
+
+    refused("give a MODEL or a --shape", "bundled", "--shape", "llama-3.1-8b", "--budget", 9)
+    refused("give --plan, or --budget", "bundled")
+    refused("--layers is of a --shape", "bundled", "--layers", 2, "--budget", 9)
+    refused("a plan is of one model", "--shape", "mistral-7b", "--plan", tmp_path / "plan.json")
+    refused("is below the 32 entries that snapkv always keeps", "bundled", "--budget", 9)
+    refused("takes 4096 tokens, not 4128", "bundled", "--budget", 40, "--length", 4096, expected=4)
+    refused("--batch", "bundled", "--budget", 40, "--batch", "0")
