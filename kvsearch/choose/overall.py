@@ -89,7 +89,7 @@ class OverallChoice:
         report, loss = self._reported(result, keep)
         selection = Selection(
             contest.loaded.name, self.size, contest.settings.protocol, contest.settings.seed, contest.rule, (result,),
-            result, contest.found.even, self._plan(result), report,
+            result, contest.found.even, report, self._plan(result),
         )  # fmt: skip
         return Overall(selection, loss)
 

@@ -112,7 +112,7 @@ class PreparedSelection:
         chosen, found = results[best], self.contests[best].found
         return Selection(
             self.loaded.name, self.size, self.settings.protocol, self.settings.seed, self.rule, tuple(results), chosen,
-            found.even, self._plan(found, chosen, results), self._reported(chosen, found, keep),
+            found.even, self._reported(chosen, found, keep), self._plan(found, chosen, results),
         )  # fmt: skip
 
     def _reported(self, chosen: PhaseResult, found: CandidateSet, keep: Keep | None) -> Reported:

@@ -17,15 +17,19 @@ Kind = Literal["candidate", "baseline"]
 
 @dataclass(frozen=True)
 class QuestionCount:
-    """How many questions were asked, about how many different contexts."""
+    """How many questions were asked, about how many different contexts, and how long the shortest and longest are."""
 
     contexts: int
     questions: int
+    shortest: int | None = None  # tokens
+    longest: int | None = None
 
     @classmethod
     def of(cls, comparison: Comparison) -> QuestionCount:
         """Count what was asked in a comparison."""
-        return cls(sum(comparison.distinct.values()), sum(one.questions for one in comparison.coverage))
+        lengths = [sample.context_tokens for sample in comparison.samples]
+        questions = sum(one.questions for one in comparison.coverage)
+        return cls(sum(comparison.distinct.values()), questions, min(lengths), max(lengths))
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ class Reported:
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
-    """A finished selection; `plan` is that of the phase setting that scores highest in its second stage."""
+class SelectionResult:
+    """What a selection found; `chosen` is the phase setting that scores highest in its second stage."""
 
     model: str
     size: Size
@@ -139,5 +143,11 @@ class Selection:
     results: tuple[PhaseResult, ...]
     chosen: PhaseResult
     even: str
-    plan: Plan
     report: Reported
+
+
+@dataclass(frozen=True, eq=False)
+class Selection(SelectionResult):
+    """A finished selection, with the plan of what was chosen."""
+
+    plan: Plan

@@ -100,5 +100,7 @@ def _part(task: TaskPrompts, contexts: set[str]) -> TaskPrompts:
         contexts=len(prompts),
         truncated=sum(prompt.truncated for prompt in prompts),
         questions=sum(len(prompt.questions) for prompt in prompts),
+        shortest=min(len(prompt.context) for prompt in prompts),
+        longest=max(len(prompt.context) for prompt in prompts),
     )
     return replace(task, prompts=prompts, coverage=coverage)

@@ -63,15 +63,17 @@ class Console:
 
     @functools.cached_property
     def out(self) -> RichConsole:
-        """The console for results, on standard output; wide enough for a table when it is not a terminal."""
+        """The console for results, on standard output; as wide as any table where it is not a terminal."""
         from rich.console import Console as RichConsole
+
+        from kvsearch.report.fitting import WIDEST
 
         class Output(RichConsole):
             def on_broken_pipe(self) -> None:  # rich would exit with 1
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise BrokenPipeError
 
-        return Output(highlight=False, width=None if sys.stdout.isatty() else 160)
+        return Output(highlight=False, width=None if sys.stdout.isatty() else WIDEST)
 
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""

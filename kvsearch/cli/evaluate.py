@@ -29,12 +29,15 @@ def evaluate(options: EvaluateOptions, console: Console) -> None:
         console.print_json(found.as_json())
     elif isinstance(found, jobs.Evaluated):
         from kvsearch.report.evaluation import parts
+        from kvsearch.report.needle import needle_grids
 
-        print_parts(parts(found.comparison, found.losses, found.columns), console)
+        print_parts(
+            parts(found.comparison, needle_grids(found.comparison.samples), found.losses, found.columns), console
+        )
     else:
-        from kvsearch.report.perplexity import perplexity_table
+        from kvsearch.report.perplexity import perplexity_rows, perplexity_table
 
-        console.out.print(perplexity_table(found.result, found.phases))
+        console.out.print(perplexity_table(found.result, perplexity_rows(found.result), found.phases))
     if options.output is not None:
         console.say(f"kept in {options.output}")
     if isinstance(found, jobs.Evaluated) and found.comparison.doubt is not None:

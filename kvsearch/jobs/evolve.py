@@ -187,9 +187,10 @@ class Evolution:
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        from kvsearch.report.search import front_tables, tables
+        from kvsearch.report.files.search import read_search
+        from kvsearch.report.search import tables
 
-        return front_tables(self.found) if self.is_front else tables(self.found[0])
+        return tables(read_search(self.as_json(), self.options.output))
 
     def remarks(self) -> Iterator[str]:
         """Say what was chosen and why, what it took, and where it was written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -13,14 +12,8 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.statistics import Row
+    from kvsearch.report.headroom import HeadroomResult
     from kvsearch.tasks.base import Task
-
-FULL = "full"
-MEANING = (
-    "oracle: true importance for the questions to come, which it knows; of several allocations the best for a context",
-    "agnostic oracle: the same over its own and up to 24 other questions, for what no method can know",
-)
 
 
 class HeadroomOptions(WithModel, Seeded):
@@ -45,31 +38,6 @@ class HeadroomOptions(WithModel, Seeded):
         return find_tasks(self.tasks or default_tasks(self.model), TaskOptions(lengths=lengths))
 
 
-@dataclass(frozen=True)
-class Headroom:
-    """Scores of the full cache, of oracles and of simple policies: a row per task, the mean of all last."""
-
-    options: HeadroomOptions
-    rows: list[Row]
-
-    @property
-    def methods(self) -> list[str]:
-        """The names of everything that was compared."""
-        return list(self.rows[-1].scores)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The mean score of each method as a share of the full cache's."""
-        mean = {method: score.mean for method, score in self.rows[-1].scores.items()}
-        return {method: score / mean[FULL] if mean[FULL] else 0.0 for method, score in mean.items()}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the scores by task and method."""
-        scores = {row.task: {method: row.scores[method].mean for method in self.methods} for row in self.rows}
-        stated = {"model": self.options.model, "ratio": self.options.ratio}
-        return {**stated, "scores": scores, "share_of_full": self.shares}
-
-
 @job(HeadroomOptions)
 def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be asked, as JSON; UsageError if there are no such tasks."""
@@ -78,7 +46,7 @@ def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:  # noqa: AR
 
 
 @job(HeadroomOptions)
-def headroom(options: HeadroomOptions, talk: Talk) -> Headroom:
+def headroom(options: HeadroomOptions, talk: Talk) -> HeadroomResult:
     """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
 
     Raises:
@@ -89,7 +57,9 @@ def headroom(options: HeadroomOptions, talk: Talk) -> Headroom:
     from kvsearch.evaluation.compare import Settings, prepare
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.evaluation.statistics import summarize
+    from kvsearch.report.headroom import HeadroomResult
     from kvsearch.strategies.compared import full_method
+    from kvsearch.strategies.methods import FULL
     from kvsearch.tasks.encode import contexts_of
 
     tasks, samples, seed = options.find_tasks(), options.samples, options.seed
@@ -99,4 +69,8 @@ def headroom(options: HeadroomOptions, talk: Talk) -> Headroom:
         full.require_answers(progress)
     with talk.progress("contexts") as progress:
         results = measure(loaded, tasks, options.ratio, samples, seed, progress)
-    return Headroom(options, summarize(results, FULL, seed, contexts_of(full.encoded)))
+    rows = summarize(results, FULL, seed, contexts_of(full.encoded))
+    asked = tuple(task.coverage for task in full.encoded)
+    return HeadroomResult(
+        model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked
+    )

@@ -321,7 +321,7 @@ class Ran:
         """Return what was found as tables."""
         from kvsearch.report.run import tables
 
-        return tables(self.found)
+        return tables([one.selection for one in self.found])
 
     def remarks(self) -> Iterator[str]:
         """Say what was chosen, how good that is, where it is, and what to do with it."""

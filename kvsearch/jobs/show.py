@@ -1,4 +1,4 @@
-"""kvsearch show: what is in a plan or a profile."""
+"""kvsearch show: what is in a file or a directory that kvsearch wrote."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class ShowOptions(JobOptions):
 
     job: ClassVar[str] = "show"
 
-    path: Annotated[Path, Option("A plan, a profile, or the directory of one.", argument=True)]
+    path: Annotated[
+        Path,
+        Option("A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True),
+    ]
     ratio: Annotated[float, Option("Global eviction ratio at which a profile is shown.")] = 0.8
     plan: Annotated[Path | None, Option("With a profile: what this plan loses, layer by layer.")] = None
 
 
 @job(ShowOptions)
 def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is nothing to say meanwhile
-    """Read a plan or a profile, and return a view of it.
+    """Read what kvsearch wrote, and return a view of it.
 
     Raises:
-        UsageError: no such file, a damaged one, or a plan for a profile that cannot judge it.
+        UsageError: no such file, a damaged one, nothing of ours, or a plan for a profile that cannot judge it.
         IncompatibleError: the profile is of another model than the plan.
     """
-    from kvsearch.calibration.directory import profile_file
-    from kvsearch.plan.profile import load_profile
-    from kvsearch.plan.saved import plan_of_folder
+    from kvsearch.report.reader import open_path
 
-    file = plan_of_folder(options.path) or profile_file(options.path)
-    if file.suffix == ".json":
-        if options.model_fields_set & {"plan", "ratio"}:
-            raise UsageError("--plan and --ratio are for profiles: this is a plan")
-        plan = checked_plan(file)
-        from kvsearch.report.plan import PlanView
+    opened = open_path(options.path)
+    if opened.kind != "profile" and options.model_fields_set & {"plan", "ratio"}:
+        raise UsageError(f"--plan and --ratio are for profiles: {options.path} is a {opened.kind}")
+    from kvsearch.plan import Plan
+    from kvsearch.report.views import view_of
 
-        return PlanView(plan)
-    profile = load_profile(file)
-    from kvsearch.report.profile import profile_view
+    if isinstance(opened.content, Plan):
+        from kvsearch.runtime.plan_checks import check_plan
 
-    return profile_view(profile, options.ratio, None if options.plan is None else checked_plan(options.plan))
+        check_plan(opened.content, str(options.path))
+    return view_of(opened, options.ratio, None if options.plan is None else checked_plan(options.plan))

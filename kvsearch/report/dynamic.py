@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.calibration.analysis import fit_gain, misplaced
 from kvsearch.plan import Profile
+from kvsearch.report.heatmap import heatmap
 from kvsearch.report.lukv import STABILITY_SHOWN, origin, stability_json, stability_parts, without_nan
 from kvsearch.report.numbers import percent
-from kvsearch.report.screen import facts, heatmap, screen_table
+from kvsearch.report.screen import facts, screen_table
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from typing import Protocol as Shape
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import SizeBlock
-from kvsearch.evaluation.compare import Comparison
+from kvsearch.evaluation.compare import Comparison, Footprint
 from kvsearch.evaluation.losses import LayerLoss
 from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.naming import suggest
 from kvsearch.plan.files import atomic_write
+from kvsearch.plan.protocol import Protocol
 from kvsearch.report import table
+from kvsearch.report.asked import asked_words
+from kvsearch.report.files.evaluation import SECTIONS
 from kvsearch.report.losses import losses_json, losses_table
 from kvsearch.report.needle import grid_table, grids_json, needle_grids
 from kvsearch.report.numbers import interval, outcomes, percent
@@ -27,6 +31,8 @@ from kvsearch.report.screen import screen_table
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.methods import FULL
+from kvsearch.tasks.encode import Coverage
+from kvsearch.tasks.niah import Grid
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +44,6 @@ KINDS: dict[Columns, tuple[Kind, ...]] = {
 }  # fmt: skip
 FEW = 12  # tasks that a screen has room for
 SCHEMA = "kvsearch.evaluation/1"
-SECTIONS = {"task": "tasks", "category": "categories", "average": "averages"}
 CSV_HEADER = (
     "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
     "difference_low", "difference_high", "wins", "ties", "losses", "entries", "protocol", "phases",
@@ -101,6 +106,40 @@ def as_json(result: Comparison, losses: Sequence[LayerLoss] | None = None) -> di
     return whole
 
 
+class Compared(Shape):
+    """What tables are made of: a comparison, or what its report kept of one."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def subject(self) -> str: ...
+
+    @property
+    def protocol(self) -> Protocol: ...
+
+    @property
+    def phases(self) -> str: ...
+
+    @property
+    def coverage(self) -> Sequence[Coverage]: ...
+
+    @property
+    def averages(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    @property
+    def blocks(self) -> Sequence[SizeBlock]: ...
+
+    @property
+    def held(self) -> Mapping[str, Footprint]: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    @property
+    def different(self) -> str | None: ...
+
+
 def find_columns(name: str) -> Columns:
     """Return what to have columns for; UsageError if there is no such choice."""
     for columns in KINDS:
@@ -109,7 +148,7 @@ def find_columns(name: str) -> Columns:
     raise UsageError(f"unknown columns {name!r}{suggest(name, list(KINDS))}")
 
 
-def tables(result: Comparison, columns: Columns | None = None) -> list[Table]:
+def tables(result: Compared, columns: Columns | None = None) -> list[Table]:
     """Return scores, differences and what is held; by default columns are tasks, unless they are too many."""
     chosen = columns or ("tasks" if len(result.coverage) <= FEW else "categories")
     has_categories = any(row.kind == "category" for row in result.blocks[0].rows)
@@ -117,7 +156,7 @@ def tables(result: Comparison, columns: Columns | None = None) -> list[Table]:
     return [score_table(result, chosen), difference_table(result, means), held_table(result)]
 
 
-def write_tables(result: Comparison, path: Path, columns: Columns = "tasks") -> None:
+def write_tables(result: Compared, path: Path, columns: Columns = "tasks") -> None:
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     table.check_table_file(path)
     if path.suffix == table.CSV:
@@ -127,17 +166,20 @@ def write_tables(result: Comparison, path: Path, columns: Columns = "tasks") -> 
 
 
 def parts(
-    result: Comparison, losses: Sequence[LayerLoss] | None = None, columns: Columns | None = None
+    result: Compared,
+    grids: Mapping[str, Grid],
+    losses: Sequence[LayerLoss] | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[RenderableType]:
     """Yield all tables for the screen, grids of needles and output losses where there are any."""
     yield from map(table.on_screen, tables(result, columns))
-    for method, grid in needle_grids(result.samples).items():
+    for method, grid in grids.items():
         yield grid_table(f"{method} ({_how(result)})", grid)
     if losses is not None:
         yield losses_table(f"{result.model}, phases: {result.phases}", result.protocol, losses)
 
 
-def score_table(result: Comparison, columns: Columns) -> Table:
+def score_table(result: Compared, columns: Columns) -> Table:
     """Return mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
     numbers = _column_numbers(result, columns)
     groups = [RowGroup("", [[Cell(FULL), *(Cell(_score(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
@@ -161,7 +203,7 @@ def score_table(result: Comparison, columns: Columns) -> Table:
     return Table(title, _header(result, numbers), groups, tuple(notes), above)
 
 
-def difference_table(result: Comparison, columns: Columns) -> Table:
+def difference_table(result: Compared, columns: Columns) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
     numbers, groups = _column_numbers(result, columns), []
     for block in result.blocks:
@@ -181,7 +223,7 @@ def difference_table(result: Comparison, columns: Columns) -> Table:
     return Table(title, header, groups)
 
 
-def held_table(result: Comparison) -> Table:
+def held_table(result: Compared) -> Table:
     """Return what every method holds."""
     full = result.held[FULL]
 
@@ -200,7 +242,7 @@ def held_table(result: Comparison) -> Table:
     return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
 
 
-def csv_rows(result: Comparison) -> str:
+def csv_rows(result: Compared) -> str:
     """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -236,11 +278,11 @@ def _heading(block: SizeBlock) -> str:
     return "" if block.size is None else block.size.words
 
 
-def _how(result: Comparison) -> str:
-    return f"{result.protocol}, phases: {result.phases}"
+def _how(result: Compared) -> str:
+    return f"{result.protocol}, phases: {result.phases}, {asked_words(result.coverage)}"
 
 
-def _column_numbers(result: Comparison, columns: Columns) -> list[int]:
+def _column_numbers(result: Compared, columns: Columns) -> list[int]:
     """Return which rows of a block become columns.
 
     Of averages over the same tasks that is the first, of one task the task itself and its categories.
@@ -260,7 +302,7 @@ def _column_numbers(result: Comparison, columns: Columns) -> list[int]:
     return chosen
 
 
-def _header(result: Comparison, numbers: Sequence[int]) -> list[str]:
+def _header(result: Compared, numbers: Sequence[int]) -> list[str]:
     """Return the headings of columns; averages over the same tasks share one."""
     found = ["method"]
     for row in (result.blocks[0].rows[number] for number in numbers):

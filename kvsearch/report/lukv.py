@@ -16,7 +16,8 @@ from kvsearch.calibration.options import RECALL_AT
 from kvsearch.errors import KvsearchWarning
 from kvsearch.plan import Plan, Profile, ProfileMetadata
 from kvsearch.plan.schema import STATIC
-from kvsearch.report.screen import facts, heatmap, screen_table
+from kvsearch.report.heatmap import heatmap
+from kvsearch.report.screen import facts, screen_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsearch.evaluation.samples import Sample
+from kvsearch.report.figures.style import is_light
 from kvsearch.report.screen import screen_table
 from kvsearch.tasks.niah import Grid, NiahTask, grid_of
 
@@ -60,8 +61,8 @@ def _cell(score: float) -> Text:
     if math.isnan(score):
         return Text("  - ")
     red, green, blue = _colour(score)
-    bright = 0.299 * red + 0.587 * green + 0.114 * blue > 128
-    return Text(_plain(score), style=f"{'black' if bright else 'white'} on rgb({red},{green},{blue})")
+    letters = "black" if is_light((red, green, blue)) else "white"
+    return Text(_plain(score), style=f"{letters} on rgb({red},{green},{blue})")
 
 
 def _plain(score: float) -> str:

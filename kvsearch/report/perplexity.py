@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def perplexity_rows(result: Perplexity) -> list[PerplexityRow]:
     ]  # fmt: skip
 
 
-def perplexity_table(result: Perplexity, phases: str | None = None) -> Table:
+def perplexity_table(result: Perplexity, rows: Sequence[PerplexityRow], phases: str | None = None) -> Table:
     """Return a row per method with 95% intervals; `phases`, for the title, are those in which the methods evict."""
     what = f"{result.windows} windows of {result.context} + {result.continuation} tokens" + (
         f", phases: {phases}" if phases else ""
@@ -98,7 +99,6 @@ def perplexity_table(result: Perplexity, phases: str | None = None) -> Table:
     ]
     title = f"{result.model}: perplexity of {result.text}, {what}, 95% interval"
     table = screen_table(title, COLUMNS, left=COLUMNS[:1], caption="\n".join(notes), caption_justify="left")
-    rows = perplexity_rows(result)
     for row in rows:
         found, full = row.difference, rows[0]
         lost = ("-", "-")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.plan import PHASES, Plan
 from kvsearch.plan.schema import STATIC
-from kvsearch.report.screen import facts, heatmap
+from kvsearch.report.heatmap import heatmap
+from kvsearch.report.screen import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

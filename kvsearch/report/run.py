@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsearch.choose.overall import Overall
+from kvsearch.choose.selection import SelectionResult
 from kvsearch.choose.smallest import Smallest
 from kvsearch.report import selection as selections
 from kvsearch.report.numbers import bounds, interval, percent
@@ -32,9 +33,9 @@ def as_json(found: Sequence[Overall], files: Sequence[str], smallest: Smallest |
     return {"schema": SCHEMA, "sizes": sizes, **tried}
 
 
-def tables(found: Sequence[Overall]) -> list[Table]:
+def tables(found: Sequence[SelectionResult]) -> list[Table]:
     """Return both stages and the report of every size."""
-    return [table for one in found for table in selections.stage_tables(one.selection)]
+    return [table for one in found for table in selections.stage_tables(one)]
 
 
 def smallest_words(found: Smallest, within: float, loss: Difference) -> str:

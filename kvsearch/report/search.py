@@ -8,7 +8,10 @@ from typing import Any
 
 from kvsearch.choose.acceptance import Scores, Share, recovered
 from kvsearch.evaluation.plan_comparison import PlanComparison
+from kvsearch.report.asked import asked_words
+from kvsearch.report.files.search import Finalist, FoundAtBudget, SearchResult
 from kvsearch.report.numbers import chance_of, interval, percent
+from kvsearch.report.selection import best_first
 from kvsearch.report.table import Table
 from kvsearch.search.evolve import EVOLVED, Choice, Evolved, PreparedSearch
 from kvsearch.search.front import EXPANDED
@@ -38,6 +41,7 @@ def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
     return {
         "model": search.base.loaded.name,
         "questions": questions,
+        "asked": {name: [asdict(task.coverage) for task in encoded] for name, encoded in search.encoded.items()},
         "evaluations": spent.evaluations,
         "tokens": spent.tokens,
     }
@@ -47,6 +51,7 @@ def _found(evolved: Evolved) -> dict[str, Any]:
     choice, report = evolved.choice, evolved.report
     return {
         "ended": evolved.outcome.ended,
+        "decision": decision(evolved),
         "flat": evolved.outcome.flat,
         "starts": {name: table.tolist() for name, table in evolved.search.starts.items()},
         "finalists": {
@@ -83,52 +88,49 @@ def shares(report: PlanComparison) -> dict[str, Share | None]:
     }
 
 
-def tables(evolved: Evolved) -> list[Table]:
-    """Return the finalists on the split they were chosen by, and the result on the report split."""
-    choice, report, closed = evolved.choice, evolved.report, shares(evolved.report)
-    ranked = sorted(choice.finalists.items(), key=lambda item: -choice.comparison.score(item[0]).mean)
+def tables(result: SearchResult) -> list[Table]:
+    """Return the finalists on the split they were chosen by and the result on the report split, or those of a front."""
+    if len(result.found) > 1:
+        return [_front_table(result)]
+    ((budget, found),) = result.found.items()
+    ranked = sorted(found.finalists.items(), key=lambda one: (-one[1].score.mean, one[0]))
     finalists = [
-        [
-            name,
-            found.where,
-            "" if _number(found.value) is None else f"{found.value:.6g}",
-            _score(choice.comparison, name),
-            *_led(choice, name),
-        ]
-        for name, found in ranked
+        [name, one.where, "" if one.value is None else f"{one.value:.6g}", interval(one.score), *_lead_cells(one)]
+        for name, one in ranked
     ]
     rows = [
-        [name, _score(report, name), "" if name in (EVOLVED, FULL) else _gain(report, name), _share(closed.get(name))]
-        for name in report.labels
+        [name, interval(score), _gain(found, name), _share(found.recovered.get(name))]
+        for name, score in best_first(found.report)
     ]
-    title = f"report split, {evolved.budget} entries per kv head, {_asked(evolved.search)}"
     return [
         Table.plain(
-            "second split: what is chosen from",
-            ["", "found", "search value", "score", f"minus {choice.start}", "chance", "accepted"],
+            f"second split: what is chosen from{_asked(result, 'choice')}",
+            ["", "found", "search value", "score", f"minus {found.start}", "chance", "accepted"],
             finalists,
         ),
-        Table.plain(title, ["", "score", "evolved minus it", "share of its gap to full"], rows),
+        Table.plain(
+            f"report split, {budget} entries per kv head, {_phases(result)}{_asked(result, 'report')}",
+            ["", "score", "evolved minus it", "share of its gap to full"],
+            rows,
+        ),
     ]
 
 
-def front_tables(found: Sequence[Evolved]) -> list[Table]:
+def _front_table(result: SearchResult) -> Table:
     """Return score against size on the report split: the result of each budget, and the smallest plan scaled to it."""
-    report = found[0].report
-    rows = [["full", "", _score(report, FULL), "", "", ""]]
-    for one in found:
-        result = one.report
-        known = EXPANDED in result.labels
+    first = next(iter(result.found.values()))
+    rows = [["full", "", interval(first.report[FULL]), "", "", ""]]
+    for budget, found in result.found.items():
+        scaled = found.report.get(EXPANDED)
         rows.append(
             [
-                str(one.budget), f"{one.search.frame.total:,}", _score(result, EVOLVED),
-                _score(result, EXPANDED) if known else "", _gain(result, EXPANDED) if known else "",
-                _score(result, UNIFORM),
+                str(budget), f"{result.total(budget):,}", interval(found.report[EVOLVED]),
+                "" if scaled is None else interval(scaled), _gain(found, EXPANDED), interval(found.report[UNIFORM]),
             ]
         )  # fmt: skip
     columns = ["entries per kv head", "entries in all", "searched", "scaled from the smallest", "searched minus scaled",
                "uniform"]  # fmt: skip
-    return [Table.plain(f"report split, {_asked(found[0].search)}", columns, rows)]
+    return Table.plain(f"report split, {_phases(result)}{_asked(result, 'report')}", columns, rows)
 
 
 def decision(evolved: Evolved) -> str:
@@ -143,39 +145,41 @@ def decision(evolved: Evolved) -> str:
         above = f"; {choice.best} scores {percent(choice.comparison.score(choice.best).mean)} there"
         return told if choice.best == choice.name else told + above
     if choice.name in choice.verdicts:
-        lead, chance, _ = _led(choice, choice.name)
+        lead, chance = _led(choice, choice.name)
         ahead = f"{lead} points above the best start plan, {choice.start} (chance {chance})"
         return f"chosen: {choice.name} ({found}), {score} on the second split, {ahead}"
     kept = f"the start plan {choice.name} is kept ({score} on the second split)"
     if choice.best == choice.name:
         return f"{kept}: nothing that was found scores above it"
-    lead, chance, _ = _led(choice, choice.best)
+    lead, chance = _led(choice, choice.best)
     return f"{kept}: {choice.best} scores {lead} points above it, which may be chance ({chance})"
 
 
-def _led(choice: Choice, name: str) -> tuple[str, str, str]:
+def _led(choice: Choice, name: str) -> tuple[str, str]:
+    """Return what a finalist leads the best start plan by, and the chance of that."""
+    chance, _ = choice.verdicts[name]
+    return interval(choice.comparison.gain(name, [choice.start]), "+.2f"), chance_of(chance)
+
+
+def _lead_cells(found: Finalist) -> tuple[str, str, str]:
     """Return what a finalist leads the best start plan by, the chance of that, and whether it was accepted."""
-    if name not in choice.verdicts:
+    if found.lead is None or found.chance is None:
         return "", "", ""
-    chance, is_accepted = choice.verdicts[name]
-    lead = interval(choice.comparison.gain(name, [choice.start]), "+.2f")
-    return lead, chance_of(chance), "yes" if is_accepted else "no"
+    return interval(found.lead, "+.2f"), chance_of(found.chance), "yes" if found.accepted else "no"
 
 
-def _asked(search: PreparedSearch) -> str:
+def _phases(result: SearchResult) -> str:
     """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
-    settings = search.settings
-    if settings.phases == "prefill":
-        return settings.protocol
-    return f"{settings.protocol}, {'both phases' if settings.phases == 'both' else settings.phases}"
+    protocol, phases = (str(result.settings.get(name)) for name in ("protocol", "phases"))
+    return protocol if phases == "prefill" else f"{protocol}, {'both phases' if phases == 'both' else phases}"
 
 
-def _score(result: PlanComparison, name: str) -> str:
-    return interval(result.score(name))
+def _asked(result: SearchResult, split: str) -> str:
+    return f", {asked_words(result.asked[split])}" if split in result.asked else ""
 
 
-def _gain(result: PlanComparison, name: str) -> str:
-    return interval(result.gain(EVOLVED, [name]), "+.2f")
+def _gain(found: FoundAtBudget, name: str) -> str:
+    return interval(found.gains[name], "+.2f") if name in found.gains else ""
 
 
 def _share(share: Share | None) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
-from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection
+from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection, SelectionResult
+from kvsearch.report.asked import about
 from kvsearch.report.numbers import chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.methods import FULL
 
 SCHEMA, SEVERAL, FILE = "kvsearch.selection/1", "kvsearch.selections/1", "selection.json"
@@ -28,7 +30,7 @@ def as_json(selection: Selection) -> dict[str, Any]:
         return {**fields, "standings": standings, "written": result.written, "decision": decision(result)}
 
     chosen, report = selection.chosen, selection.report
-    held = {name: {"entries": found.entries, "most": found.most} for name, found in report.held.items()}
+    held = {name: found._asdict() for name, found in report.held.items()}
     return {
         "schema": SCHEMA, "model": selection.model, **selection.size.as_json(), "protocol": selection.protocol,
         "seed": selection.seed, "rule": asdict(selection.rule), "outcomes": list(map(result_json, selection.results)),
@@ -54,7 +56,7 @@ def decision(result: PhaseResult) -> str:
     found = "nothing"
     if leader.lead is not None and leader.chance is not None:
         found = f"{_points(leader)}, chance {chance_of(leader.chance)} over {counted(len(finalists), 'finalist')}"
-    fresh = f"{counted(result.second.questions, 'fresh question')} about {_contexts(result.second)}"
+    fresh = f"{counted(result.second.questions, 'fresh question')} about {counted(result.second.contexts, 'context')}"
     how = "beyond doubt" if result.margin is None else f"by more than {100 * result.margin:g} points"
     if result.winner:
         return f"{result.winner} beats {result.best}, the best of {baselines}, {how} on {fresh}: {found}"
@@ -68,7 +70,7 @@ def decision(result: PhaseResult) -> str:
     )
 
 
-def gap(selection: Selection) -> str:
+def gap(selection: SelectionResult) -> str:
     """Say what the report split says of the choice, in one sentence."""
     report, best = selection.report, selection.chosen.best
     fresh = f"{asked(report.asked)} of the report split"
@@ -83,7 +85,7 @@ def gap(selection: Selection) -> str:
     return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
 
 
-def notes(selection: Selection) -> list[str]:
+def notes(selection: SelectionResult) -> list[str]:
     """Return what is not as it was asked, or not of equal size, each once."""
     said = [note for result in selection.results for note in result.notes] + list(selection.report.notes)
     if any(result.phases == "decode" for result in selection.results):
@@ -91,7 +93,7 @@ def notes(selection: Selection) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def tables(*selections: Selection) -> list[Table]:
+def tables(*selections: SelectionResult) -> list[Table]:
     """Return both stages and the report of every selection, then what all report on the candidates, by size.
 
     The selections are of one profile at several sizes, whose reports ask the same questions.
@@ -101,13 +103,13 @@ def tables(*selections: Selection) -> list[Table]:
     return [*found, *([_top_table(leading), _budget_table(leading), _part_table(leading)] if leading else [])]
 
 
-def stage_tables(selection: Selection) -> list[Table]:
+def stage_tables(selection: SelectionResult) -> list[Table]:
     """Return both stages of every phase setting, and the report."""
     stages = [table for result in selection.results for table in _stages(selection, result)]
     return [*stages, _report_table(selection)]
 
 
-def _top_table(selections: Sequence[Selection]) -> Table:
+def _top_table(selections: Sequence[SelectionResult]) -> Table:
     """Return the leader against the best baseline at every size (PolyKV, Table 1)."""
     rows = []
     for one in selections:
@@ -124,7 +126,7 @@ def _top_table(selections: Sequence[Selection]) -> Table:
     return Table.plain(f"report split: the best candidates ({_where(selections[0])})", header, rows, (note,))
 
 
-def _budget_table(selections: Sequence[Selection]) -> Table:
+def _budget_table(selections: Sequence[SelectionResult]) -> Table:
     """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
     rows = []
     for one in selections:
@@ -139,7 +141,7 @@ def _budget_table(selections: Sequence[Selection]) -> Table:
     return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, (note,))
 
 
-def _part_table(selections: Sequence[Selection]) -> Table:
+def _part_table(selections: Sequence[SelectionResult]) -> Table:
     """Return what the leader gains by its policies and what by its budgets at every size."""
     groups = []
     for one in selections:
@@ -160,11 +162,11 @@ def _named(report: Reported, name: str | None) -> str:
     return "-" if name is None else f"{percent(report.scores[name].mean)} ({name})"
 
 
-def _where(selection: Selection) -> str:
+def _where(selection: SelectionResult) -> str:
     return f"{selection.protocol}, {asked(selection.report.asked)}"
 
 
-def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
+def _stages(selection: SelectionResult, result: PhaseResult) -> list[Table]:
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
     ranked = sorted(result.methods, key=lambda one: -one.first.mean)
     first = [[one.name, one.kind, percent(one.first.mean)] for one in ranked[:SHOWN]]
@@ -186,7 +188,7 @@ def _stages(selection: Selection, result: PhaseResult) -> list[Table]:
     ]
 
 
-def _report_table(selection: Selection) -> Table:
+def _report_table(selection: SelectionResult) -> Table:
     report, chosen = selection.report, selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
@@ -200,11 +202,16 @@ def _report_table(selection: Selection) -> Table:
             Cell(name, name == chosen.written), Cell(roles[name]), Cell(interval(score)),
             Cell(f"{report.held[name].entries:.0f}"), Cell(f"{report.held[name].most:.0f}"),
         ]
-        for name, score in report.scores.items()
+        for name, score in best_first(report.scores)
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
     title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
     return Table(title, header, [RowGroup("", rows)], (gap(selection), *notes(selection)))
+
+
+def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
+    """Return names and scores, the full cache first, then by score; of equal ones by name."""
+    return sorted(scores.items(), key=lambda one: (one[0] != FULL, -one[1].mean, one[0]))
 
 
 def _points(one: MethodResult) -> str:
@@ -213,8 +220,5 @@ def _points(one: MethodResult) -> str:
 
 def asked(count: QuestionCount) -> str:
     """Say how many questions about how many contexts were asked."""
-    return f"{counted(count.questions, 'question')} about {_contexts(count)}"
-
-
-def _contexts(asked: QuestionCount) -> str:
-    return counted(asked.contexts, "context")
+    lengths = [length for length in (count.shortest, count.longest) if length is not None]
+    return about(count.questions, count.contexts, lengths)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from kvsearch.report.screen import facts, screen_table
 from kvsearch.signals.table import ENTROPIES, Explosion, SignalTable, is_constant
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table
+    from rich.console import RenderableType
 
 TITLES = {
     "cosine": "cosine of attention outputs with those of the full cache",
@@ -29,7 +27,6 @@ PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of
 MOST_DECIMALS = 5
 NOISE = 9  # decimals from which on differences are rounding
 BEST, FULL = "*", "full"
-WIDEST = 10_000  # columns of a page on which any table fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +79,11 @@ class SignalsView:
             for budget in axes.budgets if measures else ():
                 for measure in measures:
                     yield f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
-                    yield FittingColumns(self._by_pattern(measure, phase, budget), layers)
+                    columns = self._by_pattern(measure, phase, budget)
+                    by_pattern = screen_table("", ["layer", *columns], padding=(0, 0, 0, 1))  # nine fit on 120 columns
+                    for cells in zip(layers, *columns.values(), strict=True):
+                        by_pattern.add_row(*cells)
+                    yield by_pattern
             if entropies:
                 yield f"{phase}: entropy of attention"
                 by_layer = screen_table("", ["layer", *entropies])
@@ -132,28 +133,3 @@ class SignalsView:
             marked = [f"[bold]{BEST}{one}[/bold]" if at == best[row] else one for row, one in enumerate(cells)]
             columns[name.replace("_", "_\n")] = marked
         return columns
-
-
-@dataclass(frozen=True, eq=False)
-class FittingColumns:
-    """Columns of layers in as few tables as fit the page, with about as many in each."""
-
-    columns: Mapping[str, Sequence[str]]
-    layers: Sequence[str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        from rich.measure import Measurement
-
-        names, anywhere = list(self.columns), options.update(max_width=WIDEST)
-        for parts in range(1, len(names) + 1):
-            ends = [len(names) * part // parts for part in range(parts + 1)]
-            made = [self._table(names[first:end]) for first, end in pairwise(ends)]
-            if max(Measurement.get(console, anywhere, one).maximum for one in made) <= options.max_width:
-                break
-        yield from made
-
-    def _table(self, names: Sequence[str]) -> Table:
-        shown = screen_table("", ["layer", *names], padding=(0, 0, 0, 1))  # nine patterns fit on 120 columns
-        for cells in zip(self.layers, *(self.columns[name] for name in names), strict=True):
-            shown.add_row(*cells)
-        return shown

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import atomic_write, check_target
+from kvsearch.report.screen import screen_table
 
 if TYPE_CHECKING:
     from rich.console import Group as Screen
@@ -68,14 +69,10 @@ def write_tables(tables: Iterable[Table], path: Path) -> None:
 
 def on_screen(table: Table) -> Screen:
     """Return a table for the screen, between its title and its notes."""
-    from rich.box import SIMPLE
     from rich.console import Group as Screen
-    from rich.table import Table as ScreenTable
     from rich.text import Text
 
-    made = ScreenTable(box=SIMPLE)
-    for index, column in enumerate(table.header):
-        made.add_column(Text(column), justify="left" if index == 0 else "right")
+    made = screen_table("", table.header, left=table.header[:1])
     for group in table.groups:
         if group.heading:
             made.add_row(Text(group.heading, style="italic"))

@@ -70,6 +70,9 @@ class Coverage:
     questions: int
     excluded: dict[str, int]  # questions left out, by reason
     used: int = 0  # contexts left out as something was fitted or chosen on them
+    split: str | None = None  # part of the examples, of tasks that have parts
+    shortest: int | None = None  # tokens of the shortest context, as asked
+    longest: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +187,9 @@ def encode(
         questions=sum(len(prompt.questions) for prompt in prompts),
         excluded=dict(sorted(excluded.items())),
         used=used,
+        split=getattr(task, "split", None),
+        shortest=min(len(prompt.context) for prompt in prompts),
+        longest=max(len(prompt.context) for prompt in prompts),
     )
     return TaskPrompts(task, form, prompts, coverage, contexts, recorded)
 

@@ -59,7 +59,7 @@ def shown(table: Table) -> list[list[str]]:
 
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
     table = score_table(comparison(), "tasks")
-    assert table.title == "m: score in percent (question-agnostic, phases: prefill)"
+    assert table.title == "m: score in percent (question-agnostic, phases: prefill, 6 questions about 6 contexts)"
     assert table.header == ["method", "a_1", "b", "c", "qa", "code", "macro"]
     assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
     assert shown(table) == [

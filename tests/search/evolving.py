@@ -12,10 +12,12 @@ from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
+from kvsearch.report.files.search import SearchResult, read_search
+from kvsearch.report.search import as_json
 from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
 from kvsearch.search.executors.cluster import RayWorkers
-from kvsearch.search.ledger import SearchLedger
+from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import make_executor
@@ -60,6 +62,11 @@ def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = 
     with make_executor(prepared, LoadOptions(), workers) as executor, SearchLedger(ledger) as lines:
         outcome = prepared.search(executor, lines, SearchLimits(), Silent())
     return decide(prepared, outcome)
+
+
+def result_of(evolved: Evolved) -> SearchResult:
+    """What is read again of its report."""
+    return read_search(as_json(evolved, Spent(1, 1, 1.0)), Path("report.json"))
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:

@@ -27,7 +27,18 @@ from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import asked_hashes, asked_set
 from tests import tiny
-from tests.search.evolving import BUDGET, CONTEXTS, LENGTH, POLICY, QUESTIONS, decide, prepare, settings_of, splits
+from tests.search.evolving import (
+    BUDGET,
+    CONTEXTS,
+    LENGTH,
+    POLICY,
+    QUESTIONS,
+    decide,
+    prepare,
+    result_of,
+    settings_of,
+    splits,
+)
 
 CHOICE, REPORT = 60, 1000  # contexts of the simulated splits
 
@@ -99,7 +110,7 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     assert told.startswith("the start plan uniform is kept (")
     assert f"{choice.best} scores " in told
     assert told.endswith(f"points above it, which may be chance ({chance:.3f})")
-    assert [row[0].text for row in tables(evolved)[0].groups[0].rows if row[-1].text == "yes"] == []
+    assert [row[0].text for row in tables(result_of(evolved))[0].groups[0].rows if row[-1].text == "yes"] == []
 
 
 def test_a_candidate_that_is_better_beyond_chance_is_written(

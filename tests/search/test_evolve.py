@@ -36,6 +36,7 @@ from tests.search.evolving import (
     decide,
     evolve,
     prepare,
+    result_of,
     settings_of,
     splits,
 )
@@ -116,7 +117,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     assert list(data["gains"]) == list(data["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
     assert data["budgets"] == evolved.choice.table.tolist()
-    assert [len(table.groups[0].rows) for table in tables(evolved)] == [
+    assert [len(table.groups[0].rows) for table in tables(result_of(evolved))] == [
         len(evolved.choice.finalists), len(names),
     ]  # fmt: skip
     assert evolved.choice.name in decision(evolved)

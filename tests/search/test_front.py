@@ -10,7 +10,8 @@ import pytest
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.report.search import front_as_json, front_tables
+from kvsearch.report.files.search import read_search
+from kvsearch.report.search import front_as_json, tables
 from kvsearch.search.evolve import Evolved, PreparedSearch
 from kvsearch.search.front import prepare_front, search_front
 from kvsearch.search.ledger import SearchLedger, Spent
@@ -84,7 +85,7 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
     assert list(data["budgets"]) == ["8", "16", "24"]
     assert data["budgets"]["16"]["budgets"] == points[1].choice.table.tolist()
     assert "expanded" in data["budgets"]["24"]["gains"]
-    (table,) = front_tables(points)
+    (table,) = tables(read_search(data, Path("front.json")))
     rows = [[cell.text for cell in row] for row in table.groups[0].rows]
     assert [row[:2] for row in rows] == [["full", ""], ["8", "192"], ["16", "384"], ["24", "576"]]
     assert rows[1][3] == ""
