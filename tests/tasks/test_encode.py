@@ -165,7 +165,7 @@ def test_exclusions_are_counted() -> None:
     ]
     made = encode(silent_tokenizer(), task(), rows, 9)
     assert made.coverage == Coverage(
-        "t", "listed", 9, 4, 2, 0, 3, {NO_ANSWER: 2, NO_CONTEXT: 2, NO_QUESTION: 2}, shortest=9, longest=9
+        "t", "listed", 9, 4, 2, 0, 3, {NO_ANSWER: 2, NO_CONTEXT: 2, NO_QUESTION: 2}, shortest=40, longest=40
     )  # fmt: skip
     assert [(prompt.key, [q.number for q in prompt.questions]) for prompt in made.prompts] == [
         ("a", [0, 2]),
@@ -209,7 +209,7 @@ def test_an_empty_answer_among_others_is_left_out() -> None:
 
 def test_nothing_is_excluded_without_a_reason() -> None:
     coverage = encode(tiny.tokenizer(), task(), [example()]).coverage
-    assert coverage == Coverage("t", "listed", 1, 1, 1, 0, 1, {}, shortest=9, longest=9)
+    assert coverage == Coverage("t", "listed", 1, 1, 1, 0, 1, {}, shortest=41, longest=41)
 
 
 def test_a_task_of_which_nothing_is_left() -> None:

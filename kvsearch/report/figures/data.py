@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Style = Literal["line", "points", "steps", "level"]
-Cells = list[str | float | None]
+Cells = Sequence[str | float | None]
 
 
 class Axis(NamedTuple):
@@ -80,7 +80,7 @@ class HeatMap:
         yield ["panel", self.row_label, self.column_label, self.value_label]
         for panel in self.panels:
             for name, row in zip(self.rows, panel.values, strict=True):
-                yield from ([panel.name, name, column, value] for column, value in zip(self.columns, row, strict=True))
+                yield from ((panel.name, name, column, value) for column, value in zip(self.columns, row, strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CategoryMap:
         """Yield the header, then a row per cell."""
         yield [self.row_label, self.column_label, "name"]
         for name, row in zip(self.rows, self.values, strict=True):
-            yield from ([name, column, value] for column, value in zip(self.columns, row, strict=True))
+            yield from ((name, column, value) for column, value in zip(self.columns, row, strict=True))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Intervals:
         """Yield the header, then a row per mean."""
         yield ["group", "name", self.x.label, "low", "high"]
         for group, found in self.groups:
-            yield from ([group, one.name, one.mean, one.low, one.high] for one in found)
+            yield from ((group, one.name, one.mean, one.low, one.high) for one in found)
 
 
 Body = Lines | HeatMap | CategoryMap | Intervals
