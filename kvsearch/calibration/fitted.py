@@ -11,7 +11,6 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.weights import WEIGHTS, know
 from kvsearch.policies.fitted import Fitted, profile_of
-from kvsearch.policies.probe import Probe
 from kvsearch.policies.registry import FITTED, policy_class
 
 
@@ -43,8 +42,7 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     if policy.published:
         return name, {WEIGHTS: digest}
     profile = profile_of(digest, name)
-    if name == Probe.name:
-        _refuse_last(profile, text)
+    _refuse_last(profile, text)
     return name, {**profile.metadata.policy.params, WEIGHTS: digest}
 
 
@@ -58,5 +56,5 @@ def _refuse_last(profile: Profile, text: str) -> None:
     if bool((mean[1:] < mean[0]).all()):
         raise UsageError(
             f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
-            "contexts, or insist with calibrate --method probe --allow-harmful"
+            f"contexts, or insist with calibrate --method {profile.metadata.method} --allow-harmful"
         )

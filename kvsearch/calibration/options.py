@@ -14,7 +14,8 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.policies.probe import FEATURES, SPREAD
+from kvsearch.policies.generic import SPREAD
+from kvsearch.policies.probe import FEATURES
 from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:
@@ -348,6 +349,9 @@ class RankingOptions(AnsweredOptions):
         Names, Option("What entries are worth: for answers, reconstruction or both.", panel=PROBE, metavar="NAME,...")
     ] = TARGETS
     protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.", panel=PROBE)] = 8
+    allow_harmful: Annotated[
+        bool, Option("probe, query_bank: let a fit be used that every built-in ranking beats.", panel=PROBE)
+    ] = False
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -362,6 +366,11 @@ class RankingOptions(AnsweredOptions):
     def most_contexts(self) -> int:
         """How many contexts are read to fit on, however many there are."""
         raise NotImplementedError(f"{type(self).__name__} does not say")
+
+    @property
+    def looked_at(self) -> tuple[str, ...]:
+        """What is noted of entries: nothing but an even spread, by which some heads may be ranked."""
+        return (SPREAD,)
 
     def make_policy(self) -> Policy:
         """There is none before it is fitted."""
@@ -414,9 +423,6 @@ class ProbeOptions(RankingOptions):
     plus: Annotated[
         bool,
         Option("probe: importance over the norm of the residual stream it is added to, as in KVzip+.", panel=PROBE),
-    ] = False
-    allow_harmful: Annotated[
-        bool, Option("probe: let a fit be used that every built-in ranking is better than.", panel=PROBE)
     ] = False
 
     @property

@@ -17,7 +17,8 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import Exported, Inputs, Loss, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
+from kvsearch.policies.generic import SPREAD
+from kvsearch.policies.probe import ARRAYS, METHOD
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 LINEAR = ("key", "value")  # features that are linear in hidden states

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
 from kvsearch.policies.ranking import scored
+from kvsearch.policies.scoring import candidate_mask
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -26,8 +28,11 @@ SCORE = "score"  # the running state: of every entry, as it was made
 class Fitted(Policy):
     """A policy that ranks by `weights`, the SHA-256 of a file that lies beside every plan and profile of the policy.
 
+    Of what a head keeps beyond its protected entries, a `share` goes to the `generic` ranking, see `generic.sharing`.
+
     While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, when
-    it comes (`arriving`).
+    it comes (`arriving`): by the fit alone, as generic rankings need what comes after an entry. The share is one of
+    the prompt's entries then, and those are handed scores by it once.
     """
 
     made_by: ClassVar[str]  # what writes a directory with weights, in words
@@ -36,9 +41,15 @@ class Fitted(Policy):
     weights: str
     sinks: int = 4
     protect: int = 8
+    generic: str = SPREAD
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._one_of("generic", *GENERIC)
+        self._require(0 <= self.share <= 1, f"share must be between 0 and 1, got {self.share}")
+        if not self.share:
+            object.__setattr__(self, "generic", SPREAD)  # all that do without are equal
         known = isinstance(self.weights, str) and len(self.weights) == 64  # a plan may state anything
         self._require(known, f"weights is the SHA-256 of a file that {self.made_by} wrote")
 
@@ -46,6 +57,39 @@ class Fitted(Policy):
     @abstractmethod
     def check_weights(cls, digest: str) -> None:
         """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
+
+    def needs(self) -> Needs:
+        """See `Policy.needs`; with a share, those of the generic ranking, too."""
+        own = self.fitted_needs()
+        if not self.share:
+            return own
+        more = generic_needs(self.generic)
+        start = more.query_statistics_from if own.query_statistics_from is None else own.query_statistics_from
+        return replace(own, query_rows=max(own.query_rows, more.query_rows), query_statistics_from=start)
+
+    def score(self, observation: Observation) -> Tensor:
+        """Return the scores of the fit, handed out anew where the generic ranking has a share, [B, Hkv, T] fp32."""
+        scores = self.fitted_score(observation)
+        if not self.share:
+            return scores
+        free = candidate_mask(observation, self.recent_count) & (observation.index >= self.sink_count)
+        hidden, generic = ~free[:, None], generic_scores(self.generic, observation)
+        ranked = scores.masked_fill(hidden, -torch.inf)
+        shared = sharing(ranked, generic.masked_fill(hidden, -torch.inf), self.share)
+        return torch.where(hidden, scores, shared)
+
+    @abstractmethod
+    def fitted_needs(self) -> Needs:
+        """Return what the fit needs of a prompt."""
+
+    @abstractmethod
+    def fitted_score(self, observation: Observation) -> Tensor:
+        """Return the scores of the fit alone, [B, Hkv, T] fp32."""
+
+    def parameters(self) -> dict[str, int | float | bool | str]:
+        """See `Policy.parameters`; a share of nothing is not stated."""
+        stated = super().parameters()
+        return stated if self.share else {name: one for name, one in stated.items() if name not in ("generic", "share")}
 
     @property
     def online(self) -> bool:

@@ -77,16 +77,17 @@ class KVzap(Fitted):
         """What is made of hidden states."""
         return Surrogate(self.weights)
 
-    def needs(self) -> Needs:
+    def fitted_needs(self) -> Needs:
+        """See `Fitted.fitted_needs`."""
         return Needs(hidden=self.surrogate)
 
-    def score(self, observation: Observation) -> Tensor:
+    def fitted_score(self, observation: Observation) -> Tensor:
         """Return the scores, [B, Hkv, T] fp32."""
         return observation.of_hidden(self.surrogate).clamp(-MOST_LOG, MOST_LOG).exp()
 
     def arriving(self, step: Step) -> Tensor:
         """See `Fitted.arriving`."""
-        return self.score(step.arrived)[:, 0, 0]
+        return self.fitted_score(step.arrived)[:, 0, 0]
 
 
 Steps = tuple[tuple[Tensor, Tensor], ...]  # weight and bias of each linear map

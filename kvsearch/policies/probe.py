@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from kvsearch.errors import UsageError
 from kvsearch.policies import keydiff
-from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
-from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.generic import SINKS, SPREAD, WINDOW, generic_scores
 from kvsearch.policies.tensors import F, Tensor, torch
 
 METHOD = "probe"  # of the profile that has the weights
 OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
-SPREAD = "spread"  # the feature that no regression reads: heads that attend everywhere are ranked by it alone
+# no regression reads the spread: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
-GOLDEN = (5**0.5 - 1) / 2
 ARRAYS: dict[str, tuple[str, ...]] = {  # what a head has, F features and K hidden units
     "center": ("F",),
     "scale": ("F",),
@@ -30,7 +28,6 @@ ARRAYS: dict[str, tuple[str, ...]] = {  # what a head has, F features and K hidd
     "output": ("K",),
     "bias": (),
 }
-SINKS, WINDOW = 4, 8  # of the policies whose scores are features
 LEAST = 1e-8
 MOST_LOG = 60.0  # scores stay finite in fp32
 ANCHOR = "anchor"  # running state: the mean direction of the prompt's keys
@@ -71,7 +68,7 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
     these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
-    spread: the fractional part of its index times the golden ratio, whose largest values lie evenly at every budget.
+    spread: see `generic_scores`.
     """
     parts = [_FEATURES[name](observation) for name in names]
     return torch.cat([part if part.ndim == 4 else part[..., None] for part in parts], -1)
@@ -94,14 +91,9 @@ def needs_of(names: tuple[str, ...]) -> Needs:
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
 
-def _spread(observation: Observation) -> Tensor:
-    places = (observation.index.clamp(min=0).double() * GOLDEN).frac().float()
-    return places[:, None].expand(observation.keys.shape[:3])
-
-
-def _log_score(policy: Policy) -> Any:
+def _log_score(name: str) -> Any:
     def score(observation: Observation) -> Tensor:
-        found = policy.score(observation).float().clamp(min=0) * observation.lengths[:, None, None]
+        found = generic_scores(name, observation).float().clamp(min=0) * observation.lengths[:, None, None]
         return (found + LEAST).log()
 
     return score
@@ -111,10 +103,10 @@ _FEATURES: dict[str, Any] = {
     "key": plain_keys,
     "value": lambda observation: observation.values.float(),
     "value_norm": lambda observation: (observation.value_norms(2) + LEAST).log(),
-    "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
-    "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
-    "keydiff": keydiff.KeyDiff(sinks=SINKS).score,
-    SPREAD: _spread,
+    "expected_attention": _log_score("expected_attention"),
+    "snapkv": _log_score("snapkv"),
+    "keydiff": partial(generic_scores, "keydiff"),
+    SPREAD: partial(generic_scores, SPREAD),
 }
 
 
@@ -142,10 +134,11 @@ class Probe(Calibrated):
         """See `Fitted.check_weights`."""
         _weights(digest)
 
-    def needs(self) -> Needs:
+    def fitted_needs(self) -> Needs:
+        """See `Fitted.fitted_needs`."""
         return needs_of(self.fitted.features)
 
-    def score(self, observation: Observation) -> Tensor:
+    def fitted_score(self, observation: Observation) -> Tensor:
         """Return the fitted importance, [B, Hkv, T] fp32."""
         fitted = self._on(observation)
         found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)

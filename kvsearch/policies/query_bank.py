@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.generic import even_places
+from kvsearch.policies.scoring import candidate_mask, chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
 METHOD = "query_bank"  # of the profile that has the queries
-QUERIES = "queries"  # its array
+QUERIES, EVEN = "queries", "even"  # its arrays
+LEAST = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
+MEAN = "mean"  # running state: of the scores of the prompt's entries that are ranked
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
+
+
+class Weights(NamedTuple):
+    """The queries, heads that are ranked evenly instead (older files have none), and the model layer of each row."""
+
+    queries: Tensor  # [L, Hkv, G, N, D]
+    even: Tensor  # [L, Hkv] bool
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class QueryBank(Calibrated):
     would give to the entry if it stood where the entry stands, so that no distance is in it; what the rotary embedding
     multiplies it by (YaRN) counts. The softmax is over the entries themselves, protected ones included, beside learned
     sinks where the model has them.
+
+    Heads that the calibration marks as even are ranked by an even spread: their scores are what the same mean, m, makes
+    of places in [0, 1), 2 m even_places(i), see `generic.even_places`.
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
@@ -43,17 +57,20 @@ class QueryBank(Calibrated):
         """See `Fitted.check_weights`."""
         _bank(digest)
 
-    def needs(self) -> Needs:
+    def fitted_needs(self) -> Needs:
+        """See `Fitted.fitted_needs`."""
         return Needs(projection=True, unrotated=True)
 
-    def score(self, observation: Observation) -> Tensor:
+    def fitted_score(self, observation: Observation) -> Tensor:
         """Return the largest attention of the bank times the projected value norm, [B, Hkv, T] fp32."""
-        return self._attended(observation)[0]
+        scores = self._attended(observation)[0]
+        return self._evened(scores, self._mean(observation)[..., None], observation)
 
     def start(self, observation: Observation) -> State:
-        """Return the scores of the prompt's entries, and the normaliser of every query, [B, Hkv, G, N]."""
+        """Return the scores of the prompt's entries, and of heads the normaliser of every query and the mean score."""
         state = super().start(observation)
-        state.heads[NORMALISER] = self._attended(observation)[1].clone()
+        state.heads[NORMALISER] = self._attended(observation)[1].clone()  # [B, Hkv, G, N]
+        state.heads[MEAN] = self._mean(observation).clone()  # [B, Hkv]
         return state
 
     def arriving(self, step: Step) -> Tensor:
@@ -61,7 +78,21 @@ class QueryBank(Calibrated):
         seen = step.arrived
         logits = torch.cat([part[:, 0, :, :, 0] for part in self._logits(seen)], 2)  # [S, G, N]
         taken = (logits - step.cached.state.heads[NORMALISER]).sigmoid()
-        return (taken * seen.projected_norms("l2")[:, 0]).sum(1).amax(-1)
+        attended = (taken * seen.projected_norms("l2")[:, 0]).sum(1).amax(-1)
+        mean = step.cached.state.heads[MEAN][:, None, None]
+        return self._evened(attended[:, None, None], mean, seen)[:, 0, 0]
+
+    def _mean(self, observation: Observation) -> Tensor:
+        """Return the mean score of the entries that are ranked, [B, Hkv]."""
+        ranked = candidate_mask(observation, self.recent_count) & (observation.index >= self.sink_count)
+        total = self._attended(observation)[0].masked_fill(~ranked[:, None], 0.0).sum(-1)
+        return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=LEAST)
+
+    def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
+        """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
+        weights = self._on(observation)
+        even = heads_of(weights.even[weights.layers.index(observation.layer)], observation)[..., None]
+        return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return scores [B, Hkv, T] and the normaliser of every query [B, Hkv, G, N], once per observation."""
@@ -81,10 +112,10 @@ class QueryBank(Calibrated):
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
-        bank, layers = _bank(self.weights, observation.keys.device)
-        if observation.layer not in layers:
-            raise UsageError(f"policy query_bank: its weights are for layers {layers}, not {observation.layer}")
-        queries = heads_of(bank[layers.index(observation.layer)], observation)  # [B or 1, Hkv, G, N, D]
+        weights = self._on(observation)
+        queries = heads_of(
+            weights.queries[weights.layers.index(observation.layer)], observation
+        )  # [B or 1, Hkv, G, N, D]
         keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
         hidden, size = ~observation.valid[:, None, None, None], keys.shape[0] * keys[0, 0, 0, 0].numel()
         step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
@@ -93,6 +124,13 @@ class QueryBank(Calibrated):
             if observation.softcap is not None:
                 logits = observation.softcap * torch.tanh(logits / observation.softcap)
             yield logits.masked_fill(hidden, float("-inf"))
+
+    def _on(self, observation: Observation) -> Weights:
+        """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
+        found = _bank(self.weights, observation.keys.device)
+        if observation.layer not in found.layers:
+            raise UsageError(f"policy query_bank: its weights are for layers {found.layers}, not {observation.layer}")
+        return found
 
 
 def _amplitude(observation: Observation) -> Tensor:
@@ -105,8 +143,11 @@ def _amplitude(observation: Observation) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, tuple[int, ...]]:
-    """Return the queries [L, Hkv, G, N, D], and the model layer of each row; UsageError if that is not their shape."""
+def _bank(digest: str, device: Any = "cpu") -> Weights:
+    """Return what a file has; UsageError if it is not here, or its arrays have other shapes."""
     profile = profile_of(digest, METHOD)
-    require_arrays(profile, {QUERIES: ("G", "N", "D")}, {"D": profile.metadata.model.head_dim})
-    return torch.from_numpy(profile.arrays[QUERIES].copy()).float().to(device), profile.metadata.layers
+    tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
+    require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
+    queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()
+    even = torch.from_numpy(profile.arrays[EVEN] > 0) if EVEN in profile.arrays else torch.zeros(queries.shape[:2]) > 0
+    return Weights(queries.to(device), even.to(device), profile.metadata.layers)

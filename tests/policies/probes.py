@@ -54,14 +54,20 @@ def fitted(profile: Profile | None = None, **params: Any) -> Policy:
     return create_policy(METHOD, {"weights": know(data, Path("tests")), **params})
 
 
-def bank(queries: Any = None, dim: int = 4, layers: Sequence[int] = range(8), **params: Any) -> Policy:
-    """The query bank with these queries [L, Hkv, G, N, D]; without any, the same three random ones for all heads."""
+def bank(
+    queries: Any = None, dim: int = 4, layers: Sequence[int] = range(8), even: Any = None, **params: Any
+) -> Policy:
+    """The query bank with these queries [L, Hkv, G, N, D]; without any, the same three random ones for all heads.
+
+    `even` [L, Hkv] marks heads that are ranked evenly; without it the file does not say.
+    """
     if queries is None:
         queries = np.random.default_rng(1).normal(size=(len(layers), 1, 1, 3, dim))
     like = model_dict(layers=max(layers) + 1, kv_heads=np.shape(queries)[1], head_dim=np.shape(queries)[-1])
     told = metadata_dict(method=query_bank.METHOD, layers=list(layers), model=like)
     metadata = ProfileMetadata.model_validate(told).model_copy(update={"policy": PolicySpec(name=query_bank.METHOD)})
-    profile = Profile(metadata, {"queries": np.asarray(queries, np.float32)})
+    arrays = {"queries": queries} | ({} if even is None else {"even": even})
+    profile = Profile(metadata, {name: np.asarray(array, np.float32) for name, array in arrays.items()})
     return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})
 
 

@@ -16,7 +16,8 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
 from kvsearch.plan.weights import know
 from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of, needs_of
+from kvsearch.policies.generic import SINKS, WINDOW
+from kvsearch.policies.probe import FEATURES, Probe, features_of, needs_of
 from kvsearch.runtime.collector import plain_queries
 from tests import tiny
 from tests.policies.contract import DIM, rope
@@ -47,16 +48,6 @@ def test_the_features_of_an_entry() -> None:
     torch.testing.assert_close(found[..., -2], create_policy("keydiff", {"sinks": SINKS}).score(seen))
     places = (seen.index.clamp(min=0).double() * (5**0.5 - 1) / 2 % 1).float()
     torch.testing.assert_close(found[..., -1], places[:, None].expand(found.shape[:3]))
-
-
-def test_a_spread_is_even_at_every_budget() -> None:
-    """Of 200 entries the best n leave no gap much larger than 200 / n (three-distance theorem)."""
-    layer = Layer(Scene(1, 1, 200, (0,), 1, (4, 4), 0))
-    places = features_of(layer.observation(fitted(ranking(("spread",), layers=range(8)))), ("spread",))[0, 0, :, 0]
-    for kept in (5, 13, 40, 100):
-        chosen = places.topk(kept).indices.sort().values
-        gaps = chosen.diff(prepend=torch.tensor([-1]), append=torch.tensor([200]))
-        assert int(gaps.max()) <= 3 * 200 / kept
 
 
 def test_the_score_is_the_exponential_of_a_small_network() -> None:

@@ -56,6 +56,32 @@ def test_the_score_is_the_largest_attention_of_the_bank_times_the_projected_norm
             assert not found[row, head, :pads].any()
 
 
+def test_heads_that_are_even_spread_their_mean_score_over_the_places() -> None:
+    """Of the second head alone; while decoding, too. The mean is over the entries that are ranked."""
+    scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
+    plain, even = (bank(QUERIES, layers=(3,), sinks=1, protect=2, even=marks) for marks in ([[0, 0]], [[0, 1]]))
+    layer, found = scored_while_decoding(even, scene)
+    scores = plain.score(layer.observation(plain))
+    for (row, head), held in found.items():
+        pads = scene.pads[row]
+        mean = scores[row, head, pads + 1 : 7].mean().item()
+        for position, score in held.items():
+            if head == 1:
+                assert score == pytest.approx(2 * mean * (position * (5**0.5 - 1) / 2 % 1), rel=1e-4, abs=1e-7)
+            elif position < 9 - pads:
+                assert score == pytest.approx(scores[row, head, position + pads].item(), rel=1e-4)
+
+
+def test_an_even_head_that_attends_to_nothing_is_ranked_last_and_told_apart() -> None:
+    layer = Layer(Scene(2, 1, 12, (0,), 1, (4, 4), 0))
+    with torch.no_grad():
+        layer.module.o_proj.weight[:, DIM:] = 0
+    policy = bank(QUERIES[:, :, :1], layers=(3,), even=[[0, 1]])
+    scores = policy.score(layer.observation(policy))[0]
+    assert scores[1].unique().numel() == 12
+    assert float(scores[1].max()) < float(scores[0].min())
+
+
 def test_a_new_token_is_scored_among_the_prompt_and_itself() -> None:
     scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
     layer, found = scored_while_decoding(bank(QUERIES, layers=(3,), sinks=0, protect=1), scene)

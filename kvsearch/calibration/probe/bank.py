@@ -2,46 +2,60 @@
 
 Queries of all tokens that are asked after the contexts to fit on are turned back to position 0. Of them a bank is
 chosen for every kv head, in two ways: farthest points (each the farthest from those chosen before) and k-means (the
-queries nearest to the centres). Which way ranks better is decided on contexts that no query is of, and recall is
+queries nearest to the centres). Which way ranks better is decided on contexts that no query is of, and which heads an
+even spread moves less; how good the ranking is, also on a kind of question that a second bank has no queries of, is
 reported on others, as for a probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsearch.arrays import Floats
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.options import CANDIDATES, COMPARED, QueryBankOptions
-from kvsearch.calibration.probe.measure import recall_of
-from kvsearch.calibration.probe.reading import BUDGETS, Asking, prepared, split, without_questions
+from kvsearch.calibration.options import CANDIDATES, QueryBankOptions
+from kvsearch.calibration.probe.contexts import FitContexts
+from kvsearch.calibration.probe.rankings import LeftOut, by_policy, gains, prefers_spread, reported, spread_where
+from kvsearch.calibration.probe.reading import Asking, Reading
 from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.calibration.steps import Arrays, Steps, identity_of, kept_replies
 from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PolicySpec, Profile
+from kvsearch.plan import Profile
 from kvsearch.plan.weights import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
-from kvsearch.policies.query_bank import METHOD, QUERIES
-from kvsearch.progress import Progress, counted
+from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
+from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.collector import plain_queries
-from kvsearch.runtime.observe import DensePass
 
-SINKS = 4
 ROUNDS = 10  # of k-means
+
+
+class Bank(NamedTuple):
+    """A bank, how its queries were chosen, and heads that are ranked evenly instead."""
+
+    queries: Tensor  # [L, Hkv, G, N, D]
+    how: str
+    even: Tensor  # [L, Hkv] bool
+    unseen: Tensor  # [L, Hkv] bool: of them those whose context nothing looks at
+
+    def policy(self, contexts: FitContexts) -> Policy:
+        """Return the policy that ranks by it."""
+        made = contexts.profile(METHOD, self.arrays, {"chosen_by": self.how})
+        return create_policy(METHOD, {**made.metadata.policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
+
+    @property
+    def arrays(self) -> dict[str, Floats]:
+        """What a profile has of it."""
+        return {QUERIES: self.queries.numpy(), EVEN: self.even.float().numpy()}
 
 
 def calibrate_query_bank(
@@ -51,7 +65,10 @@ def calibrate_query_bank(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> Profile:
-    """Choose a bank; the profile has "queries" [L, Hkv, G, N, D], and "recall" [P, B, L, Hkv] as that of a probe.
+    """Choose a bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
+
+    "recall", "loss", "kind_recall" and "kind_loss" are those of a probe; a second bank has no queries of the kind that
+    is left out.
 
     What is finished is kept in `directory`, and what is there is not measured again.
 
@@ -62,60 +79,50 @@ def calibrate_query_bank(
             of it do not fit its positions.
     """
     require_plain_rotary(loaded.model, f"policy {METHOD}")
-    prompts, asking = prepared(loaded, data, options)
-    policy = PolicySpec(name=METHOD, params={"sinks": SINKS, "protect": options.protect})
-    lengths = [prompt.length for prompt in prompts]
-    done = Steps(directory, identity_of(loaded, data, prompts, {"seed": options.seed, **options.settings()}))
-    with running(loaded.model):
-        if options.answers == "own" and "answers" in asking.targets:
-            prompts = kept_replies(loaded, prompts, options.answer_tokens, done)
-        parts = split(prompts, options.seed)
-        settings = {
-            "data": data.name, **options.settings(), WRITTEN_FOR: VERSION, "rankings": (METHOD, *COMPARED),
-            "at": BUDGETS, "contexts": tuple(map(len, parts)), "targets": asking.targets,
-            "without_questions": without_questions(prompts),
-        }  # fmt: skip
-        random = torch.Generator().manual_seed(options.seed)
-        share, ticks = -(-CANDIDATES // len(parts.fit)), counted(prompts, len(prompts), progress)
-        next(ticks)  # the next one tells that the first is done
-
-        def each(
-            part: Sequence[CalibrationPrompt], measure: Callable[[CalibrationPrompt], Tensor | Floats]
-        ) -> list[NDArray[Any]]:
-            """Measure contexts, or read what is kept of them."""
-            step, found = done.stage(), list[NDArray[Any]]()
-            for prompt in part:
-                found.append(step(partial(found_in, measure, prompt))["found"])
-                next(ticks, None)
-            return found
-
-        places = {prompt: places_asked(prompt, asking, share, random) for prompt in parts.fit}
-        read = each(parts.fit, lambda prompt: queries_asked(loaded, prompt, asking, places[prompt]))
-        asked = torch.from_numpy(np.concatenate(read, 3))  # [L, Hkv, G, M, D]
-
-        def profile(queries: Tensor, how: str, recall: Floats | None = None) -> Profile:
-            told = {**settings, "chosen_by": how}
-            origin = profile_metadata(
-                loaded, data, policy, METHOD, options.seed, told, lengths, SINKS + options.protect
-            )
-            more = {} if recall is None else {"recall": recall.astype(np.float32)}
-            return Profile(origin, {QUERIES: queries.numpy(), **more})
-
-        def ranking(made: Profile) -> Policy:
-            return create_policy(METHOD, {**policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
-
-        banks = {how: chosen(asked, options.bank) for how, chosen in (("farthest", farthest), ("k-means", k_means))}
-        rankings = [ranking(profile(bank, how)) for how, bank in banks.items()]
-        tried = each(parts.choose, lambda prompt: recalls(loaded, prompt, options, asking, rankings))
-        best = list(banks)[int(np.mean(tried, axis=0).mean((1, 2, 3)).argmax())]
-        compared = [ranking(profile(banks[best], best)), *options.policies()]
-        found = each(parts.report, lambda prompt: recalls(loaded, prompt, options, asking, compared))
-    return profile(banks[best], best, np.mean(found, axis=0))
+    with torch.no_grad(), running(loaded.model):
+        contexts = FitContexts.of(loaded, data, options, progress, directory)
+        parts, others = contexts.parts, contexts.others
+        bank = _chosen(contexts, parts.fit, parts.choose, options)
+        policies, held = [bank.policy(contexts)], None
+        if contexts.left_out is not None and others is not None:
+            policies.append(_chosen(contexts, others.fit, others.choose, options).policy(contexts))
+            held = LeftOut(contexts.left_out, by_policy(1))
+        asked = [*policies, *options.policies()]
+        judged = reported(by_policy(0), partial(contexts.read, parts.report, policies=asked), held, len(policies))
+    layers = describe(loaded.model).full_layers
+    settings = {
+        "chosen_by": bank.how, "spread_heads": int((bank.even & ~bank.unseen).sum()),
+        "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in bank.unseen.nonzero().tolist()),
+    }  # fmt: skip
+    return contexts.profile(METHOD, {**bank.arrays, **judged}, settings)
 
 
-def found_in(measure: Callable[[CalibrationPrompt], Tensor | Floats], prompt: CalibrationPrompt) -> Arrays:
-    """Return what is measured of a context, as a step of the calibration has it."""
-    return {"found": np.asarray(measure(prompt))}
+def _chosen(
+    contexts: FitContexts,
+    fit: Sequence[CalibrationPrompt],
+    choose: Sequence[CalibrationPrompt],
+    options: QueryBankOptions,
+) -> Bank:
+    """Return a bank of queries that are asked of the contexts `fit`, by what is best on the contexts `choose`."""
+    model, random = contexts.loaded.model, torch.Generator().manual_seed(options.seed)
+    share = -(-CANDIDATES // len(fit))
+    places = {prompt.context: places_asked(prompt, contexts.asking, share, random) for prompt in fit}
+    read = contexts.read(fit, lambda one: {QUERIES: queries_asked(model, one, places[one.context])})
+    asked = torch.from_numpy(np.concatenate([one[QUERIES] for one in read], 3))  # [L, Hkv, G, M, D]
+    none = torch.zeros(asked.shape[:2], dtype=torch.bool)
+    ways = (("farthest", farthest), ("k-means", k_means))
+    tried = [Bank(find(asked, options.bank), how, none, none) for how, find in ways]
+    policies, rankings = [bank.policy(contexts) for bank in tried], [by_policy(number) for number in range(len(tried))]
+
+    def measure(one: Reading) -> dict[str, Tensor]:
+        return {"gain": gains(rankings, one), "unseen": (one.largest == 0).all(-1)}
+
+    found = list(contexts.read(choose, measure, policies))
+    best = int(np.mean([one["gain"] for one in found], axis=0).mean((1, 2)).argmax())
+    unseen = torch.from_numpy(np.all([one["unseen"] for one in found], axis=0))
+    again = partial(contexts.read, choose, policies=[policies[best]])
+    even = prefers_spread(spread_where(unseen, by_policy(0)), again) | unseen
+    return tried[best]._replace(even=even, unseen=unseen)
 
 
 def places_asked(prompt: CalibrationPrompt, asking: Asking, count: int, random: torch.Generator) -> Tensor:
@@ -130,22 +137,20 @@ def places_asked(prompt: CalibrationPrompt, asking: Asking, count: int, random: 
     return order[:count].sort().values
 
 
-def queries_asked(loaded: LoadedModel, prompt: CalibrationPrompt, asking: Asking, places: Tensor) -> Tensor:
+def queries_asked(model: Any, reading: Reading, places: Tensor) -> Tensor:
     """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
-    ids, full = prompt.ids.to(loaded.device), describe(loaded.model).full_layers
-    passed = DensePass(loaded.model, dict.fromkeys(full, ()), lambda _: True, ids, refusal=prompt.refusal(loaded.name))
     parts = []
-    for _, tokens, *_ in asking.questions(prompt, loaded.device):
-        with passed.following(tokens):
-            positions = prompt.length + torch.arange(tokens.shape[1], device=tokens.device)[None]
+    for one in reading.asked:
+        with reading.passed.following(one.tokens):
+            positions = reading.length + torch.arange(one.tokens.shape[1], device=one.tokens.device)[None]
             layers = []
-            for layer in passed.continuations():
-                plain = plain_queries(layer.query, positions, rotary(loaded.model, layer.index))[0]
+            for layer in reading.passed.continuations():
+                plain = plain_queries(layer.query, positions, rotary(model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
     queries = torch.cat(parts, 3)
     if not bool(queries.isfinite().all()):
-        raise IncompatibleError(prompt.refusal(loaded.name))
+        raise IncompatibleError(reading.refusal)
     return queries[:, :, :, places]
 
 
@@ -189,20 +194,3 @@ def _taken(queries: Tensor, index: Tensor) -> Tensor:
     layers, heads, group, _, dim = queries.shape
     where = index.view(layers, heads, 1, -1, 1).expand(-1, -1, group, -1, dim)
     return queries.gather(3, where).contiguous()
-
-
-def recalls(
-    loaded: LoadedModel,
-    prompt: CalibrationPrompt,
-    options: QueryBankOptions,
-    asking: Asking,
-    policies: Sequence[Policy],
-) -> Floats:
-    """Return the recall of policies on a context, [P, B, L, Hkv]."""
-    free = slice(SINKS, prompt.length - options.protect)
-    ids = prompt.ids.to(loaded.device)
-    passed = ImportancePass(loaded.model, policies, ids, options.group, prompt.refusal(loaded.name))
-    asked = [passed.ask(one.tokens).importance for one in asking.questions(prompt, loaded.device)]
-    importance = torch.stack(asked).amax(0)[..., free]
-    ranks = [passed.ranks(number)[..., free] for number in range(len(policies))]
-    return np.stack([recall_of(importance.gather(-1, one.argsort(-1)).numpy()) for one in ranks])

@@ -23,7 +23,8 @@ from kvsearch.calibration.probe.sample import BATCH, RIDGE, STEPS, STRONG, WIDTH
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.policies.probe import SINKS, SPREAD, column_count
+from kvsearch.policies.generic import SINKS, SPREAD
+from kvsearch.policies.probe import column_count
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,18 @@ def cost_of_fit(
             replies = [one.answer + (one.most or options.answer_tokens) for one in prompt.continuations]
             work.read(prompt.length, replies, bool(replies), 0)
     lengths = {prompt: [one.tokens.shape[1] for one in asking.questions(prompt, "cpu")] for prompt in prompts}
+    leaves_out = "answers" in asking.targets and kind_to_leave_out(parts) is not None
+    _count_fit(work, parts, lengths, options, leaves_out)
     if isinstance(options, ProbeOptions):
-        left_out = kind_to_leave_out(parts) if "answers" in asking.targets else None
-        _count_probe(work, parts, lengths, options, left_out is not None)
-        disk, weights = _bytes_of_probe(size, parts, options, len(asking.targets), left_out is not None)
-        host, fitting = _fitting(size, parts, options, 1 + (left_out is not None))
+        disk, weights = _bytes_of_probe(size, parts, options, len(asking.targets), leaves_out)
+        host, fitting = _fitting(size, parts, options, 1 + leaves_out)
     else:
         assert isinstance(options, QueryBankOptions)
-        for prompt in prompts:
-            work.read(prompt.length, lengths[prompt])
         share = -(-CANDIDATES // len(parts.fit))
         asked = sum(min(share, sum(lengths[prompt])) for prompt in parts.fit)
         query = len(size.full_layers) * size.heads * size.head_dim * FP32
-        disk, weights = asked * query, min(options.bank, asked) * query
+        even = len(size.full_layers) * size.kv_heads * FP32
+        disk, weights = asked * query, min(options.bank, asked) * query + even
         # queries as they are joined, as vectors, and in the distances of k-means
         host, fitting = 3 * disk, 2.0 * asked * options.bank * query / FP32 * (1 + ROUNDS)
     cost = cost_of(size, work.made, tflops)
@@ -123,24 +123,27 @@ class _Work:
             self.continuations += times
 
 
-def _count_probe(
+def _count_fit(
     work: _Work,
     parts: Parts,
     lengths: Mapping[CalibrationPrompt, list[int]],
-    options: ProbeOptions,
+    options: RankingOptions,
     leaves_out: bool,
 ) -> None:
-    """Count the runs of a fit: what is fitted, chosen (twice where a kind is left out) and reported."""
+    """Count the runs of a fit: what is fitted, chosen (twice where a kind is left out) and reported.
+
+    A second query bank reads the contexts to fit on again, a second probe has what was drawn of them.
+    """
 
     def judged(prompt: CalibrationPrompt) -> list[int]:
         return [one.tokens.shape[1] for one in prompt.continuations] or list(evenly(lengths[prompt]))
 
     fits = 1 + leaves_out
     for prompt in parts.fit:
-        work.read(prompt.length, lengths[prompt])
+        work.read(prompt.length, lengths[prompt], 1 if isinstance(options, ProbeOptions) else fits)
     for prompt in parts.choose:
-        work.read(prompt.length, lengths[prompt], fits)  # the best regression
-        if SPREAD in options.features:
+        work.read(prompt.length, lengths[prompt], fits)  # what ranks best
+        if not isinstance(options, ProbeOptions) or SPREAD in options.features:
             # how far heads move, under two rankings at every budget
             work.read(prompt.length, lengths[prompt], fits, 1 + 2 * len(BUDGETS))
             work.read(prompt.length, (), fits)  # how far replies move, of two rankings

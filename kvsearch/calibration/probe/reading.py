@@ -19,7 +19,8 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.policies.probe import SINKS, columns_of, features_of, needs_of
+from kvsearch.policies.generic import SINKS, even_places
+from kvsearch.policies.probe import columns_of, features_of, needs_of
 from kvsearch.signals.divergence import total_variation
 from kvsearch.signals.output_loss import attention_change
 from kvsearch.tasks.prompts import PromptFormat
@@ -185,7 +186,7 @@ class Reading:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones."""
 
     context: int
-    options: ProbeOptions
+    options: RankingOptions
     passed: ImportancePass
     asked: tuple[Asked, ...]
     judged: tuple[Asked, ...]  # the given answers, or chunks of the context where there are none
@@ -199,7 +200,7 @@ class Reading:
         loaded: LoadedModel,
         prompt: CalibrationPrompt,
         given: CalibrationPrompt,
-        options: ProbeOptions,
+        options: RankingOptions,
         asking: Asking,
         policies: Sequence[Policy] = (),
     ) -> Reading:
@@ -215,8 +216,8 @@ class Reading:
             return Look(features, columns_of(observation, options.looked_at))
 
         wanted = needs_of(options.looked_at), look
-        ids = prompt.ids.to(loaded.device)
-        passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, wanted, options.plus)
+        ids, plus = prompt.ids.to(loaded.device), isinstance(options, ProbeOptions) and options.plus
+        passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, wanted, plus)
         if not all(bool(context.noted.features.isfinite().all()) for context in passed.noted):
             raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
         asked = tuple(asking.questions(prompt, loaded.device))
@@ -227,6 +228,12 @@ class Reading:
     def features(self) -> list[Tensor]:
         """What entries look like, by layer [Hkv, T, F]."""
         return [context.noted.features for context in self.passed.noted]
+
+    @property
+    def spread(self) -> Tensor:
+        """Scores whose best entries lie evenly, [L, Hkv, T]."""
+        places = even_places(torch.arange(self.length)[self.free])
+        return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
 
     @property
     def columns(self) -> tuple[str, ...]:

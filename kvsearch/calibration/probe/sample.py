@@ -24,7 +24,8 @@ from kvsearch.calibration.probe.fit import (
 from kvsearch.calibration.probe.reading import Reading
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import Arrays, Steps
-from kvsearch.policies.probe import SINKS, SPREAD, Weights
+from kvsearch.policies.generic import SINKS, SPREAD
+from kvsearch.policies.probe import Weights
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts

@@ -12,7 +12,7 @@ import torch
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
 from kvsearch.calibration.probe.bank import calibrate_query_bank, places_asked, queries_asked
-from kvsearch.calibration.probe.reading import Asking
+from kvsearch.calibration.probe.reading import Asking, Reading
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
@@ -22,6 +22,7 @@ from kvsearch.policies import create_policy
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime.attention import running
 from tests import tiny
+from tests.calibration.probe.test_kinds import of_kinds
 
 DATA = tiny.calibration_data(100, 110, 104)
 SMALL = QueryBankOptions(bank=7, answers="given")
@@ -52,13 +53,30 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
         fitted_policy(f"probe={tmp_path}")
 
 
+def test_a_second_bank_has_no_queries_of_a_kind(model: LoadedModel) -> None:
+    """What is reported of that kind is what is reported of a probe."""
+    data = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
+    profile = calibrate_query_bank(model, data, SMALL)
+    layers, heads = profile.metadata.shape
+    assert profile.arrays["even"].shape == (layers, heads)
+    assert set(profile.arrays["even"].flatten()) <= {0.0, 1.0}
+    assert profile.metadata.provenance.settings["spread_heads"] == profile.arrays["even"].sum()
+    assert profile.arrays["loss"].shape == (1 + len(COMPARED), 3)
+    assert profile.arrays["kind_recall"].shape == (2 + len(COMPARED), 3, layers, heads)
+    found = RankingView(profile).left_out
+    assert found is not None and found.rankings[:2] == ("without the kind", "query_bank")
+    assert profile.arrays["kind_loss"][0].tolist() != profile.arrays["kind_loss"][1].tolist()
+    assert any(found.words == line for line in RankingView(profile).remarks())
+
+
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
     (prompt, *_) = prompts_of(model, DATA)
     asking = Asking.of(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
-    with running(model.model):
-        found = queries_asked(model, prompt, asking, places_asked(prompt, asking, 999, torch.Generator()))[0]
+    with torch.no_grad(), running(model.model):
+        reading = Reading.of(model, prompt, prompt, SMALL, asking)
+        found = queries_asked(model.model, reading, places_asked(prompt, asking, 999, torch.Generator()))[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():

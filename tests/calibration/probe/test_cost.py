@@ -52,7 +52,8 @@ def test_what_is_said_is_what_is_done(options: RankingOptions, monkeypatch: pyte
         assert cost.disk_bytes == held[0]
     else:
         assert isinstance(options, QueryBankOptions)
-        weights = calibrate_query_bank(model, DATA, options).arrays["queries"].nbytes
+        arrays = calibrate_query_bank(model, DATA, options).arrays
+        weights = arrays["queries"].nbytes + arrays["even"].nbytes
     assert ([cost.passes, cost.continuations], cost.weights_bytes) == (runs, weights)
     assert cost.contexts == (1, 1, 1)
 

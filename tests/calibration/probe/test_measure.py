@@ -15,14 +15,16 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.lukv import calibrate_lukv
 from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.measure import calibrate_probe, recall_of
+from kvsearch.calibration.probe.measure import calibrate_probe
+from kvsearch.calibration.probe.rankings import recall_of
 from kvsearch.calibration.probe.reading import BUDGETS, Asking, Reading, split
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.probe import ARRAYS, GOLDEN, Weights
+from kvsearch.policies.generic import GOLDEN
+from kvsearch.policies.probe import ARRAYS, Weights
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
