@@ -13,6 +13,7 @@ from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, WithTasks
 from kvsearch.jobs.public import job
+from kvsearch.jobs.reproduce_cost import told, work
 from kvsearch.jobs.reproduce_stages import Stages, options_read
 from kvsearch.jobs.run_progress import overall
 from kvsearch.jobs.stages import on_interruption
@@ -127,8 +128,8 @@ class Reproduction:
         return self.found.as_json()
 
     def tables(self) -> list[Table]:
-        """Return it as a table."""
-        return [self.found.table()]
+        """Return it as tables, more than one where its blocks have nothing in common."""
+        return self.found.tables()
 
     def remarks(self) -> Iterator[str]:
         """Say where it is."""
@@ -143,7 +144,7 @@ def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:  # noqa: A
     return {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
-        "stages": [stages.told(stage) for stage in stages.all],
+        "stages": [told(stages, stage) for stage in stages.all],
     }  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
     loaded = options.load(options.model, talk)
     stages.require_data(loaded)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
-    with on_interruption(talk, lambda: again), overall(talk, stages.work) as whole:
+    with on_interruption(talk, lambda: again), overall(talk, work(stages)) as whole:
         for stage in stages.all:
             with whole.stage(stage.name, stage.words) as part:
                 stages.run(stage, loaded, part)
@@ -183,10 +184,10 @@ def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
     from kvsearch.plan.files import atomic_write
     from kvsearch.report.table import latex, markdown
 
-    made = found.table()
+    made = found.tables()
     texts = {
-        ".json": canonical_json(found.as_json()), ".csv": found.csv().encode(), ".md": markdown(made).encode(),
-        ".tex": latex(made).encode(),
+        ".json": canonical_json(found.as_json()), ".csv": found.csv().encode(),
+        ".md": "\n".join(map(markdown, made)).encode(), ".tex": "\n".join(map(latex, made)).encode(),
     }  # fmt: skip
     files = {place / f"{found.name}{suffix}": text for suffix, text in texts.items()}
     for path, text in files.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -15,12 +14,11 @@ from kvsearch.jobs.groups import Loading, TaskDetails
 from kvsearch.jobs.talk import Talk
 from kvsearch.papers.table import ASKING, Stage, StageJob
 from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.saved import PROFILE
 
 if TYPE_CHECKING:
     from kvsearch.jobs.reproduce import ReproduceOptions
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.report.paper_views import Finished
+    from kvsearch.report.paper_scores import Finished
     from kvsearch.tasks.base import Task
 
 PLAN, REPORT, SELECTION = "plan.json", "report.json", "selection.json"
@@ -125,65 +123,11 @@ class Stages:
             for stage in self.all
         ]
 
-    # --- what it costs ------------------------------------------------------------------------------------------------
-
-    def told(self, stage: Stage) -> dict[str, Any]:
-        """Return what a stage does, whether it is finished, and what it costs, as far as that is known beforehand."""
-        done = self._is_finished(stage)
-        state = "finished" if done else "begun" if self.place(stage).exists() else "to do"
-        told = {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(self.place(stage))}
-        return {**told, "state": state, **self.cost(stage)}
-
-    def _is_finished(self, stage: Stage) -> bool:
-        files = {"calibrate": PROFILE, "evolve": REPORT, "evaluate": REPORT, "select": SELECTION, "validate": "-"}
-        place = self.place(stage)
-        return (place / files[stage.job] if stage.job in files else place).exists()
-
-    def cost(self, stage: Stage) -> dict[str, int]:
-        """Return the work of a stage, at most: contexts and tokens that are read, replies, candidates of a search."""
-        if stage.job in MADE:
-            return {}
-        if stage.job == "calibrate":
-            return self._calibration_cost(stage)
-        tasks, asked = len(self.tasks_of(stage)), stage.options
-        splits = {"evolve": 3, "select": 2}.get(stage.job, 1)
-        contexts = splits * tasks * asked["samples"]
-        length = max(asked.get("length") or (stage.tokens,))
-        found = {"contexts": contexts} | ({"tokens": contexts * length} if length else {})
-        if stage.job == "evaluate":
-            sizes = len(f"{asked.get('budgets', '')},{asked.get('ratios', '')}".strip(",").split(","))
-            return {**found, "replies": contexts * (1 + sizes * len(stage.methods) + len(asked.get("plan", ())))}
-        if stage.job == "evolve":
-            group = asked["group_size"]
-            population = 4 + math.floor(3 * math.log(group))
-            return {**found, "layers_of_a_group": group, "candidates_of_a_group": population * asked["generations"]}
-        return found
-
-    def _calibration_cost(self, stage: Stage) -> dict[str, int]:
-        from kvsearch.calibration.data import default_data, load_calibration_data
-
-        texts = load_calibration_data(default_data(self.options.model)).limited(stage.options.get("questions"))
-        patterns = stage.options.get("patterns", ())
-        many = {"patterns": 9 if patterns == "paper" else len(patterns)} if patterns else {}
-        return {"contexts": len(texts.contexts), "questions": texts.questions, **many}
-
-    @property
-    def work(self) -> dict[str, float]:
-        """About how long stages take, beside each other."""
-        found = {}
-        for stage in self.all:
-            cost = self.cost(stage)
-            searched = cost.get("candidates_of_a_group", 0) * cost.get("contexts", 0) / 10
-            found[stage.name] = 1.0 + 5 * cost.get("questions", 0) * cost.get("patterns", 1) + max(
-                cost.get("replies", 0), searched, 10 * cost.get("contexts", 0)
-            )  # fmt: skip
-        return found
-
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, stage: Stage, loaded: LoadedModel, talk: Talk) -> None:
         """Run a stage, or read what it has left; one whose model cannot do it is noted in `impossible`."""
-        from kvsearch.report.paper_views import Finished
+        from kvsearch.report.paper_scores import Finished
 
         needed = [name for name in self._needs(stage.options) if name in self.impossible]
         if needed and stage.job != "evaluate":

@@ -120,7 +120,8 @@ TABLES = (
     _table(7, "four allocations under three metrics on RULER at 4K", THREE, ruler(4096)),
     PaperTable(
         "lukv-figures", "Figures 1, 2b, 3, 4 and 6",
-        "recall of the oracle's importance, eviction loss by layer, stability of local ratios", MODELS,
+        "percent of importance kept by budget (1), evicted by layer (3, 4, 6), rank correlation of local ratios (2b)",
+        MODELS,
         Scale((), ratios=(0.8,)), Scale((), ratios=(0.8,), window=8, questions=8), _figures, view="profiles",
         changed=(
             *CHANGED, "of all calibration questions in place of HotpotQA's",

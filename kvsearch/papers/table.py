@@ -36,7 +36,6 @@ class Ask:
     length: tuple[int, ...] = ()
     tokens: int = 0
     block: str = ""
-    split: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,15 +87,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what the paper calls it, and the method of the evaluation, where {size} is its size.
-
-    `stage` is the evaluation that it is of; "": every one.
-    """
+    """A row of the table: what the paper calls it, and the method; {size} and {block} are those of the evaluation."""
 
     label: str
     method: str
-    heading: str = ""
-    stage: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from kvsearch.papers.catalog import model_of
 from kvsearch.papers.numbers import numbers
 from kvsearch.papers.table import PaperTable
 from kvsearch.report.numbers import counted
-from kvsearch.report.paper_views import Finished, cells
+from kvsearch.report.paper_scores import Finished
+from kvsearch.report.paper_views import cells
 from kvsearch.report.reproduced import Measured, Reproduced
 
 

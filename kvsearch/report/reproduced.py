@@ -57,14 +57,31 @@ class Reproduced:
     notes: tuple[str, ...]
     content: Mapping[str, Any]
 
-    def table(self) -> Table:
-        """Return the table: a row of the paper's numbers follows every row that has some."""
-        columns = list(dict.fromkeys(cell.column for cell in self.cells))
-        groups = [
-            RowGroup(block, list(self._rows([cell for cell in self.cells if cell.block == block], columns)))
-            for block in dict.fromkeys(cell.block for cell in self.cells)
+    def tables(self) -> list[Table]:
+        """Return a table for all blocks that have columns in common, in which a row of the paper's follows every row.
+
+        The caption is that of the first, the notes are those of the last.
+        """
+        parts: list[list[Measured]] = []
+        for block in dict.fromkeys(cell.block for cell in self.cells):
+            mine = [cell for cell in self.cells if cell.block == block]
+            if not parts or not {cell.column for cell in mine} & {cell.column for cell in parts[-1]}:
+                parts.append([])
+            parts[-1] += mine
+        last = len(parts) - 1
+        return [
+            self._table(cells, self.caption if number == 0 else (), self.notes if number == last else ())
+            for number, cells in enumerate(parts)
         ]
-        return Table(self.title, ["", *columns], groups, self.notes, self.caption)
+
+    def _table(self, cells: Sequence[Measured], caption: tuple[str, ...], notes: tuple[str, ...]) -> Table:
+        columns = list(dict.fromkeys(cell.column for cell in cells))
+        groups = [
+            RowGroup(block, list(self._rows([cell for cell in cells if cell.block == block], columns)))
+            for block in dict.fromkeys(cell.block for cell in cells)
+        ]
+        title = self.title if cells[0] is self.cells[0] else f"{self.title} (continued)"
+        return Table(title, ["", *columns], groups, notes, caption)
 
     def _rows(self, cells: Sequence[Measured], columns: Sequence[str]) -> Iterator[list[Cell]]:
         best = {column: _best(cells, column) for column in columns}

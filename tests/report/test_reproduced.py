@@ -21,7 +21,7 @@ def made(model: str | None) -> Reproduced:
 
 
 def test_the_paper_stands_below_the_rows_that_it_has() -> None:
-    lines = markdown(made("M").table()).splitlines()
+    lines = markdown(made("M").tables()[0]).splitlines()
     assert lines[0] == "**X, Table 1**"
     rows = [line for line in lines if line.startswith("|")]
     assert rows == [
@@ -31,9 +31,9 @@ def test_the_paper_stands_below_the_rows_that_it_has() -> None:
 
 
 def test_another_model_has_no_numbers_beside() -> None:
-    assert "paper |" not in markdown(made(None).table())
-    assert "N, paper" not in markdown(made("O").table())
-    assert "Not as in the paper." in latex(made(None).table())
+    assert "paper |" not in markdown(made(None).tables()[0])
+    assert "N, paper" not in markdown(made("O").tables()[0])
+    assert "Not as in the paper." in latex(made(None).tables()[0])
 
 
 def test_every_cell_is_a_line_of_the_csv() -> None:
