@@ -73,6 +73,13 @@ class ReproduceOptions(WithTasks, Loading, Batches):
         """The directory of the tables."""
         return self.output or RUNS / self.model.rstrip("/").rpartition("/")[2]
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the table has its short form: that is for the bundled models."""
+        from kvsearch.models.loading import BUNDLED
+
+        return self.model in BUNDLED
+
     def chosen_table(self) -> PaperTable:
         """Return the table; UsageError if there is none of that name, or no model."""
         if not self.table:
@@ -86,9 +93,7 @@ class ReproduceOptions(WithTasks, Loading, Batches):
 
     def scale(self, table: PaperTable) -> Scale:
         """Return how much is asked: as the table has it for this model, but for what was given."""
-        from kvsearch.models.loading import BUNDLED
-
-        scale = table.bundled if self.model in BUNDLED else table.paper
+        scale = table.bundled if self.is_short else table.paper
         asks, searches = self._asks(scale.asks), self._asks(scale.searches, search=True)
         if self.budgets is None:
             return replace(scale, asks=asks, searches=searches)
@@ -164,8 +169,7 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
     from kvsearch.report.paper_captions import reproduced
 
     table = options.chosen_table()
-    scale = options.scale(table)
-    stages = Stages(options, table.stages(scale))
+    stages = Stages(options, table.stages(options.scale(table)))
     loaded = options.load(options.model, talk)
     stages.require_data(loaded)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
@@ -174,7 +178,7 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
             with whole.stage(stage.name, stage.words) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
-    found = reproduced(table, options.model, scale == table.bundled, stages.finished, stated)
+    found = reproduced(table, options.model, options.is_short, stages.finished, stated)
     return Reproduction(options, found, write(options.place, found))
 
 

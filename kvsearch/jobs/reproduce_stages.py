@@ -101,15 +101,20 @@ class Stages:
         """Return the directory of a stage, or its file."""
         root, key = self.options.place, self.keys[stage.name]
         if stage.job in MADE:
-            return root / "plans" / key / f"{stage.name}.json"
+            return self.plan_file(stage)
         if stage.job == "validate":
             return root / "stages" / f"polykv-{self.keys['polykv']}"
         return root / "stages" / f"{stage.name}-{key}"
 
     def output(self, stage: Stage) -> Path:
         """Return what a stage gives to later ones: the directory of a profile, or a plan."""
-        place = self.place(stage)
-        return place / {"evolve": PLAN, "select": f"{stage.name}.json"}.get(stage.job, "")
+        if stage.job == "select":
+            return self.plan_file(stage)
+        return self.place(stage) / (PLAN if stage.job == "evolve" else "")
+
+    def plan_file(self, stage: Stage) -> Path:
+        """Return the file of a plan that has the name of its stage, by which an evaluation calls it."""
+        return self.options.place / "plans" / self.keys[stage.name] / f"{stage.name}.json"
 
     @property
     def outputs(self) -> dict[str, str]:
@@ -254,7 +259,8 @@ def _select(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> di
 
     place, plan = stages.place(stage), stages.output(stage)
     if not (place / SELECTION).exists() or not plan.exists():
-        given = stages.asked(stage, output=plan, run=place)
+        plan.parent.mkdir(parents=True, exist_ok=True)
+        given = stages.asked(stage, output=plan, run=place, force=plan.exists())
         select(SelectOptions.of(**given).with_model(loaded), talk=talk)
     return {"selection": json.loads((place / SELECTION).read_bytes())}
 

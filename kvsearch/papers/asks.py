@@ -18,7 +18,7 @@ NIAH_LENGTHS = (1000, 2000, 4000, 8000)
 CORE = Ask("synthetic", 3, (512,))
 RULER_FORMS = Ask("synthetic:ruler", 2, (512,))
 SEARCHED = Ask("synthetic:single,multikey", 6, (512,))
-SHORT = "prompts of 512 tokens in the language of the bundled models"
+SHORT = "short prompts in the language of the bundled models"
 
 
 def ruler(length: int, qa: bool = True, block: str = "", samples: int = 500) -> Ask:

@@ -62,6 +62,9 @@ def _notes(
         for name, why in (one.left_out or {}).items():
             label = next((row.label for row in table.rows if row.method == name), name)
             yield f"{label} is left out: {why}"
+        if one.selection is not None and one.selection["written"]["fallback"]:
+            name = one.selection["written"]["name"]
+            yield f"{one.stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
         if one.comparison is not None:
             yield from one.comparison.notes
             if one.comparison.different is not None:

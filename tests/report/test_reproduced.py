@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvsearch.papers.catalog import find_table
+from kvsearch.report.paper_captions import reproduced
+from kvsearch.report.paper_scores import Finished
 from kvsearch.report.reproduced import Measured, Reproduced
 from kvsearch.report.table import latex, markdown
 
@@ -45,3 +48,30 @@ def test_every_cell_is_a_line_of_the_csv() -> None:
         "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
         "text": "left out", "paper": None,
     }  # fmt: skip
+
+
+def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
+    cells = (*CELLS, Measured("A", "layer 0", 3.0, "loss"), Measured("A", "layer 1", 4.0, "loss"))
+    first, second = Reproduced("x", "X", cells, ("asked",), ("note",), {}).tables()
+    assert (first.header, second.header) == (["", "average", "vt"], ["", "layer 0", "layer 1"])
+    assert (first.above, first.notes, second.above, second.notes) == (("asked",), (), (), ("note",))
+    assert second.title == "X (continued)"
+
+
+def test_a_selection_is_beside_the_papers() -> None:
+    table = find_table("polykv-table1")
+    stage = table.stages(table.bundled)[1]
+    standings = [{"name": "cosine", "lead": {}}, {"name": "ppl", "lead": {}}, {"name": "cake", "lead": None}]
+    scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
+    selection = {
+        "written": {"phases": "decode", "name": "cake", "fallback": True},
+        "outcomes": [{"phases": "decode", "winner": None, "standings": standings}],
+        "report": {"baseline": "cake", "scores": {name: {"mean": mean} for name, mean in scores.items()}},
+    }
+    found = reproduced(table, "Qwen/Qwen3-8B", False, [Finished(stage, selection=selection)], {})
+    rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
+    assert rows == [
+        "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | no |",
+        "| LongBench, paper | 49.11 | 47.01 | 47.54 |  | 0.54 |  |",
+    ]
+    assert found.notes[0] == "LongBench: no strategy beats the best single policy beyond doubt, the plan is cake"
