@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from kvsearch.errors import UsageError
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program
 
@@ -18,13 +22,23 @@ if TYPE_CHECKING:
 class PlannedModel:
     """A model together with a plan: `generate` runs with a fresh `PlanCache` each time.
 
-    Use it as a context manager; leaving it gives the model its attention implementation back.
+    Use it as a context manager; leaving it gives the model its attention implementation back. What else is asked of it
+    is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`.
     """
 
     def __init__(self, model: Any, program: Program, *, exact: bool = False) -> None:
         self.model, self.program, self.exact = model, program, exact
         self.cache: PlanCache | None = None
         self._before: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python's own protocols: copies, pickles
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # pipelines look up what the class of a model can do
+        return type(self.model)
 
     def __enter__(self) -> PlannedModel:
         self._before.append(self.model.config._attn_implementation)
@@ -40,6 +54,21 @@ class PlannedModel:
         """Return an empty cache for one conversation (or one batch of them)."""
         return PlanCache(self.model, self.program, prompt_length=prompt_length, exact=self.exact)
 
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> PlanCache:
+        """Read prompts of token ids [B, T], padded on the left, into a new cache: to be saved, or asked many times.
+
+        `attention_mask` [B, T] is 0 where padding. `generate` with the ids of a prompt and of what follows it, and the
+        cache as `past_key_values`, goes on from it.
+
+        Raises:
+            UsageError: outside the context.
+        """
+        self._require_attached()
+        cache = self.new_cache()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prefill_all(self.model, [cache], input_ids, mask)
+        return cache
+
     def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
         """Run `model.generate` under the plan; arguments and result are those of transformers.
 
@@ -48,8 +77,7 @@ class PlannedModel:
         Raises:
             UsageError: outside the context, or with a cache option the plan cannot honour.
         """
-        if self.model.config._attn_implementation != NAME:
-            raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
+        self._require_attached()
         self._refuse_options(kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
@@ -65,6 +93,10 @@ class PlannedModel:
                 if index in planned:
                     planned[index].rereads = found
         return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
+
+    def _require_attached(self) -> None:
+        if self.model.config._attn_implementation != NAME:
+            raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
 
     def _refuse_options(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config") or self.model.generation_config
