@@ -16,10 +16,10 @@ from torch import Tensor
 from kvsearch.arrays import Floats
 from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
 from kvsearch.calibration.options import COMPARED
+from kvsearch.calibration.probe.chance import beyond_chance
 from kvsearch.calibration.probe.reading import BUDGETS, Reading
 from kvsearch.calibration.steps import Arrays
 
-SURE = 2.0  # standard errors
 LEAST_ERROR = 1e-30  # of a head whose output does not move
 
 Ranking = Callable[[Reading], Tensor]  # scores of the entries of a context that are ranked, [L, Hkv, T]
@@ -67,10 +67,8 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
     better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in found.values()]).all(0)
     mixture = spread_where(better, ranking)
     both = read(lambda one: {"loss": losses((ranking, mixture), one).mean(-1)})
-    lost = torch.from_numpy(np.concatenate([one["loss"] for one in both]))  # [questions, 2]
-    worse = lost[:, 1] - lost[:, 0]
-    beyond = SURE * float(worse.std(correction=0)) / len(worse) ** 0.5
-    return torch.zeros_like(better) if float(worse.mean()) > beyond else better
+    worse = [float((one["loss"][:, 1] - one["loss"][:, 0]).mean()) for one in both]  # [questions, 2] of each context
+    return torch.zeros_like(better) if beyond_chance(worse) else better
 
 
 def losses(rankings: Sequence[Ranking], reading: Reading) -> Tensor:
