@@ -116,6 +116,12 @@ class QueryBank(Calibrated):
         queries = heads_of(
             weights.queries[weights.layers.index(observation.layer)], observation
         )  # [B or 1, Hkv, G, N, D]
+        stored, group = queries.shape[2], observation.projected_norms("l2").shape[2]
+        if stored not in (1, group):
+            raise UsageError(
+                f"policy query_bank: its weights are for {stored} query heads of every kv head, and this model has "
+                f"{group}"
+            )
         keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
         hidden, size = ~observation.valid[:, None, None, None], keys.shape[0] * keys[0, 0, 0, 0].numel()
         step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))

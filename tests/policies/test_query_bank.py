@@ -136,6 +136,8 @@ def test_weights_that_cannot_be_used() -> None:
     layer = Layer(Scene(1, 1, 6, (0,), 1, (4,), 0))
     with pytest.raises(UsageError, match=r"its weights are for layers \(5,\), not 3"):
         bank(layers=(5,)).score(layer.observation(bank()))
+    with pytest.raises(UsageError, match="its weights are for 2 query heads of every kv head, and this model has 1"):
+        bank(QUERIES[:, :1], layers=(3,)).score(layer.observation(bank()))
     with pytest.raises(IncompatibleError, match="the fitted ranking of policy query_bank"):
         bank().check_model(tiny.loaded().fingerprint)
     with pytest.raises(InternalError, match="rotary"):
