@@ -34,7 +34,7 @@ lint: setup
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup
-	cd benchmarks && ../$(BIN)/python -c "import compare_kvpress as it; it.side.ensure_environment(it.ENVIRONMENT, None)"
+	$(BIN)/python benchmarks/environments.py
 	$(BIN)/python -m pytest -q tests/interop
 
 bench: setup

@@ -25,6 +25,7 @@ from typing import Any
 
 import kvpress_side as side
 import torch
+from environments import KVPRESS, TOOLS, ensure_environment
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -44,7 +45,6 @@ from kvsearch.runtime.program import PhaseProgram
 
 MATCHED: dict[str, Any] = {"window": 64, "kernel": 5, "pooling": "avg"}  # kvpress's settings of window attention
 TIED = 1e-5  # scores this close, relative to their size, tie: the two sides round differently
-ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-kvpress"
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of the prompt (more than 64)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="shares of the prompt to evict")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the prompt")
-    parser.add_argument("--environment", type=Path, default=ENVIRONMENT, help="where kvpress is installed")
+    parser.add_argument("--environment", type=Path, default=KVPRESS, help="where kvpress is installed")
     parser.add_argument("--torch-index", help="package index with CPU builds of torch, for the installation")
     args = parser.parse_args()
     if args.length <= 64 or not all(0 < ratio < 1 - (side.SINKS + 1) / args.length for ratio in args.ratios):
         parser.error("the prompt must be longer than 64 tokens, and ratios above 0 and leave more than the sinks")
-    python = side.ensure_environment(args.environment, args.torch_index)
+    python = ensure_environment(args.environment, TOOLS[KVPRESS], args.torch_index)
     disable_progress_bar()
     torch.set_grad_enabled(False)
     console = Console(width=None if sys.stdout.isatty() else 140)

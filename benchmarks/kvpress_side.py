@@ -15,34 +15,17 @@ import os
 import platform
 import subprocess
 import sys
-import venv
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-TORCH, KVPRESS = "2.13.0", "0.5.5"
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 8, 4, 32
 SINKS = 4  # tokens that ExpectedAttention leaves out of its query statistics
 EAGER = "ObservedAttention"  # the press that reads the attention the model computed
 TENS = "Knorm, full tens"  # the press whose prompt is cut to a multiple of ten
 
 UNEXPLAINED = "[red]not explained"
-
-
-def ensure_environment(folder: Path, torch_index: str | None) -> Path:
-    """The Python of a virtual environment with kvpress, made if it is not there yet."""
-    python = folder / "bin" / "python"
-    probe = f"from importlib.metadata import version; raise SystemExit(version('kvpress') != {KVPRESS!r})"
-    if python.exists() and subprocess.run([python, "-c", probe], capture_output=True).returncode == 0:
-        return python
-    print(f"installing torch {TORCH} and kvpress {KVPRESS} into {folder} (once, some minutes)", file=sys.stderr)
-    venv.create(folder, with_pip=True)
-    index = [] if torch_index is None else ["--index-url", torch_index]
-    # torch first: what kvpress asks for would be met by the default build, which brings gigabytes of CUDA along
-    for wanted in ([f"torch=={TORCH}", *index], [f"kvpress=={KVPRESS}"]):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
-    return python
 
 
 def run_in(python: Path, folder: Path, *arguments: float) -> None:

@@ -27,6 +27,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
     from kvsearch.jobs import calibrate as jobs
+    from kvsearch.plan.profile import QUERIES
     from kvsearch.plan.saved import PROFILE
 
     if console.dry_run:
@@ -51,6 +52,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         for line in RankingView(profile).remarks():
             console.say(line)
         following = f"calibrate {options.model} --policy {options.method}={options.output} -o DIR"
+    elif options.method == QUERIES:
+        following = f"export {options.output} --to kvpress-ea -o DIR"
     else:
         following = f"export {options.output} {_target(options)} -o plan.json"
     console.say(f"wrote {written}; next: kvsearch {following}")
