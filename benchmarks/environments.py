@@ -26,9 +26,7 @@ def ensure_environment(folder: Path, wanted: tuple[str, ...], torch_index: str |
     """Return the Python of a virtual environment with the packages `wanted`, made if it is not there yet."""
     python = folder / "bin" / "python"
     pins = dict(one.split("==") for one in wanted)
-    probe = (
-        f"from importlib.metadata import version; raise SystemExit(any(version(n) != v for n, v in {pins}.items()))"
-    )
+    probe = f"from importlib.metadata import version; raise SystemExit(any(version(n) != v for n, v in {pins}.items()))"
     if python.exists() and subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode == 0:
         return python
     print(f"installing {TORCH} and {', '.join(wanted)} into {folder} (once, some minutes)", file=sys.stderr)

@@ -47,14 +47,14 @@ class Folder(PlanExporter):
     tool: ClassVar[str] = "kvsearch itself, here or from the hub"
     keeps: ClassVar[str] = "everything"
 
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         places = [(spec, weights_file(spec, FOLDER_PLAN)) for spec in plan.policies]
         weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places if place}
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
-            "README.md": "\n".join(card(plan)).encode() + b"\n",
+            "README.md": "\n".join(card(plan, inputs.scores)).encode() + b"\n",
             "generate.py": SCRIPT.format(model=plan.model.name).encode(),
         }
         usage = ("python {path}/generate.py --prompt ...", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
@@ -65,8 +65,8 @@ class Folder(PlanExporter):
         return Budgets.of(Plan.model_validate(parse_json(files[FOLDER_PLAN], FOLDER_PLAN)), length).entries
 
 
-def card(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a card in Markdown, with the front matter of the hub."""
+def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
+    """Yield the lines of a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
     origin, model = plan.provenance, plan.model
     yield from ("---", "library_name: kvsearch", f"base_model: {_quoted(model.name)}", "tags:", "- kv-cache", "---", "")
     yield from (f"# KV-cache plan for {model.name}", "")
@@ -93,6 +93,8 @@ def card(plan: Plan) -> Iterator[str]:
         for name, value in sorted(origin.settings.items()):
             yield f"| {_cell(name)} | {_cell(value)} |"
         yield ""
+    if scores is not None:
+        yield from ("## What it scores", "", scores.strip(), "")
     yield from ("## How to use it", "", "```", 'python generate.py --prompt "..."', "```", "", "```python")
     yield from ("import kvsearch", "", 'with kvsearch.attach(model, kvsearch.load_plan("FOLDER")) as planned:')
     yield from ("    output = planned.generate(**inputs)", "```", "")

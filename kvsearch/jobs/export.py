@@ -121,7 +121,8 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         else:
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.make(talk)
-            found = exporter.export(plan, self.inputs(plan.model, self.length, talk))
+            inputs = self.inputs(plan.model, self.length, talk)
+            found = exporter.export(plan, replace(inputs, scores=self.scores_of(plan, path)))
         self.refuse_loss(found)
         return found
 

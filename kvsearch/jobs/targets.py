@@ -13,7 +13,7 @@ from kvsearch.plan.files import atomic_write
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs
-    from kvsearch.plan import ModelFingerprint
+    from kvsearch.plan import ModelFingerprint, Plan
 
 PANEL = "Other tools"
 PLAN = "plan"  # the target of every other kind of export: one plan file
@@ -31,6 +31,15 @@ class Targeted(Loading):
     model: Annotated[
         str | None,
         Option("The model, for targets that are told of its query heads or weights.", panel=PANEL, recorded=False),
+    ] = None
+    scores: Annotated[
+        Path | None,
+        Option(
+            "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
+            shown="the run that is exported",
+            panel=PANEL,
+            recorded=False,
+        ),
     ] = None
     push_to_hub: Annotated[
         str | None,
@@ -59,6 +68,23 @@ class Targeted(Loading):
         loaded = self.load(self.model, talk)
         model.require(loaded.fingerprint, "what is exported")
         return Inputs(length, describe(loaded.model), loaded.model)
+
+    def scores_of(self, plan: Plan, place: Path) -> str | None:
+        """Return what is known of the scores of a plan from `place`, where the target has a word for them.
+
+        Raises:
+            UsageError: `--scores` is for another target, or of another plan.
+        """
+        if self.to != "folder":
+            if self.scores is not None:
+                raise UsageError(f"--scores is for --to folder, and target {self.to} has no card")
+            return None
+        from kvsearch.report.plan_scores import plan_scores
+        from kvsearch.report.reader import WHOLE_RUN
+
+        of_run = place if place.is_dir() else place.parent
+        source = self.scores or (of_run if (of_run / WHOLE_RUN).exists() else None)
+        return None if source is None else plan_scores(source, plan)
 
     def refuse_loss(self, found: Exported) -> None:
         """Raise IncompatibleError if something is lost, unless that was asked for."""

@@ -106,7 +106,7 @@ def tables(*selections: SelectionResult) -> list[Table]:
 def stage_tables(selection: SelectionResult) -> list[Table]:
     """Return both stages of every phase setting, and the report."""
     stages = [table for result in selection.results for table in _stages(selection, result)]
-    return [*stages, _report_table(selection)]
+    return [*stages, report_table(selection)]
 
 
 def _top_table(selections: Sequence[SelectionResult]) -> Table:
@@ -188,7 +188,7 @@ def _stages(selection: SelectionResult, result: PhaseResult) -> list[Table]:
     ]
 
 
-def _report_table(selection: SelectionResult) -> Table:
+def report_table(selection: SelectionResult) -> Table:
     report, chosen = selection.report, selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
