@@ -178,7 +178,7 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
             with whole.stage(stage.name, stage.words) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
-    found = reproduced(table, options.model, options.is_short, stages.finished, stated)
+    found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)
     return Reproduction(options, found, write(options.place, found))
 
 

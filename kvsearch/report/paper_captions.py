@@ -6,24 +6,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvsearch.papers.catalog import model_of
-from kvsearch.papers.numbers import numbers
+from kvsearch.papers.numbers import Key, numbers
 from kvsearch.papers.table import PaperTable
 from kvsearch.report.numbers import counted
-from kvsearch.report.paper_scores import Finished
+from kvsearch.report.paper_scores import AVERAGE, Finished
 from kvsearch.report.paper_views import cells
 from kvsearch.report.reproduced import Measured, Reproduced
 
+OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
+
 
 def reproduced(
-    table: PaperTable, model: str, short: bool, found: Sequence[Finished], content: Mapping[str, Any]
+    table: PaperTable,
+    model: str,
+    short: bool,
+    found: Sequence[Finished],
+    content: Mapping[str, Any],
+    own_tasks: bool = False,
 ) -> Reproduced:
-    """Return a table of what its stages found; `short` says that it is the short form, `content` what it is made of."""
+    """Return a table of what its stages found; `content` is what it is made of.
+
+    `short` says that it is the short form, `own_tasks` that what is asked was chosen by the user: means over these are
+    not beside the paper's.
+    """
     named = model_of(table, model)
-    made = tuple(cell.beside(named, numbers(table.name)) for cell in cells(table, found))
+    known = {key: value for key, value in numbers(table.name).items() if not own_tasks or _is_of_task(table, key)}
+    made = tuple(cell.beside(named, known) for cell in cells(table, found))
     title = f"{table.source}, {table.where}, on {model}: {table.shows}"
     return Reproduced(
-        table.name, title, made, tuple(_asked(found)), tuple(_notes(table, model, short, made, found)), content
-    )
+        table.name, title, made, tuple(_asked(found)),
+        tuple(_notes(table, model, short, made, found)) + ((OTHER_TASKS,) if own_tasks and named else ()), content,
+    )  # fmt: skip
+
+
+def _is_of_task(table: PaperTable, key: Key) -> bool:
+    """Tell whether a number of the paper is that of one task."""
+    return table.view == "scores" and table.columns == "tasks" and key[-1] != AVERAGE
 
 
 def _asked(found: Sequence[Finished]) -> Iterator[str]:

@@ -50,16 +50,18 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_papers_numbers_are_beside_its_model(run: Run, tmp_path: Path) -> None:
-    model = tmp_path / "Mistral-7B-Instruct-v0.2"
+    model, data, place = tmp_path / "Mistral-7B-Instruct-v0.2", tmp_path / "narrativeqa.jsonl", tmp_path / "runs"
     model.symlink_to(resource("data/bundled"))
-    code, out, talk = run(
-        "reproduce", "lava-table13", model, *ONE, "--budgets", "128", "-o", tmp_path / "runs", "--json"
-    )
+    row = {"input": "who ?", "context": "the basket " * 100, "answers": ["x"], "all_classes": None, "length": 200}
+    data.write_text(json.dumps({**row, "dataset": "narrativeqa", "language": "en", "_id": "1"}))
+    asked = ("--tasks", "longbench:narrativeqa", "--data", tmp_path, "--samples", 1, "--budgets", "128")
+    code, out, talk = run("reproduce", "lava-table13", model, *asked, "-o", place, "--json")
     assert code == 0, talk
     found = json.loads(out)
     cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
-    assert cells["LAVa-Uniform", "average"]["paper"] == 36.20
-    assert cells["Full", "average"]["paper"] == 45.07
+    assert cells["LAVa-Uniform", "narrativeqa"]["paper"] == 20.32
+    assert cells["Full", "narrativeqa"]["paper"] == 26.77
+    assert cells["LAVa", "average"]["paper"] is None  # it is over other tasks
     assert not any(note.startswith("made smaller") for note in found["notes"])
 
 
