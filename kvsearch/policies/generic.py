@@ -52,7 +52,17 @@ def sharing(scores: Tensor, generic: Tensor, share: float) -> Tensor:
     first, second = (_ranks(one) + 1 for one in (generic, scores))
     wanted = torch.minimum(first / share, second / (1 - share) if share < 1 else torch.full_like(second, torch.inf))
     order = wanted.argsort(dim=-1, stable=True)
-    return torch.empty_like(scores).scatter_(-1, order, scores.sort(dim=-1, descending=True).values)
+    return torch.empty_like(scores).scatter_(-1, order, _told_apart(scores.sort(dim=-1, descending=True).values))
+
+
+def _told_apart(scores: Tensor) -> Tensor:
+    """Return descending scores [..., T] with the k-th of equal ones k steps of their precision lower."""
+    index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    fresh = torch.ones_like(scores, dtype=torch.bool)
+    fresh[..., 1:] = scores[..., 1:] != scores[..., :-1]
+    behind = index - torch.where(fresh, index, 0).cummax(-1).values
+    step = scores.abs() * (2 * torch.finfo(scores.dtype).eps)
+    return torch.where(behind > 0, scores - behind * step, scores)
 
 
 def _ranks(scores: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ def test_a_share_of_every_budget() -> None:
     assert sharing(scores, generic, 0.5).tolist() == [[9.0, 5.0, 1.0, 3.0, 7.0]]
 
 
+def test_equal_scores_are_told_apart() -> None:
+    scores, generic = torch.full((1, 5), 3.0), torch.tensor([[0.0, 4.0, 2.0, 3.0, 1.0]])
+    found = sharing(scores, generic, 1.0)
+    assert found.argsort(descending=True).tolist() == [[1, 3, 2, 4, 0]]
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=0)
+
+
 @fixed()
 @given(st.integers(1, 30), st.floats(0.01, 1), st.integers(0, 99))
 def test_both_rankings_have_their_parts_at_every_budget(count: int, share: float, seed: int) -> None:
