@@ -101,6 +101,27 @@ def test_the_peak_is_of_what_is_there_at_a_time() -> None:
     assert 12000 <= peak_bytes(torch.device("cpu"), work) < 13000
 
 
+def test_the_peak_of_gpus_is_their_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most of every device since its counter was set back, beyond what it held then."""
+    held, most, said = [100, 40], [0, 0], []
+    counters = {
+        "device_count": lambda: 2,
+        "memory_allocated": lambda device: held[device],
+        "max_memory_allocated": lambda device: most[device],
+        "reset_peak_memory_stats": lambda device: said.append(f"reset {device}"),
+        "synchronize": lambda device: said.append("waited"),
+    }
+    for name, counter in counters.items():
+        monkeypatch.setattr(torch.cuda, name, counter)
+
+    def work() -> None:
+        said.append("worked")
+        most[:] = [130, 45]
+
+    assert peak_bytes(torch.device("cuda"), work) == 35
+    assert said == ["reset 0", "reset 1", "worked", "waited"]
+
+
 def test_weights_that_a_token_reads() -> None:
     for tied in (True, False):
         model = build("llama", tie_word_embeddings=tied)

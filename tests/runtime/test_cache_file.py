@@ -72,7 +72,7 @@ def say(model: Any, cache: PlanCache, mask: Tensor, steps: int = 6, seed: int = 
 
 
 def same_after(model: Any, plan: Plan, path: Path, batch: int = 2, question: int = 3) -> None:
-    """What is answered from the file, twice, is what is answered without it, to the bit; the file stays as it is."""
+    """What is answered from the file is what is answered without it, to the bit; the file stays as it is."""
     ids, mask = prompts(batch, LENGTH, pads=PADS if batch > 1 else 0)
     with running(model, NAME):
         cache = read(model, plan, ids, mask)
@@ -80,16 +80,15 @@ def same_after(model: Any, plan: Plan, path: Path, batch: int = 2, question: int
         written = path.read_bytes()
         assert size == len(written)
         expected = say(model, cache, mask, question=question)
-        for _ in range(2):
-            again = PlanCache.load(path, model)
-            assert again.tokens is not None
-            assert torch.equal(again.tokens, ids)
-            assert torch.equal(say(model, again, mask, question=question), expected)
-            assert again.entries().tolist() == cache.entries().tolist()
-            assert again.most_entries().tolist() == cache.most_entries().tolist()
-            assert [again.kept_positions(layer) for layer in again.planned] == [
-                cache.kept_positions(layer) for layer in cache.planned
-            ]
+        again = PlanCache.load(path, model)
+        assert again.tokens is not None
+        assert torch.equal(again.tokens, ids)
+        assert torch.equal(say(model, again, mask, question=question), expected)
+        assert again.entries().tolist() == cache.entries().tolist()
+        assert again.most_entries().tolist() == cache.most_entries().tolist()
+        assert [again.kept_positions(layer) for layer in again.planned] == [
+            cache.kept_positions(layer) for layer in cache.planned
+        ]
     assert path.read_bytes() == written
 
 
@@ -130,7 +129,7 @@ def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: 
     same_after(tiny(), plan, tmp_path / "a.kv")
 
 
-@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("phases", ["prefill", "both"])
 @pytest.mark.parametrize("family", ["gemma3", *SPECIAL])
 def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_path: Path) -> None:
     model = tiny(family)
@@ -237,7 +236,7 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.kv")
     whole = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
-    places = [*range(8), *torch.randint(len(whole), (150,), generator=generator).tolist()]
+    places = [*range(8), *torch.randint(len(whole), (50,), generator=generator).tolist()]
     for place in places:
         broken = bytearray(whole)
         broken[place] ^= 1 << (place % 8)
