@@ -84,7 +84,9 @@ def _scaled(own: Sequence[int] = (), **instead: Any) -> Callable[[Scale], list[S
     return stages
 
 
-def _several(made: Callable[[Scale], Sequence[tuple[str, Ask, Mapping[str, Any]]]]) -> Callable[[Scale], list[Stage]]:
+def _several(
+    made: Callable[[Scale], Sequence[tuple[str, Ask, Mapping[str, Any]]]], methods: Sequence[str] = tuple(BASELINES)
+) -> Callable[[Scale], list[Stage]]:
     """Return several searches at the smallest budget, all asked the same; `made` says how they differ."""
 
     def stages(scale: Scale) -> list[Stage]:
@@ -92,7 +94,7 @@ def _several(made: Callable[[Scale], Sequence[tuple[str, Ask, Mapping[str, Any]]
         found = [_search(scale, ask, least, f"search-{name}", **more) for name, ask, more in searches]
         plans = [_plan(name, f"search-{name}", at) for name, _, _ in searches for at in scale.budgets]
         names = [name for name, _, _ in searches]
-        return [*found, *plans, *(_evaluation(scale, ask, scale.budgets, names) for ask in scale.asks)]
+        return [*found, *plans, *(_evaluation(scale, ask, scale.budgets, names, methods) for ask in scale.asks)]
 
     return stages
 
@@ -192,13 +194,15 @@ TABLES = (
     ),
     _table(
         "group-size", "Table 7", "how many layers are searched at a time", {**LLAMA, **MISTRAL},
-        Scale((ENGLISH,), (128,), searches=(FIVE_EACH,)), _several(_group_sizes), bundled=_short((CORE,), (32,)),
+        Scale((ENGLISH,), (128,), searches=(FIVE_EACH,)), _several(_group_sizes, ["uniform"]),
+        bundled=_short((CORE,), (32,)),
         rows=_rows({f"group-{size}": f"ng = {size}" for size in (1, 2, 3, 4, 6, 8, 16, 32)}, {"uniform": "SnapKV"}),
         average="evolkv", changed=("searched on six subsets; Mistral's are of NarrativeQA",),
     ),
     _table(
         "repeats", "Table 8", "the same search with three seeds", LLAMA,
-        Scale((ENGLISH,), (128,), searches=(NARRATIVEQA,)), _several(_seeds), bundled=_short((CORE,), (32,)),
+        Scale((ENGLISH,), (128,), searches=(NARRATIVEQA,)), _several(_seeds, ["uniform"]),
+        bundled=_short((CORE,), (32,)),
         rows=_rows({f"seed-{seed}": f"run {seed + 1}" for seed in range(3)}, {"uniform": "SnapKV"}), average="evolkv",
     ),
     _table(
