@@ -59,6 +59,7 @@ FIT, CURVES, REFINE, CHOICE, PLAN, REPORT = "fit", "curves", "refine", "choice",
 WRITTEN = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 FIRST = 0.25  # of the contexts to choose by: what the first stage asks
 RANKINGS: dict[str, type[CalibrateOptions]] = {"probe": CalibrateProbe, "query_bank": CalibrateQueryBank}
+PACE = {FIT: 8.0, CURVES: 7.0, REFINE: 2.0}  # of a token, where one that a choice reads is 1
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
@@ -297,7 +298,7 @@ class RunOptions(WithModel, WithRun, WithTasks, Asking):
         names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
         return EvolveOptions.of(
             model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure,
-            resume=True, **{name: getattr(self, name) for name in names},
+            generations=self.evaluations, resume=True, **{name: getattr(self, name) for name in names},
         )  # fmt: skip
 
 
@@ -467,16 +468,20 @@ class _Run:
 
     @property
     def work(self) -> dict[str, float]:
-        """The stages in their order, with about how many tokens the model reads in each."""
+        """The stages in their order, with about how long each takes, in tokens that a choice reads.
+
+        A token that a stage before fits, measures or stores by takes longer, as `PACE` says of the bundled model.
+        """
         options, asked = self.options, self.encoded["select"]
         length = sum(len(prompt.context) for task in asked for prompt in task.prompts) / sum(
             len(task.prompts) for task in asked
         )
         whole = {name: self._tokens(split) for name, split in (("choice", "select"), ("report", "report"))}
-        stages = {f"{FIT}/{name}": 2.0 * options.fit * len(asked) * length for name in options.rankings}
-        stages[CURVES] = 1.5 * options.measure * len(asked) * length
+        fitted, measured = (count * len(asked) * length for count in (options.fit, options.measure))
+        stages = {f"{FIT}/{name}": PACE[FIT] * fitted for name in options.rankings}
+        stages[CURVES] = PACE[CURVES] * measured
         if options.refine and options.sizes:
-            stages[REFINE] = 2.0 * options.measure * len(asked) * length * len(options.sizes)
+            stages[REFINE] = PACE[REFINE] * measured * (1 + len(options.sizes))
         for size in options.sizes:
             stages[f"{CHOICE}/{size}"] = sum(whole.values())
         if options.smallest:  # some six budgets on half of the questions, under a few methods
@@ -510,8 +515,8 @@ class _Run:
             }
         for size in ["smallest"] if options.smallest else options.sizes:
             found[f"{CHOICE}/{size}"] = asked
-        tokens = self.work
-        return {name: {**cost, "tokens": round(tokens[name])} for name, cost in found.items()}
+        whole = sum(self.work.values())
+        return {name: {**cost, "share": round(self.work[name] / whole, 3)} for name, cost in found.items()}
 
     def _new(self, options: Calibration) -> Calibration:
         """Return options of a stage with the model, as of one that begins anew."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvsearch.choose.acceptance import Rule
 from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
 from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection, SelectionResult
 from kvsearch.report.asked import about
@@ -56,6 +57,8 @@ def decision(result: PhaseResult) -> str:
     found = "nothing"
     if leader.lead is not None and leader.chance is not None:
         found = f"{_points(leader)}, chance {chance_of(leader.chance)} over {counted(len(finalists), 'finalist')}"
+        if result.margin is None and result.level < Rule.level:  # several phases or sizes share it
+            found += f", where {result.level:.2g} or less counts"
     fresh = f"{counted(result.second.questions, 'fresh question')} about {counted(result.second.contexts, 'context')}"
     how = "beyond doubt" if result.margin is None else f"by more than {100 * result.margin:g} points"
     if result.winner:
