@@ -471,7 +471,7 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
     assert lost.report.lead is not None
     assert lost.report.lead.mean < 0
     assert lost.chosen.leader == lost.chosen.finalists[0]
-    assert gap(lost) == "on 20 questions about 10 contexts of the report split tova scores 100.00"
+    assert gap(lost) == "on 20 questions about 10 contexts of 43 tokens of the report split tova scores 100.00"
 
 
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
