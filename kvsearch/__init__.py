@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
+    from kvsearch.jobs.report import write_report
     from kvsearch.jobs.reproduce import reproduce
     from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
@@ -35,6 +36,7 @@ _HOMES = {
     "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
+    "write_report": "kvsearch.jobs.report",
     **{
         verb: f"kvsearch.jobs.{verb}"
         for verb in ("calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
@@ -43,8 +45,8 @@ _HOMES = {
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "compress", "evaluate",
-    "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run",
-    "select", "validate",
+    "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run", "select", "validate",
+    "write_report",
 ]  # fmt: skip
 
 

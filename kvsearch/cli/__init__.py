@@ -25,6 +25,7 @@ VERBS = {
     "compress": "Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.",
     "bench": "Measure time and memory of plans beside the full cache, on this machine.",
     "show": "Show a plan or a profile: tables and a heat map of layers and heads.",
+    "report": "Write runs of any kind as one HTML page that needs no network: figures, tables, what was asked and how.",
     "headroom": "Evict by true oracle importance, by simple policies and at random, and compare with the full cache.",
     "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",
     "policies": "List the eviction policies, those of other installed packages included, or show one in full.",

@@ -1,0 +1,75 @@
+"""kvsearch report: runs, plans and results as one HTML page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from kvsearch.config.options import JobOptions, Option, Repeated
+from kvsearch.errors import UsageError
+from kvsearch.jobs.public import job
+from kvsearch.jobs.talk import Talk
+from kvsearch.plan.files import atomic_write, check_target, read_bytes
+
+if TYPE_CHECKING:
+    from kvsearch.report.page.page import Group
+
+
+class ReportOptions(JobOptions):
+    """What is in the report, and where it is written to."""
+
+    job: ClassVar[str] = "report"
+
+    runs: Annotated[
+        tuple[Path, ...],
+        Repeated,
+        Field(min_length=1),
+        Option("Whatever `show` reads: directories of runs, plans, profiles, results.", metavar="RUN...", argument=True,
+               repeated=True),
+    ]  # fmt: skip
+    output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
+    title: Annotated[str, Option("The heading of the page.")] = "kvsearch report"
+    force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
+
+    def check_output(self) -> None:
+        """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""
+        from kvsearch.report.page.page import is_ours
+
+        check_target(self.output)
+        if self.output.exists() and not self.force and not is_ours(read_bytes(self.output)):
+            raise UsageError(f"{self.output} is no report of kvsearch: choose another file, or --force to replace it")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written: a page of so many `bytes`."""
+
+    output: Path
+    groups: list[Group]
+    bytes: int
+
+    def count(self, what: str) -> int:
+        """Return how many "figures" or "tables" there are."""
+        return sum(len(getattr(sheet, what)) for group in self.groups for sheet in group.sheets)
+
+
+@job(ReportOptions)
+def write_report(options: ReportOptions, talk: Talk) -> Report:  # noqa: ARG001 - there is nothing to say meanwhile
+    """Write one HTML page about runs of any kind, grouped by their models; what is unfinished shows what is there.
+
+    Raises:
+        UsageError: nothing can be read at one of the paths, or the file is something else than a report.
+        EnvironmentFault: a file cannot be written.
+    """
+    from kvsearch.report.page.page import render
+    from kvsearch.report.page.sheets import about, groups_of
+    from kvsearch.report.reader import open_path
+
+    options.check_output()
+    groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
+    page = render(groups, options.title, about(groups))
+    atomic_write(options.output, page)
+    return Report(options.output, groups, len(page))

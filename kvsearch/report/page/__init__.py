@@ -1,0 +1,1 @@
+"""One self-contained page for runs of any kind: `kvsearch report`."""

@@ -1,0 +1,77 @@
+"""kvsearch report: every kind of run becomes a page, grouped by models; nothing is overwritten that is not ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kvsearch
+from kvsearch.plan import save_plan
+from kvsearch.plan.profile import save_profile
+from tests.cli.conftest import Run
+from tests.plan.builders import make_plan, make_profile, model_dict
+from tests.report.page.test_markup import Reader
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A plan, a profile of the same model, and a plan of another model of the same name."""
+    model = model_dict(layers=3, kv_heads=2)
+    plan, profile, other = tmp_path / "plan.json", tmp_path / "profile.safetensors", tmp_path / "other.json"
+    save_plan(make_plan(), plan)
+    save_profile(make_profile(model=model), profile)
+    save_plan(make_plan(model={**model, "weights_sha256": "0" * 64}), other)
+    return plan, profile, other
+
+
+def test_results_are_grouped_by_what_their_models_are(run: Run, files: tuple[Path, ...], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    code, out, talk = run("report", *files, "-o", page, "--json")
+    assert code == 0, talk
+    told = json.loads(out)
+    assert told["report"] == str(page)
+    assert told["bytes"] == page.stat().st_size
+    assert told["figures"] >= 3
+    sections = page.read_text().split('<section class="model">')[1:]
+    assert len(sections) == 2
+    assert [str(files[0]) in sections[0], str(files[1]) in sections[0], str(files[2]) in sections[1]] == [True] * 3
+    assert "32 entries of a prompt of 40 tokens" in Reader(sections[0]).text
+
+
+def test_a_calibration_says_what_was_asked_and_how_it_was_made(run: Run, calibrated: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    code, _, talk = run("report", calibrated, "-o", page)
+    assert code == 0, talk
+    assert talk.startswith(f"wrote {page}: ")
+    text = Reader(page.read_text()).text
+    assert "Which entries can bundled live without?" in text
+    assert "measured budgets lose" in text
+    for title in ("Recall of the importance that the oracle knows", "Importance that every layer and kv head loses"):
+        assert title in text
+    for made in ("resolved options", "provenance", "weights_sha256"):
+        assert made in text
+
+
+def test_a_file_that_is_no_report_is_left_alone(run: Run, files: tuple[Path, ...], tmp_path: Path) -> None:
+    page = tmp_path / "paper.html"
+    page.write_text("<!doctype html>my paper")
+    code, _, talk = run("report", files[0], "-o", page)
+    assert (code, page.read_text()) == (2, "<!doctype html>my paper")
+    assert "is no report of kvsearch: choose another file, or --force to replace it" in talk
+    assert run("report", files[0], "-o", page, "--force")[0] == 0
+    assert run("report", files[1], "-o", page)[0] == 0  # a report of ours is made again
+
+
+def test_what_is_nothing_of_ours_is_refused_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    code, _, talk = run("report", tmp_path / "notes.json", "-o", tmp_path / "report.html")
+    assert code == 2
+    assert "is nothing that kvsearch can show" in talk
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_from_python(files: tuple[Path, ...], tmp_path: Path) -> None:
+    found = kvsearch.write_report([files[0], files[0]], output=tmp_path / "report.html")
+    assert [len(group.sheets) for group in found.groups] == [1]
