@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.report.page.told_files import RATIO
+from kvsearch.plan import Profile
+from kvsearch.report.page.told_files import RATIO, has_importance
 from kvsearch.report.table import Table
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def tables_of(opened: Opened) -> list[Table]:
         from kvsearch.report import search
 
         return [] if content.result is None else search.tables(content.result)
+    if isinstance(content, Profile) and content.metadata.method == "lukv" and not has_importance(content):
+        return []
     return list(_shown(opened))
 
 

@@ -58,6 +58,9 @@ def profile_story(profile: Profile) -> Story:
 
 
 def _lukv(profile: Profile, asked: str) -> Story:
+    if not has_importance(profile):
+        local = profile.local_ratios(RATIO)
+        return Story(asked, f"With {percent(RATIO, 0)}% evicted, heads lose {local.min():.0%} to {local.max():.0%}.")
     lost = {name: float(loss.sum()) for name, loss in LukvView(profile, RATIO).losses.items()}
     own, even = percent(lost[profile.metadata.method], 1), percent(lost["uniform"], 1)
     remarks = [
@@ -67,6 +70,11 @@ def _lukv(profile: Profile, asked: str) -> Story:
     ]
     budgets = f"With {percent(RATIO, 0)}% evicted, measured budgets lose {own}% of the importance of the context"
     return Story(asked, f"{budgets}, even ones {even}%.", tuple(remarks))
+
+
+def has_importance(profile: Profile) -> bool:
+    """Tell whether a profile has more than its table: what importance every head keeps at every budget."""
+    return {"mass", "recall", "oracle_recall", "question_ratio"} <= profile.arrays.keys()
 
 
 def _ranking(view: RankingView, asked: str) -> Story:
