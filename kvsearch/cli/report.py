@@ -20,9 +20,12 @@ def report(options: ReportOptions, console: Console) -> None:
     from kvsearch.report.numbers import counted
 
     found = jobs.write_report(options, talk=console)
+    files = list(map(str, found.files))
     if console.as_json:
         counts = {what: found.count(what) for what in ("figures", "tables")}
-        console.print_json({"report": str(found.output), "bytes": found.bytes, **counts})
+        console.print_json({"report": str(found.output), "bytes": found.bytes, **counts, "files": files})
         return
     what = f"{counted(found.count('figures'), 'figure')}, {counted(found.count('tables'), 'table')}"
     console.say(f"wrote {found.output}: {what}, {found.bytes / 1000:.0f} kB")
+    if files:
+        console.say(f"wrote {counted(len(files), 'file')} to {options.figures}")

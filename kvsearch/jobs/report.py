@@ -31,6 +31,12 @@ class ReportOptions(JobOptions):
                repeated=True),
     ]  # fmt: skip
     output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
+    figures: Annotated[
+        Path | None,
+        Option(
+            "A directory to write every figure to as PDF, PNG and CSV, too (needs the extra `report`).", recorded=False
+        ),
+    ] = None
     title: Annotated[str, Option("The heading of the page.")] = "kvsearch report"
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
 
@@ -45,11 +51,12 @@ class ReportOptions(JobOptions):
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: a page of so many `bytes`."""
+    """What was written: a page of so many `bytes`, and the files of its figures."""
 
     output: Path
     groups: list[Group]
     bytes: int
+    files: list[Path]
 
     def count(self, what: str) -> int:
         """Return how many "figures" or "tables" there are."""
@@ -62,14 +69,33 @@ def write_report(options: ReportOptions, talk: Talk) -> Report:  # noqa: ARG001 
 
     Raises:
         UsageError: nothing can be read at one of the paths, or the file is something else than a report.
-        EnvironmentFault: a file cannot be written.
+        EnvironmentFault: a file cannot be written, or figures are asked for without the extra `report`.
     """
     from kvsearch.report.page.page import render
     from kvsearch.report.page.sheets import about, groups_of
     from kvsearch.report.reader import open_path
 
     options.check_output()
+    if options.figures is not None:
+        from kvsearch.report.figures.draw import check_figures
+
+        check_figures(options.figures)
     groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
+    files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups, options.title, about(groups))
     atomic_write(options.output, page)
-    return Report(options.output, groups, len(page))
+    return Report(options.output, groups, len(page), files)
+
+
+def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
+    """Write all figures; of several runs those of each in a folder of its own."""
+    from kvsearch.report.figures.draw import write_figures
+
+    sheets = [sheet for group in groups for sheet in group.sheets if sheet.figures]
+    if len(sheets) == 1:
+        return write_figures(sheets[0].figures, directory)
+    return [
+        file
+        for number, sheet in enumerate(sheets, 1)
+        for file in write_figures(sheet.figures, directory / f"{number}-{Path(sheet.path).stem}")
+    ]

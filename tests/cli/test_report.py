@@ -48,8 +48,7 @@ def test_a_calibration_says_what_was_asked_and_how_it_was_made(run: Run, calibra
     text = Reader(page.read_text()).text
     assert "Which entries can bundled live without?" in text
     assert "measured budgets lose" in text
-    for title in ("Recall of the importance that the oracle knows", "Importance that every layer and kv head loses"):
-        assert title in text
+    assert page.read_text().count("<figure") >= 4
     for made in ("resolved options", "provenance", "weights_sha256"):
         assert made in text
 
@@ -75,3 +74,4 @@ def test_what_is_nothing_of_ours_is_refused_before_anything_is_written(run: Run,
 def test_from_python(files: tuple[Path, ...], tmp_path: Path) -> None:
     found = kvsearch.write_report([files[0], files[0]], output=tmp_path / "report.html")
     assert [len(group.sheets) for group in found.groups] == [1]
+    assert found.files == []
