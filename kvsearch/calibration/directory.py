@@ -10,6 +10,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY, read_bytes
 from kvsearch.plan.parsing import parse_json
 from kvsearch.plan.saved import PROFILE
+from kvsearch.runs.directory import other_kind
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
@@ -101,19 +102,23 @@ def _is_temporary(path: Path) -> bool:
 
 
 def check_new(directory: Path, force: bool) -> None:
-    """Raise UsageError if something else than a leftover configuration is in `directory` and `force` is off."""
+    """Find out whether a calibration can begin in `directory`, with `force` in place of another one.
+
+    Raises:
+        UsageError: results are there and `force` is off, or something else than a calibration is.
+    """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: give a directory to write to")
-    there = read_config(directory) if directory.is_dir() else None
-    if there is not None and there.job != "calibrate":
-        raise UsageError(f"{directory} holds something else than a calibration: choose another directory")
-    if force or not directory.is_dir():
+    if not directory.is_dir():
         return
-    samples = directory / SAMPLES
+    there, samples = read_config(directory), directory / SAMPLES
     # stopped before a sample was finished
     empty = [samples] if samples.is_dir() and all(_is_temporary(item) for item in samples.iterdir()) else []
-    left = [item for item in directory.iterdir() if item not in empty and not _is_temporary(item)]
-    if any(item.name != CONFIG for item in left):
+    names = {item.name for item in directory.iterdir() if item not in empty and not _is_temporary(item)}
+    nameless = not names or has_samples(directory) or (PROFILE in names and CONFIG not in names)  # ours all the same
+    if not nameless if there is None else there.job != "calibrate":
+        raise other_kind(directory, "calibrate")
+    if not force and names - {CONFIG}:
         raise UsageError(
             f"{directory} exists and is not empty: choose another directory, or --force to replace its results"
         )

@@ -51,22 +51,9 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
 
         for line in RankingView(profile).remarks():
             console.say(line)
-        following = f"calibrate {options.model} --policy {options.method}={options.output} -o DIR"
-    elif options.method == QUERIES:
-        following = f"export {options.output} --to kvpress-ea -o DIR"
-    else:
-        following = f"export {options.output} {_target(options)} -o plan.json"
-    console.say(f"wrote {written}; next: kvsearch {following}")
-
-
-def _target(options: CalibrateOptions) -> str:
-    """Options of an export that uses what was measured; where that is entropy alone, it can share out budgets only."""
-    from kvsearch.calibration.polykv.options import PolykvOptions
-
-    if not isinstance(options, PolykvOptions):
-        return "--ratio 0.8"
-    alone = options.signals == ("entropy",) and options.budget_signal is None
-    return f"--budget {options.budgets[0]}" + " --budget-signal entropy" * alone
+    console.say(f"wrote {written}")
+    for words in jobs.following_commands(options, profile):
+        console.next(*words)
 
 
 def _say_cost(found: CostEstimate | RankingCost, console: Console) -> None:

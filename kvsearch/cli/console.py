@@ -9,19 +9,20 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import logging
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsearch.cli.log import LOGGER, SHOWN, set_up
+from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.progress import Progress
@@ -48,8 +49,13 @@ class Console:
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No talk and no progress bars.", rich_help_panel=GENERAL)
     ] = False
-    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="More talk.", rich_help_panel=GENERAL)] = 0
-    log_file: Annotated[Path | None, typer.Option(help="Write a log to this file.", rich_help_panel=GENERAL)] = None
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="Say what is done, with times.", rich_help_panel=GENERAL)
+    ] = 0
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="Write all that is said and done to the end of this file.", rich_help_panel=GENERAL),
+    ] = None
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=GENERAL)] = (
         False
     )
@@ -78,39 +84,53 @@ class Console:
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""
         self.talk.print(text, markup=False, soft_wrap=True)
-        logging.getLogger("kvsearch").info(text)
+        LOGGER.info("%s", text, extra=SHOWN)
 
     def warn(self, text: str) -> None:
         """Tell the user of something doubtful, on one line."""
         self.talk.print(f"kvsearch: warning: {text}", markup=False, soft_wrap=True)
-        logging.getLogger("kvsearch").warning(text)
+        LOGGER.warning("%s", text, extra=SHOWN)
+
+    def next(self, *words: object) -> None:
+        """Tell the user a command that naturally follows, without the word kvsearch, to be pasted as it is."""
+        from kvsearch.jobs.following import following
+
+        self.say(following(*words))
 
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
         sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
-    def before_loading(self) -> None:
-        """Keep transformers from printing, unless more talk is wanted."""
-        if self.verbose:
-            return
-        from transformers.utils import logging as transformers_logging
+    @contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Keep transformers from printing while a model is loaded, unless more talk is wanted."""
+        if not self.verbose:
+            from transformers.utils import logging as transformers_logging
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
+            transformers_logging.set_verbosity_error()
+            transformers_logging.disable_progress_bar()
+        count = Count(f"loading {name}")
+        with self._timed(count), lines(count, self.say) if not self._on_terminal else nullcontext():
+            yield
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:
-        """Show a progress bar with the time left, on a terminal; nothing elsewhere."""
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
+        """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
+        count = Count(what)
+        with self._timed(count), bar(count, self.talk) if self._on_terminal else lines(count, self.say) as shown:
+            yield shown
 
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Bars(*columns, console=self.talk, disable=self.quiet or not sys.stderr.isatty()) as bars:
-            task = bars.add_task(what, total=None)
-            yield lambda done, total: bars.update(task, completed=done, total=total)
+    @property
+    def _on_terminal(self) -> bool:
+        return self.talk.is_terminal and not self.quiet
+
+    @contextmanager
+    def _timed(self, count: Count) -> Iterator[None]:
+        """Log what begins and ends, with the time it took."""
+        LOGGER.debug("%s: begin", count.what)
+        yield
+        done = "" if count.total is None else f" {count.done} of {count.total}"
+        LOGGER.debug("%s:%s done in %.2f s", count.what, done, count.spent)
 
     @contextmanager
     def live(self, title: str) -> Iterator[Callable[[Sequence[str]], None]]:
@@ -134,7 +154,7 @@ class Console:
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""
         try:
-            self._log()
+            set_up(bool(self.verbose), self.log_file)
             with self._showing_warnings():
                 action()
         except KeyboardInterrupt:
@@ -155,25 +175,11 @@ class Console:
         return 0
 
     def _failed(self, message: str, error: BaseException, code: int) -> int:
-        logging.getLogger("kvsearch").error(message, exc_info=error)
+        LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
         if self.debug:
             traceback.print_exception(error)
         _complain(message)
         return code
-
-    def _log(self) -> None:
-        logger = logging.getLogger("kvsearch")
-        logger.propagate = False
-        logger.handlers = [logging.NullHandler()]
-        logger.setLevel(logging.INFO)
-        if self.log_file is None:
-            return
-        from kvsearch.plan.files import check_target
-
-        check_target(self.log_file)
-        handler = logging.FileHandler(self.log_file, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
 
     @contextmanager
     def _showing_warnings(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import typer
 
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.cli.plan_output import make, written
+from kvsearch.cli.plan_output import make, say_next, written
 from kvsearch.jobs.export import ExportOptions
 from kvsearch.jobs.targets import PLAN
 
@@ -71,6 +71,7 @@ def export(options: ExportOptions, console: Console) -> None:
     console.say(written(plan, options, console))
     for name, part in shown.items():
         console.say(f"{name}: {_in_words(part)}")
+    say_next(plan, options.output, console)
 
 
 def _say_target(found: Exported, options: ExportOptions, console: Console) -> None:

@@ -97,9 +97,13 @@ def yaml(options: jobs.YamlOptions, console: Console) -> None:
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:
-        verb = "would write" if console.dry_run else "wrote"
-        output = options.output
-        console.say(f"{verb} {output}; next: edit it, then kvsearch plan build {output} -o plan.json")
+        output, verb = options.output, "would write" if console.dry_run else "wrote"
+        console.say(f"{verb} {output}, to be edited")
+        if not console.dry_run:
+            made = output.with_suffix(".json")
+            console.next(
+                "plan", "build", output, "-o", made.with_stem(f"{made.stem}-edited") if made.exists() else made
+            )
 
 
 for verb in (uniform, pyramid, scale, convert, merge, diff, yaml, build):

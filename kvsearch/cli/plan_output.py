@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ def make_and_show(job: Callable[..., Plan], options: PlanOptions, console: Conso
         return
     shared = "" if plan.allocation.name == "static" else f", shared out by {plan.allocation.name}"
     console.say(f"{written(plan, options, console)}{shared}")
+    say_next(plan, options.output, console)
+
+
+def say_next(plan: Plan, path: Path, console: Console) -> None:
+    """Say what may be done with a plan that was written."""
+    if not console.dry_run:
+        console.next("show", path)
+        console.next("evaluate", plan.model.name, "--plan", path)
 
 
 def written(plan: Plan, options: PlanOptions, console: Console) -> str:

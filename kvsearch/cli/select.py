@@ -32,3 +32,5 @@ def select(options: SelectOptions, console: Console) -> None:
         print_parts(map(on_screen, done.tables()), console)
     for one in done.found:
         console.say(f"wrote {one.plan} and {one.file}")
+    for words in jobs.following_commands(options, done):
+        console.next(*words)

@@ -34,3 +34,8 @@ def validate(options: ValidateOptions, console: Console) -> None:
             print_parts(parts(done.found, at), console)
     others = ", ".join(at.size for at in done.found.budgets if at not in done.now)
     console.say(f"kept in {done.path}" + (f", beside what was found before at {others}" if others else ""))
+    sizes = [f"{at.budget:g}" for at in done.now if at.ratio is None]
+    if sizes:
+        plan = options.directory / "plan.json"
+        size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
+        console.next("select", options.directory, *size, "-o", plan)

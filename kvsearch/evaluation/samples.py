@@ -93,7 +93,7 @@ def check_samples_file(path: Path) -> None:
     check_target(path)
 
 
-def write_samples(samples: Sequence[Sample], path: Path) -> None:
+def write_samples(samples: Sequence[Sample], path: Path, overwrite: bool = True) -> None:
     r"""Write a row per reply, all fields of `Sample`, as CSV or parquet by the suffix; see `check_samples_file`.
 
     Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`.
@@ -108,7 +108,7 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 
         data = io.BytesIO()
         pandas.DataFrame(rows).to_parquet(data, index=False)
-        atomic_write(path, data.getvalue())
+        atomic_write(path, data.getvalue(), overwrite)
         return
     text = io.StringIO()
     # all text in quotes: readers take a lone carriage return outside of them for the end of a row
@@ -117,7 +117,7 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
     )
     writer.writeheader()
     writer.writerows(rows)
-    atomic_write(path, text.getvalue().encode())
+    atomic_write(path, text.getvalue().encode(), overwrite)
 
 
 def _utf8(text: str) -> str:

@@ -28,6 +28,7 @@ from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.sample_files import SAMPLES, forget_samples, has_samples
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
+from kvsearch.jobs.following import loading_flags
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import on_interruption
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "lukv"
 TFLOPS = 100.0
 RESUMED = (PolykvOptions, RankingOptions)  # go on where they were stopped
+RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
 OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what only --tasks reads
 
 
@@ -307,6 +309,42 @@ def _checked_table(
             talk.say(f"{one.verdict}: {one.words}")
     profile = shrunk(profile, checks)
     return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
+
+
+def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
+    """Yield the words of commands that use what was measured."""
+    from kvsearch.policies.registry import FITTED
+
+    place = str(options.output)
+    if options.method in FITTED:
+        policy = f"{options.method}={place}"
+        beside = f"{place.rstrip('/')}-budgets"
+        yield ["calibrate", options.model, "--policy", policy, "-o", beside, *loading_flags(options)]
+    elif isinstance(options, PolykvOptions):
+        size = ["--budget", str(options.budgets[0])]
+        yield ["validate", place] if options.signals != ("entropy",) else ["show", place]
+        # entropy alone can share out budgets only
+        alone = options.signals == ("entropy",) and options.budget_signal is None
+        yield ["export", place, *size, *["--budget-signal", "entropy"] * alone, "-o", str(options.output / "plan.json")]
+    else:
+        for ratio in RATIOS:
+            if _reaches(profile, ratio):
+                yield ["export", place, "--ratio", str(ratio), "-o", str(options.output / "plan.json")]
+                return
+
+
+def _reaches(profile: Profile, ratio: float) -> bool:
+    """Tell whether a plan that evicts this share can be made of a profile: what a policy always keeps may be more."""
+    from kvsearch.plan import Size
+    from kvsearch.strategies.from_profile import plan_from_profile
+
+    if profile.metadata.policies is not None:  # measured for several policies, with a solver over all of them
+        return True
+    try:
+        plan_from_profile(profile, Size(ratio=ratio))
+    except UsageError:
+        return False
+    return True
 
 
 def kept_profile(options: CalibrateOptions, talk: Talk) -> Profile:

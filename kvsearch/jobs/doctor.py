@@ -56,11 +56,10 @@ def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
 
 
 def _families(talk: Talk) -> list[dict[str, str]]:
-    talk.before_loading()
     from kvsearch.models.families import FAMILIES
     from kvsearch.runtime.family_check import check_family
 
-    with talk.progress("families") as progress:
+    with talk.loading("tiny models"), talk.progress("families") as progress:
         return [asdict(check_family(name)) for name in counted(FAMILIES, len(FAMILIES), progress)]
 
 

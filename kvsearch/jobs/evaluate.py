@@ -114,7 +114,10 @@ class EvaluateOptions(WithModel, WithTasks, Asking):
             recorded=False,
         ),
     ] = None
-    force: Annotated[bool, Option("Start the run in --output anew.", panel=KEPT, recorded=False)] = False
+    force: Annotated[
+        bool,
+        Option("Start the run in --output anew; replace --table and --samples-file.", panel=KEPT, recorded=False),
+    ] = False
     reuse: Annotated[
         Path | None,
         Option(
@@ -160,6 +163,30 @@ class EvaluateOptions(WithModel, WithTasks, Asking):
         return read_request(
             self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
         )
+
+    def check_files(self) -> None:
+        """Raise UsageError if one of the files to write cannot be, or is there already and would be lost.
+
+        A finished run that is repeated finds the files that it has written itself.
+        """
+        from kvsearch.evaluation.reply_store import REPORT
+        from kvsearch.evaluation.samples import check_samples_file
+        from kvsearch.plan.files import check_output
+        from kvsearch.report.table import check_table_file
+
+        if self.samples_file is not None:
+            check_samples_file(self.samples_file)
+        if self.table is not None:
+            check_table_file(self.table)
+        there = None if self.force or self.output is None else self.output
+        for path in (self.samples_file, self.table):
+            if path is None or (there is not None and (there / REPORT).exists()):
+                continue
+            if there is not None and there.exists() and path.exists():
+                raise UsageError(
+                    f"{path} exists: choose another file, or delete it; --force starts the run in {there} anew, too"
+                )
+            check_output(path, self.force)
 
     def columns_of_tables(self) -> Columns | None:
         """Return which columns tables have (None: what suits); UsageError if there are no such columns."""
@@ -229,20 +256,15 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
 def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
     """Return what is compared and what is asked, once all is checked that can be without a model."""
     from kvsearch.evaluation.reply_store import check_run
-    from kvsearch.evaluation.samples import check_samples_file
-    from kvsearch.report.table import check_table_file
 
     for name in ("continuation", "stride"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} is for --tasks ppl:FILE")
     request = options.request()
     check_run(options.output, options.reuse)
-    if options.force and options.output is None:
-        raise UsageError("--force is for --output: there is no run to start anew")
-    if options.samples_file is not None:
-        check_samples_file(options.samples_file)
-    if options.table is not None:
-        check_table_file(options.table)
+    if options.force and options.output is options.samples_file is options.table is None:
+        raise UsageError("--force is for --output, --table and --samples-file: there is nothing to replace")
+    options.check_files()
     options.columns_of_tables()
     return request, options.find_tasks(options.model, options.split)
 
@@ -321,6 +343,6 @@ def _write(found: Evaluated, options: EvaluateOptions) -> None:
         write_tables(result, options.output / TABLES, columns)
         write_json(options.output / REPORT, found.as_json())
     if options.samples_file is not None:
-        write_samples(result.samples, options.samples_file)
+        write_samples(result.samples, options.samples_file, options.force)
     if options.table is not None:
-        write_tables(result, options.table, columns)
+        write_tables(result, options.table, columns, options.force)

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
+from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
@@ -198,11 +199,14 @@ class Evolution:
         from kvsearch.search.ledger import FRONT, PLAN, REPORT
 
         directory, spent = self.options.output, self.spent
+        first = directory / (f"plan-{self.found[0].budget}.json" if self.is_front else PLAN)
         for one in self.found:
             yield f"{f'{one.budget} entries per kv head: ' if self.is_front else ''}{decision(one)}"
         used = f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
         written = f"{directory / FRONT} and a plan for each budget"
         yield f"{used}; wrote {written if self.is_front else f'{directory / PLAN} and {directory / REPORT}'}"
+        yield following("show", first)
+        yield following(*evaluation(self.options, self.options.model, first, self.options.tasks))
 
 
 @job(EvolveOptions)
@@ -244,7 +248,10 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         with talk.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
     searches = _on_hard_questions(searches, talk)
-    with opened(options, searches, talk) as (searches, executor, run), watching(talk, run, limits) as watcher:
+    with (
+        opened(options, searches, talk) as (searches, executor, run),
+        watching(talk, run, limits, len(searches)) as watcher,
+    ):
         keep = _keep(run.directory, talk)
         write_contexts(run.directory, searches[0].hashes)
         if options.budgets is not None:

@@ -131,6 +131,8 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         from kvsearch.plan import load_profile
         from kvsearch.strategies.from_profile import plan_from_profile
 
+        if self.to == PLAN:
+            self.check_output()
         profile = load_profile(profile_file(self.profile))
         if profile.metadata.signals is not None and not self.join:
             return self._of_signals(profile, talk)

@@ -91,8 +91,8 @@ class Loading(JobOptions):
 
         if self._loaded is not None:
             return cast("LoadedModel", self._loaded)
-        (talk or Silent()).before_loading()
-        return load(name, replace(self.loading(), **instead))
+        with (talk or Silent()).loading(name):
+            return load(name, replace(self.loading(), **instead))
 
 
 class WithModel(Loading):

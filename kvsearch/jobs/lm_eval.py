@@ -48,6 +48,7 @@ class LmEvalOptions(WithModel, Seeded):
     ] = None
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.")] = 8
     log_samples: Annotated[Path | None, Option("Write every document to this JSONL file.", metavar="FILE")] = None
+    force: Annotated[bool, Option("Replace the file of --log-samples.", recorded=False)] = False
 
 
 def prepare_harness(offline: bool, quiet: bool, verbose: int) -> None:
@@ -98,11 +99,11 @@ def lm_eval(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:
 def _checked(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
     """Return the plan and the names of the tasks, once all is checked that can be without a model."""
     from kvsearch.lm_eval.tasks import TaskNames
-    from kvsearch.plan.files import check_target
+    from kvsearch.plan.files import check_output
 
     plan = checked_plan(options.plan)
     if options.log_samples is not None:
-        check_target(options.log_samples)
+        check_output(options.log_samples, options.force)
     return plan, TaskNames.find([name for name in options.tasks.split(",") if name], list(options.include_path))
 
 

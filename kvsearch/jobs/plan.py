@@ -184,10 +184,10 @@ class YamlOptions(JobOptions):
     def make(self) -> str:
         """Return the text of the file; UsageError if it cannot be written."""
         from kvsearch.plan import load_plan
-        from kvsearch.plan.files import check_output
+        from kvsearch.plan.files import STRATEGY_FILE, check_output
         from kvsearch.plan.yaml import plan_to_yaml
 
-        check_output(self.output, self.force)
+        check_output(self.output, self.force, STRATEGY_FILE)
         return plan_to_yaml(load_plan(self.plan))
 
 

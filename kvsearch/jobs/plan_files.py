@@ -11,7 +11,7 @@ from pydantic import Field
 from kvsearch.config.options import JobOptions, Option
 from kvsearch.jobs.groups import BUDGET
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.files import check_output
+from kvsearch.plan.files import PLAN_FILE, check_output
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan, Size
@@ -52,7 +52,7 @@ class PlanOptions(JobOptions):
 
     def check_output(self) -> None:
         """Raise UsageError if no plan can be written, found out before there is one."""
-        check_output(self.output, self.force)
+        check_output(self.output, self.force, PLAN_FILE)
 
     def checked(self, plan: Plan) -> Plan:
         """Return the plan; UsageError if its parts do not fit together."""

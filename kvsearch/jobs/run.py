@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, CalibrateQueryBank, kept_profile
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
+from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
@@ -336,23 +336,8 @@ class Ran:
         if not self.asked:
             yield "this run was finished: nothing was left to do"
         yield f"wrote {', '.join(map(str, files))}"
-        yield f"next: {shlex.join(['kvsearch', 'show', str(files[0])])}"
-        yield f"next: {shlex.join(['kvsearch', *self._evaluation(files[0])])}"
-
-    def _evaluation(self, plan: Path) -> Iterator[str]:
-        """Yield the words of a command that evaluates a plan on the tasks of the run."""
-        options = self.options
-        yield from ("evaluate", options.model, "--plan", str(plan))
-        if options.tasks is not None:  # some tasks ask all of their contexts by default, those of the choice, too
-            yield from ("--tasks", options.tasks, "--split", "report")
-        for name, (_, option) in {**TaskDetails.offered(), **Asking.offered(), **Loading.offered()}.items():
-            value = getattr(options, name)
-            if value == type(options).model_fields[name].default or (name == "data" and options.tasks is None):
-                continue
-            if isinstance(value, bool):
-                yield option.called(name)
-            else:
-                yield from (option.called(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        yield following("show", files[0])
+        yield following(*evaluation(self.options, self.options.model, files[0], self.options.tasks))
 
 
 @job(RunOptions)

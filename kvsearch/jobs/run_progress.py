@@ -84,6 +84,6 @@ class StageTalk:
         """See `Talk.live`."""
         return self.talk.live(title)
 
-    def before_loading(self) -> None:
-        """See `Talk.before_loading`."""
-        self.talk.before_loading()
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """See `Talk.loading`."""
+        return self.talk.loading(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import OnSignals, load_signals
+from kvsearch.jobs.following import evaluation
 from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
@@ -215,6 +216,14 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
     return Selected(tuple(_select_at(options, talk, *one) for one in selections), options.budgets is not None)
 
 
+def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[object]]:
+    """Yield the words of commands that use the first plan."""
+    plan, model = done.found[0].plan, options.measured
+    yield ["show", plan]
+    if model is not None:
+        yield list(evaluation(options, model, plan, options.tasks))
+
+
 def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
     """Choose at one size, and write what was found."""
     from kvsearch.plan import canonical_json, save_plan
@@ -247,7 +256,8 @@ def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelectio
     from kvsearch.choose.select import prepare_selection
     from kvsearch.choose.splits import Questions
     from kvsearch.evaluation.reply_store import check_place
-    from kvsearch.plan.files import check_output
+    from kvsearch.plan.files import PLAN_FILE, check_output
+    from kvsearch.runs.directory import CONFIG, other_kind
     from kvsearch.runs.lock import refuse_locked
 
     profile = load_signals(options.directory)
@@ -259,12 +269,14 @@ def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelectio
     if options.budgets is not None:
         outputs = [options.output.with_stem(f"{options.output.stem}-{size}") for size in sizes]
     for size, output in zip(sizes, outputs, strict=True):
-        check_output(output, options.force)
+        check_output(output, options.force, PLAN_FILE)
         name = f"{size}-{settings.protocol}-{options.phases}"
         place = options.directory / "selection" / name
         if options.run is not None:
             place = options.run if options.budgets is None else options.run / name
         check_place(place)
+        if (place / CONFIG).exists():  # of a run of another kind: here every stage has a directory of its own
+            raise other_kind(place, "select")
         refuse_locked(place)
         places.append(place)
     loaded = options.load_calibrated(profile, talk)

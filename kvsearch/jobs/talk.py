@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from kvsearch.errors import KvsearchWarning
@@ -30,8 +30,8 @@ class Talk(Protocol):
         """Show facts that change, the first of which says where they are from."""
         ...
 
-    def before_loading(self) -> None:
-        """Be told that a model will be loaded, by libraries that print."""
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """Be told that a model is loaded, by libraries that print."""
         ...
 
 
@@ -55,5 +55,6 @@ class Silent:
         """See `Talk.live`."""
         yield lambda _: None
 
-    def before_loading(self) -> None:
-        """See `Talk.before_loading`."""
+    def loading(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - as `Talk` has it
+        """See `Talk.loading`."""
+        return nullcontext()

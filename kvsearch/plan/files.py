@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvsearch.errors import EnvironmentFault, UsageError
 
@@ -20,6 +22,17 @@ _REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a writable place",
 }
+
+
+class Kind(NamedTuple):
+    """What `force` may replace: files that hold the `mark` which all that kvsearch writes of this kind has."""
+
+    name: str  # with its article
+    mark: bytes
+
+
+PLAN_FILE = Kind("a plan", b'"kvsearch.plan"')
+STRATEGY_FILE = Kind("a plan in YAML", b"kvsearch.strategy")
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -52,18 +65,23 @@ def read_text(path: str | Path, name: str | None = None) -> str:
 def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:
     """Replace the content of `path` in one step that survives a crash; links are followed, the file mode is kept.
 
-    What is large can be given in pieces, which are asked for one by one.
+    What is large can be given in pieces, which are asked for one by one. A file that holds what is given whole already
+    is left as it is.
 
     Raises:
-        UsageError: `path` exists and `overwrite` is off, is a folder or device, or its folder does not exist.
+        UsageError: `path` holds something else and `overwrite` is off, is a folder or device, or its folder does not
+            exist.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
     try:
         target = Path(path).resolve()
         mode = _mode_of(target)
         if mode is not None and not overwrite:
-            raise UsageError(f"{path} exists already: choose another name or ask to overwrite it")
+            if target.read_bytes() == data:
+                return
+            raise UsageError(f"{path} exists already and holds something else: choose another name, or delete it first")
         _replace(target, data, mode)
+        logging.getLogger("kvsearch").debug("wrote %s, %s bytes", path, target.stat().st_size)
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
     except (RuntimeError, ValueError) as error:  # a link that leads to itself, a zero byte in the name
@@ -77,11 +95,29 @@ def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
     return EnvironmentFault(f"cannot write {path}: {(error.strerror or str(error)).lower()}, {remedy}, then {then}")
 
 
-def check_output(path: Path, force: bool) -> None:
-    """Raise UsageError if there can be no new file at `path`, or is one already and `force` is off."""
-    if not force and path.exists():
-        raise UsageError(f"{path} exists: choose another file, or --force to replace it")
+def check_output(path: Path, force: bool, kind: Kind | None = None) -> None:
+    """Find out, before there is anything to write, whether a command may write a file at `path`.
+
+    An empty file may be replaced by anything.
+
+    Raises:
+        UsageError: there can be no file, there is one and `force` is off, or it is of another kind, which no `force`
+            replaces (None: any kind).
+    """
     check_target(path)
+    if not path.exists():
+        return
+    if not force:
+        raise UsageError(f"{path} exists: choose another file, or --force to replace it")
+    if kind is not None:
+        require_kind(path, kind)
+
+
+def require_kind(path: Path, kind: Kind) -> None:
+    """Raise UsageError if there is a file at `path` that is not empty and of another kind; errors as `read_bytes`."""
+    data = read_bytes(path) if path.exists() else b""
+    if data and kind.mark not in data:
+        raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
 def check_target(path: str | Path) -> None:

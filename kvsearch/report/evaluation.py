@@ -156,13 +156,13 @@ def tables(result: Compared, columns: Columns | None = None) -> list[Table]:
     return [score_table(result, chosen), difference_table(result, means), held_table(result)]
 
 
-def write_tables(result: Compared, path: Path, columns: Columns = "tasks") -> None:
+def write_tables(result: Compared, path: Path, columns: Columns = "tasks", overwrite: bool = True) -> None:
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     table.check_table_file(path)
     if path.suffix == table.CSV:
-        atomic_write(path, csv_rows(result).encode())
+        atomic_write(path, csv_rows(result).encode(), overwrite)
     else:
-        table.write_tables(tables(result, columns), path)
+        table.write_tables(tables(result, columns), path, overwrite)
 
 
 def parts(

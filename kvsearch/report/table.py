@@ -61,10 +61,10 @@ def check_table_file(path: Path) -> None:
     check_target(path)
 
 
-def write_tables(tables: Iterable[Table], path: Path) -> None:
+def write_tables(tables: Iterable[Table], path: Path, overwrite: bool = True) -> None:
     """Write tables as Markdown or LaTeX, by the suffix."""
     render = markdown if path.suffix == MARKDOWN else latex
-    atomic_write(path, "\n".join(map(render, tables)).encode())
+    atomic_write(path, "\n".join(map(render, tables)).encode(), overwrite)
 
 
 def on_screen(table: Table) -> Screen:

@@ -47,8 +47,16 @@ def run_in(directory: Path, job: Job) -> RunConfig | None:
         raise UsageError(f"{directory} is a file: give a directory to write to")
     found = read_config(directory)
     if found.job != job if found is not None else not is_unused(directory):
-        raise UsageError(f"{directory} holds something else than {NOUNS[job]}: choose another directory")
+        raise other_kind(directory, job)
     return found
+
+
+def other_kind(directory: Path, job: Job) -> UsageError:
+    """Return what to say of a directory that holds something else than a run of `job`, which no `force` replaces."""
+    return UsageError(
+        f"{directory} holds something else than {NOUNS[job]}: choose another directory, --force replaces only those of "
+        "this kind"
+    )
 
 
 def is_unused(directory: Path) -> bool:

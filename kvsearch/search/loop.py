@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -31,11 +31,24 @@ COMPLETED = "completed"
 ALL_LAYERS = slice(None)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One stage, `number` of `count`, with at most so many generations."""
+
+    number: int
+    count: int
+    generations: int
+
+    def done(self, generation: int) -> float:
+        """Return the share of the search that is done at the end of a generation, which count from 0."""
+        return (self.number - 1 + (generation + 1) / self.generations) / self.count
+
+
 class Watcher(Protocol):
     """Told how a search goes; it decides nothing."""
 
-    def stage(self, name: str) -> None:
-        """Hear that something begins."""
+    def stage(self, name: str, part: Part | None = None) -> None:
+        """Hear that something begins; `part`: which of the search."""
         ...
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
@@ -91,7 +104,8 @@ class Search:
                 self._current = self.outcome.pool[0]
             self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
-                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})")
+                part = Part(stage.number, stage.count, self.settings.generations)
+                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})", part)
                 self._current = self._run_stage(stage, self._current)
                 if self.outcome.flat:
                     break

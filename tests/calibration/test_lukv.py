@@ -300,7 +300,7 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
 def test_progress(model: LoadedModel, data: CalibrationData) -> None:
     told: list[tuple[int, int]] = []
     calibrate_lukv(model, data.limited(3), POLICY, LAYER, lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_contexts_of_different_lengths(model: LoadedModel) -> None:

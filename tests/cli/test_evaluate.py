@@ -67,7 +67,8 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     assert len(rows) == 4 * result["tasks"][0]["questions"]
     assert set(rows["protocol"]) == {"question-aware"}
     assert rows["prompt_tokens"].max() < 600
-    code, once_more, _ = run("evaluate", "bundled", *arguments)
+    assert "exists: choose another file, or --force" in run("evaluate", "bundled", *arguments)[2]
+    code, once_more, _ = run("evaluate", "bundled", *arguments, "--force")
     assert once_more == out
 
 

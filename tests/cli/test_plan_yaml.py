@@ -31,13 +31,15 @@ def test_there_and_back_gives_the_same_bytes(run: Run, plan: Path, tmp_path: Pat
     strategy, again = tmp_path / "strategy.yaml", tmp_path / "again.json"
     code, out, talk = run("plan", "yaml", plan, "-o", strategy)
     assert (code, out) == (0, "")
-    assert talk == f"wrote {strategy}; next: edit it, then kvsearch plan build {strategy} -o plan.json\n"
+    assert talk == (
+        f"wrote {strategy}, to be edited\nnext: kvsearch plan build {strategy} -o {strategy.with_suffix('.json')}\n"
+    )
     assert "    0: {policy: snapkv, budget: [10, 6]}\n    1: full\n" in strategy.read_text()
     code, out, talk = run("plan", "build", strategy, "-o", again)
     assert (code, out) == (0, "")
-    assert talk == (
+    assert talk.startswith(
         "prefill: 1 layer keeps its full cache, which no total counts\n"
-        f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\n"
+        f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\nnext: "
     )
     assert again.read_bytes() == plan.read_bytes()
 
@@ -123,8 +125,13 @@ def test_what_is_there_is_kept(run: Run, plan: Path, tmp_path: Path, verb: str) 
     code, out, talk = run("plan", verb, source, "-o", mine)
     assert (code, out, mine.read_text()) == (USAGE, "", "mine")
     assert talk == f"kvsearch: error: {mine} exists: choose another file, or --force to replace it\n"
+    code, _, talk = run("plan", verb, source, "-o", mine, "--force")
+    assert (code, mine.read_text()) == (USAGE, "mine")
+    assert "holds something else than a plan" in talk
+    mine.write_text("")  # as mktemp makes one
     assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
-    assert mine.read_text() != "mine"
+    assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
+    assert mine.read_text() != ""
     code, _, talk = run("plan", verb, source, "-o", tmp_path / "no" / "such")
     assert code == USAGE
     assert "its folder does not exist" in talk

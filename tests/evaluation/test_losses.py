@@ -329,7 +329,7 @@ def test_rows_come_by_task_layer_and_method(model: LoadedModel) -> None:
         model, programs(model), [TASK, OTHER], 2, progress=lambda done, total: told.append((done, total))
     )
     assert model.model.config._attn_implementation == before
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
     layers = describe(model.model).full_layers
     assert [(row.task, row.layer, row.method) for row in rows] == [
         (task, layer, method) for task in ("one", "two") for layer in layers for method in programs(model)

@@ -168,7 +168,7 @@ def test_a_context_is_read_once_for_all_methods() -> None:
     done = []
     programs = {"third": third(model.model), "tova": tova(model.model)}
     measure(model, programs, batch=3, progress=lambda one, all_: done.append((one, all_)))
-    assert done == [(1, 2), (2, 2)]
+    assert done == [(0, 2), (1, 2), (2, 2)]
     fed = [(3, CONTINUATION - 1)] * 3 + [(1, CONTINUATION - 1)] * 3
     assert seen == [(3, LEAD + CONTEXT), *fed[:3], (1, LEAD + CONTEXT), *fed[3:]]
 

@@ -136,7 +136,7 @@ def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
 def test_progress_and_samples(model: LoadedModel) -> None:
     told: list[tuple[int, int]] = []
     samples = run(model, programs(model), [TASK], 3, batch=2, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 2), (2, 2)]
+    assert told == [(0, 2), (1, 2), (2, 2)]
     assert {sample.key for sample in samples} == {"0", "1", "2"}
 
 

@@ -19,8 +19,9 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     assert found.spent.evaluations == 3
     assert found.plans == {12: load_plan(directory / "plan.json")}
     assert found.as_json() == json.loads((directory / "report.json").read_text())
-    *_, last = found.remarks()
-    assert last.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
+    *_, written, _, following = found.remarks()
+    assert following.startswith(f"next: kvsearch evaluate bundled --plan {directory / 'plan.json'} ")
+    assert written.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
     assert again.recorded() == found.options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]

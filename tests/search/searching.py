@@ -14,7 +14,7 @@ from kvsearch.arrays import Floats, Ints
 from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.executors import Job, SerialExecutor
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.loop import Search
+from kvsearch.search.loop import Part, Search
 from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame
@@ -63,7 +63,7 @@ class Silent:
     def __init__(self) -> None:
         self.stages, self.generations, self.ends = list[str](), list[tuple[str, int, list[float]]](), list[str]()
 
-    def stage(self, name: str) -> None:
+    def stage(self, name: str, part: Part | None = None) -> None:
         """See `Watcher`."""
         self.stages.append(name)
 

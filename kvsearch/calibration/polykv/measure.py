@@ -71,6 +71,8 @@ def calibrate_polykv(
         started()
     measurement = Measurement.of(loaded, data, prompts, options, policies)
     done = SampleFiles(None if directory is None else directory / SAMPLES, measurement)
+    if progress is not None:
+        progress(len(done.finished), total)
     with running(loaded.model):
         for batch in batches_of(prompts, options.batch):
             left = batch.left(done.finished)

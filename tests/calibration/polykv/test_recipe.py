@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,7 @@ def test_the_papers_strategy_of_figure_3(run: Run, made: Calibrations, tmp_path:
     assert (options.measured_phases, seed) == (("prefill",), 3)
     assert options.for_strategies == {"route": "cosine", "budget_signal": "ppl", "phases": "prefill"}
     assert f"calibrating bundled by polykv for {', '.join(names)} on 4 questions after 2 contexts from short" in talk
-    assert f"next: kvsearch export {tmp_path / 'run'} --budget 512 -o plan.json" in talk
+    assert f"next: kvsearch export {tmp_path / 'run'} --budget 512 -o {tmp_path / 'run' / 'plan.json'}" in talk
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config = config["content"]
     assert (config["model"], config["seed"], config["dtype"], config["revision"]) == ("bundled", 3, "auto", None)
@@ -485,12 +486,12 @@ def test_the_command_that_comes_next_works(signals: str, route: str, more: str, 
     patterns = ("--patterns", "tova,streaming", "--policy", "tova", "--budgets", 32, "--questions", 1)
     code, _, talk = run("--signals", signals, *patterns)
     assert code == 0, talk
-    command = talk.partition("next: kvsearch ")[2]
-    assert command == f"export {tmp_path / 'run'} --budget 32{more} -o plan.json"
-    words = command.replace("plan.json", str(tmp_path / "plan.json")).split()
-    result = CliRunner().invoke(app, words)
+    _, following = (shlex.split(line)[1:] for line in talk.split("next: ")[1:])
+    written = tmp_path / "run" / "plan.json"
+    assert following == ["export", str(tmp_path / "run"), "--budget", "32", *more.split(), "-o", str(written)]
+    result = CliRunner().invoke(app, following)
     assert result.exit_code == 0, result.stderr
-    settings = load_plan(tmp_path / "plan.json").provenance.settings
+    settings = load_plan(written).provenance.settings
     assert settings["route"] == (None if route == "none" else route)
     assert settings["budget_signal"] == ("entropy" if more else "uniform")
 
@@ -501,7 +502,7 @@ def test_a_directory_of_something_else_is_refused(run: Run, made: Calibrations, 
     mine.write_text("mine")  # without a configuration it may be anything
     code, _, talk = run()
     assert (code, made.calls) == (2, [])
-    assert "exists and is not empty" in talk
+    assert "holds something else than a calibration" in talk
     assert mine.read_text() == "mine"
 
 

@@ -47,7 +47,7 @@ def least(samples: list[BankSample], sizes: Any, cap: int) -> int:
 def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample]) -> None:
     told: list[tuple[int, int]] = []
     bank = CandidateBank(model, SNAPKV, samples, 50, progress=lambda done, whole: told.append((done, whole)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert bank.tokens_spent == sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())
     assert model.model.config._attn_implementation == "sdpa"
 

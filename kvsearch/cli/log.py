@@ -1,0 +1,39 @@
+"""The log of a command: what it says and what it does, with times; --log-file has all of it, -v shows it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from kvsearch.plan.files import Kind, check_target, require_kind
+from kvsearch.runs.lock import this_command
+
+LOGGER = logging.getLogger("kvsearch")
+BEGUN = "kvsearch began"
+LOG_FILE = Kind("a log of kvsearch", BEGUN.encode())
+SHOWN = {"shown": True}  # of a record that is on the screen already
+
+
+def set_up(verbose: bool, path: Path | None) -> None:
+    """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
+
+    Raises:
+        UsageError: the file cannot be written, or holds something else than logs of kvsearch.
+    """
+    LOGGER.propagate = False
+    for handler in LOGGER.handlers:
+        handler.close()
+    LOGGER.handlers = [logging.NullHandler()]
+    LOGGER.setLevel(logging.DEBUG if verbose or path is not None else logging.INFO)
+    if verbose:
+        screen = logging.StreamHandler()
+        screen.addFilter(lambda record: not getattr(record, "shown", False))
+        screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        LOGGER.addHandler(screen)
+    if path is not None:
+        check_target(path)
+        require_kind(path, LOG_FILE)
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOGGER.addHandler(file)
+        LOGGER.info("%s: %s", BEGUN, " ".join(this_command()), extra=SHOWN)

@@ -1,0 +1,45 @@
+"""Commands that naturally follow another one, quoted: whoever pastes the line goes on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvsearch.config.options import JobOptions
+from kvsearch.jobs.groups import Asking, Loading, TaskDetails
+
+
+def following(*words: object) -> str:
+    """Return the line that offers a command, given without the word kvsearch."""
+    return f"next: {shlex.join(['kvsearch', *map(str, words)])}"
+
+
+def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of these options that are not the default, as they are typed."""
+    offered, fields = options.offered(), type(options).model_fields
+    for name in names:
+        value = getattr(options, name, None)
+        if name not in offered or value is None or value == fields[name].get_default(call_default_factory=True):
+            continue
+        yield offered[name][1].called(name)
+        if not isinstance(value, bool):
+            yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def loading_flags(options: JobOptions) -> Iterator[str]:
+    """Yield how the model is loaded, as it is typed."""
+    return flags_of(options, Loading.model_fields)
+
+
+def evaluation(options: JobOptions, model: str, plan: Path, tasks: str | None = None) -> Iterator[str]:
+    """Yield the words of a command that evaluates a plan as a job has asked, on the part of `tasks` to report on.
+
+    Some tasks ask all of their contexts by default, those of the choice, too. Without tasks the default ones are asked.
+    """
+    yield from ("evaluate", model, "--plan", str(plan))
+    if tasks is not None:
+        yield from ("--tasks", tasks, "--split", "report")
+    asked = dict.fromkeys((*TaskDetails.model_fields, *Asking.model_fields))
+    yield from flags_of(options, [name for name in asked if name != "data" or tasks is not None])
+    yield from loading_flags(options)
