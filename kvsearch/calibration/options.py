@@ -112,7 +112,7 @@ class CalibrationOptions(Seeded):
     """
 
     job: ClassVar[str] = "calibrate"
-    recipes: ClassVar[str | None] = "recipes"
+    recipes: ClassVar[str | None] = "recipes/calibrate"
     example: ClassVar[str] = "policy: snapkv"
     unit: ClassVar[str] = "questions"
     own_params: ClassVar[bool] = True

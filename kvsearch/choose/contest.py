@@ -44,8 +44,12 @@ class Contest:
         """The most replies of each stage, those of the full cache among them."""
         first, second = self.stages(self.prepared)
         asked = sum(task.coverage.questions for task in second.evaluation.encoded)
-        methods = min(self.rule.top + self.rule.kept + 1, len(self.prepared.evaluation.methods))
-        return {"first": first.evaluation.replies, "second": methods * asked}
+        return {"first": first.evaluation.replies, "second": self.most_finalists * asked}
+
+    @property
+    def most_finalists(self) -> int:
+        """The most methods that the second stage asks, the full cache among them."""
+        return min(self.rule.top + self.rule.kept + 1, len(self.prepared.evaluation.methods))
 
     def stages(self, prepared: PlanEvaluation) -> tuple[PlanEvaluation, PlanEvaluation]:
         """Divide the questions of an evaluation among the two stages; UsageError if a task has one context."""

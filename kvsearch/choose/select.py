@@ -19,9 +19,10 @@ from kvsearch.choose.decomposition import Decomposition, between
 from kvsearch.choose.selection import ByBudgets, PhaseResult, QuestionCount, Reported, Selection
 from kvsearch.choose.splits import Questions
 from kvsearch.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.compare import Evaluation, Settings, work_of
 from kvsearch.evaluation.plan_comparison import Keep, prepare_plans
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.contexts import ContextRecord, Use, joined
 from kvsearch.plan.origin import provenance
@@ -88,8 +89,21 @@ class PreparedSelection:
         counts: Counter[str] = Counter()
         for one in self.contests:
             counts.update(one.replies)
-        reported = self.rule.top + 7  # full, even, best baseline, single, the other kind of budgets, two parts
-        return dict(counts) | {"report": reported * sum(task.coverage.questions for task in self._report_prompts)}
+        return dict(counts) | {"report": self._reported * sum(one.coverage.questions for one in self._report_prompts)}
+
+    @property
+    def work(self) -> Work:
+        """The most that the model has to do."""
+        made, protocol = work_of(self._report_prompts, self.settings.protocol, self._reported), self.settings.protocol
+        for one in self.contests:
+            first, second = (stage.evaluation for stage in one.stages(one.prepared))
+            made += first.work + work_of(second.encoded, protocol, one.most_finalists)
+        return made
+
+    @property
+    def _reported(self) -> int:
+        """The most plans of a report: full, even, best baseline, single, the other kind of budgets, two parts."""
+        return self.rule.top + 7
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage; with profile and size, a name says what it stands for.

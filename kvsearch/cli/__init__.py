@@ -30,6 +30,7 @@ VERBS = {
     "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",
     "policies": "List the eviction policies, those of other installed packages included, or show one in full.",
     "tasks": "List the tasks that evaluate can ask, or show one in full.",
+    "recipes": "List, show or copy the recipes that are shipped: --recipe takes them by name.",
     "doctor": "Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache.",
     "plan": "Make plans without calibration, change plans, compare them.",
 }

@@ -34,7 +34,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         told, cost = jobs.dry_run(options, talk=console)
         console.print_json(told)
         if cost is not None and not console.as_json:
-            _say_cost(cost, console)
+            _say_cost(cost, ", the rate of this machine" if options.tflops is None else "", console)
         return
     profile = jobs.calibrate(options, talk=console)
     written = options.output / PROFILE
@@ -56,17 +56,17 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
         console.next(*words)
 
 
-def _say_cost(found: CostEstimate | RankingCost, console: Console) -> None:
+def _say_cost(found: CostEstimate | RankingCost, whose: str, console: Console) -> None:
     from kvsearch.calibration.polykv.cost import CostEstimate
 
     if not isinstance(found, CostEstimate):
-        for line in found.lines(f"{_cost_words(found.reading)} at {found.tflops:g} TFLOP/s"):
+        for line in found.lines(f"{_cost_words(found.reading)} at {found.tflops:.3g} TFLOP/s{whose}"):
             console.say(line)
         return
     memory = found.memory
     for line in (
         f"{found.samples} continuations, {found.runs:,} runs of the model as the paper does it",
-        f"as the paper does it (--naive): {_cost_words(found.naive)} at {found.tflops:g} TFLOP/s",
+        f"as the paper does it (--naive): {_cost_words(found.naive)} at {found.tflops:.3g} TFLOP/s{whose}",
         f"in one sweep over the layers: {_cost_words(found.sweep)}, {found.speedup:.3g} times less arithmetic",
         f"memory besides the weights: {memory.peak / 1e9:.3g} GB for {memory.groups} disturbances at a time, "
         f"{memory.minimum / 1e9:.3g} GB at least",
@@ -75,11 +75,6 @@ def _say_cost(found: CostEstimate | RankingCost, console: Console) -> None:
 
 
 def _cost_words(cost: PassCost) -> str:
-    return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {_time(cost.seconds)}"
+    from kvsearch.models.speed import time_words
 
-
-def _time(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{cost.forward_tokens:,.0f} forward tokens, {cost.flops / 1e12:.3g} TFLOP, {time_words(cost.seconds)}"

@@ -89,7 +89,7 @@ def _own(options: type[JobOptions]) -> Iterator[inspect.Parameter]:
 
 
 def _recipe(options: type[JobOptions]) -> inspect.Parameter:
-    folder = f", or a shipped one by name ({options.recipes})" if options.recipes else ""
+    folder = ", or a shipped one by name (see `kvsearch recipes`)" if options.recipes else ""
     about = typer.Option(
         "--recipe",
         metavar="FILE",

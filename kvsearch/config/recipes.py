@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import did_you_mean, suggest
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json
 from kvsearch.resources import resource
 from kvsearch.runs.identity import SCHEMA
 
+FOLDERS = {job: f"recipes/{job}" for job in ("calibrate", "evaluate", "evolve", "run")}  # of the shipped ones
+
 
 def find_recipe(name: str, folder: str | None) -> Path:
-    """Return the file of that name or, for a bare name, the recipe that is shipped in `folder`.
+    """Return the recipe that is shipped in `folder` by that name, or else the file.
 
-    A name with a suffix is taken as a file without a look.
+    A name with a suffix that is not shipped is taken as a file without a look.
 
     Raises:
         UsageError: there is no such recipe.
     """
     path = Path(name)
-    if path.suffix or path.exists():
+    if path.exists():
         return path
-    files = sorted(resource(folder).glob("*.yaml")) if folder else []
-    shipped = {candidate.stem: candidate for candidate in files}
-    if name not in shipped:
-        raise UsageError(f"unknown recipe {name!r}{suggest(name, list(shipped))}")
-    return shipped[name]
+    shipped = {one.stem: one for one in shipped_in(folder)} if folder else {}
+    bare = name.removeprefix(f"{Path(folder or '').name}/")
+    if bare in shipped:
+        return shipped[bare]
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return path
+    raise UsageError(f"unknown recipe {name!r}{suggest(name, list(shipped))}")
+
+
+def shipped_in(folder: str) -> list[Path]:
+    """Return the recipes that are shipped in a folder, by name."""
+    return sorted(resource(folder).glob("*.yaml"))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return all recipes that are shipped, by job and name, as in run/bundled."""
+    return {f"{job}/{path.stem}": path for job, folder in FOLDERS.items() for path in shipped_in(folder)}
+
+
+def shipped_recipe(name: str) -> tuple[str, Path]:
+    """Return job/name and file of a shipped recipe; its name alone will do where one job has it.
+
+    Raises:
+        UsageError: there is no such recipe, or several jobs have one of that name.
+    """
+    known = shipped_recipes()
+    found = [full for full in known if name in (full, full.partition("/")[2])]
+    if len(found) > 1:
+        raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
+    if not found:
+        names = [*known, *(full.partition("/")[2] for full in known)]
+        near = did_you_mean(name, names) or ":"
+        raise UsageError(f"unknown recipe {name!r}{near} `kvsearch recipes ls` lists them")
+    return found[0], known[found[0]]
+
+
+def about(path: Path) -> str:
+    """Return what a recipe says of itself: the comment that it begins with, as one line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = list(takewhile(lambda line: line.startswith("#"), lines))
+    return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:

@@ -37,6 +37,17 @@ def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
     )
 
 
+def idle_methods(evaluation: Evaluation) -> list[str]:
+    """Return the labels of methods, the full cache aside, that evict nothing from any prompt."""
+    asked = [reading for task in evaluation.encoded for reading in readings(task.prompts, evaluation.settings.protocol)]
+    ends = {(len(reading.ids), _end(reading)) for reading in asked}
+    return [
+        one.label
+        for one in evaluation.methods
+        if one.name != FULL and not any(_evicts(one.program, *end) for end in ends)
+    ]
+
+
 def _end(reading: Reading) -> int:
     """Return tokens of a prompt with its longest question and reply."""
     return max(

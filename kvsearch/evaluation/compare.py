@@ -20,6 +20,7 @@ from kvsearch.evaluation.statistics import summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan.contexts import ContextSet
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
@@ -196,6 +197,15 @@ def _listed(entries: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
+def work_of(encoded: Iterable[TaskPrompts], protocol: Protocol, methods: int) -> Work:
+    """Return what asking so many methods takes: a prompt is read once for all, what is asked of it once for each."""
+    asked = [one for task in encoded for one in readings(task.prompts, protocol)]
+    questions = [question for one in asked for question in one.questions]
+    after = sum(len(question.ids) for question in questions) if protocol == QUESTION_AGNOSTIC else 0
+    replies = sum(question.query.max_new_tokens for question in questions)
+    return Work(len(asked), sum(len(one.ids) for one in asked) + methods * after, methods * replies)
+
+
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """What is to be compared on which questions, checked and in token ids."""
@@ -211,6 +221,11 @@ class Evaluation:
     def replies(self) -> int:
         """How many replies there are to be."""
         return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
+
+    @property
+    def work(self) -> Work:
+        """What the model has to do for all replies."""
+        return work_of(self.encoded, self.settings.protocol, len(self.methods))
 
     @cached_property
     def seen(self) -> dict[str, Seen]:

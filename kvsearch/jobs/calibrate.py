@@ -29,6 +29,7 @@ from kvsearch.calibration.sample_files import SAMPLES, forget_samples, has_sampl
 from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.following import loading_flags
+from kvsearch.jobs.foretell import foretold, measured_tflops
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import on_interruption
@@ -89,7 +90,7 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         Option(
             "--dry-run of polykv, probe and query_bank: 10^12 operations a second that times are estimated for.",
             metavar="TFLOPS",
-            shown=f"{TFLOPS:g}",
+            shown=f"polykv: measured here, others {TFLOPS:g}",
             recorded=False,
         ),
     ] = None
@@ -212,7 +213,7 @@ METHODS: dict[str, type[CalibrateOptions]] = {
 
 @job(CalibrateOptions)
 def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | RankingCost | None]:
-    """Return the configuration of the run and, of PolyKV and rankings, what it would cost.
+    """Return the configuration of the run and, of PolyKV and rankings, what it would cost; say how long others take.
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`. For a ranking the weights of
     the model are not loaded.
@@ -221,27 +222,42 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
         options = options.without_weights(options.model)
     texts, config, loaded = _checked(options, talk, tflops=True)
     goes_on = _goes_on(options, config)
-    rate = TFLOPS if options.tflops is None else options.tflops
+    loaded = loaded or options.load(options.model, talk)
+    for policy in options.policies():
+        policy.check_model(loaded.fingerprint)
     if isinstance(options, RankingOptions):
         from kvsearch.calibration.probe.cost import ranking_cost
 
-        cost = ranking_cost(loaded or options.load(options.model, talk), texts, options, rate)
+        cost = ranking_cost(loaded, texts, options, TFLOPS if options.tflops is None else options.tflops)
         return {**config.content, **options.work(texts), "estimate": cost.as_json()}, cost
     if not isinstance(options, PolykvOptions):
-        return {**config.content, **options.work(texts)}, None
+        return {**config.content, **options.work(texts), **_foretold(options, loaded, texts, talk)}, None
     from kvsearch.calibration.polykv.checks import checked_prompts
     from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate
     from kvsearch.calibration.polykv.measurement import Measurement
     from kvsearch.calibration.polykv.samples import SampleFiles
     from kvsearch.runtime.plan_checks import warn_unfit
 
-    loaded, policies = loaded or options.load(options.model, talk), options.policies()
+    policies = options.policies()
     warn_unfit(loaded.model, policies)
     prompts = checked_prompts(loaded, texts, options, policies)
+    rate = measured_tflops(loaded) if options.tflops is None else options.tflops
     found = estimate(ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options), rate, options.memory_bytes)
     if goes_on:
         SampleFiles(options.output / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
     return {**config.content, "estimate": found.as_json()}, found
+
+
+def _foretold(options: CalibrateOptions, loaded: LoadedModel, texts: CalibrationData, talk: Talk) -> dict[str, Any]:
+    """Say about how long reading the texts takes, a pass over a context for each of its questions, and own replies."""
+    from kvsearch.models.speed import Work
+    from kvsearch.tasks.encode import counter
+
+    count, passes, tokens = counter(loaded.tokenizer), 0, 0
+    for context in texts.contexts:
+        times = max(1, len(context.questions))
+        passes, tokens = passes + times, tokens + times * count(context.text)
+    return foretold(loaded, Work(passes, tokens, options.work(texts).get("own_reply_tokens", 0)), talk)
 
 
 @job(CalibrateOptions)

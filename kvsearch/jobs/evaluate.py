@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvsearch.config.options import Option, Repeated
 from kvsearch.errors import UsageError
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import going_on, on_interruption
@@ -34,7 +35,7 @@ class EvaluateOptions(WithModel, WithTasks, Asking):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
-    recipes: ClassVar[str | None] = ""
+    recipes: ClassVar[str | None] = "recipes/evaluate"
 
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", panel=COMPARED, repeated=True)] = ()
     methods: Annotated[
@@ -211,14 +212,20 @@ class Evaluated:
 
 
 @job(EvaluateOptions)
-def dry_run(options: EvaluateOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be compared and asked, as JSON; errors as `evaluate` before a model is loaded."""
+def dry_run(options: EvaluateOptions, talk: Talk) -> dict[str, Any]:
+    """Return what would be compared and asked, and how long that takes, as JSON; errors as `evaluate` before it asks.
+
+    Perplexity is checked without the model.
+    """
     if options.asks_perplexity:
         from kvsearch.jobs import perplexity
 
         return perplexity.dry_run(options)
-    request, tasks = _checked(options)
-    return {"tasks": [task.name for task in tasks], "protocol": options.protocol, **request.as_json()}
+    request, evaluation = _prepared(options, talk)
+    told = {"tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol}
+    contexts = sum(task.coverage.contexts for task in evaluation.encoded)
+    count = {"contexts": contexts, "replies": evaluation.replies}
+    return {**told, **request.as_json(), **count, **foretold(evaluation.loaded, evaluation.work, talk)}
 
 
 @job(EvaluateOptions)
@@ -237,20 +244,32 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
         from kvsearch.jobs import perplexity
 
         return perplexity.measure(options, talk)
-    request, tasks = _checked(options)
-    from kvsearch.evaluation.compare import prepare
-
-    loaded = options.load(options.model, talk)
-    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
-    for name, seen in evaluation.seen.items():
-        if seen.warning is not None:
-            talk.warn(f"{name}: {seen.warning}")
+    _, evaluation = _prepared(options, talk)
+    tasks = [task.task for task in evaluation.encoded]
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, options, progress)
         found = Evaluated(comparison, losses, options.columns_of_tables())
         _write(found, options)
     return found
+
+
+def _prepared(options: EvaluateOptions, talk: Talk) -> tuple[Request, Evaluation]:
+    """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
+    from kvsearch.evaluation.check_evicts import idle_methods
+    from kvsearch.evaluation.compare import prepare
+
+    request, tasks = _checked(options)
+    loaded = options.load(options.model, talk)
+    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
+    for name, seen in evaluation.seen.items():
+        if seen.warning is not None:
+            talk.warn(f"{name}: {seen.warning}")
+    if idle := idle_methods(evaluation):
+        talk.warn(
+            f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
+        )
+    return request, evaluation
 
 
 def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:

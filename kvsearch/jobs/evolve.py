@@ -14,6 +14,7 @@ from kvsearch.config.options import Option, Params, Repeated, one_of, with_param
 from kvsearch.errors import UsageError
 from kvsearch.jobs.evolve_progress import watching
 from kvsearch.jobs.following import evaluation, following
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
@@ -218,7 +219,13 @@ def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
     how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
     filtered = searches[0].settings.hard_below is not None
     hard = {"replies_before_the_search": 2 * len(searches[0].samples)} if filtered else {}
-    return {**_content(searches), "questions": questions, "measured_by": how, **hard, **_own_replies(searches[0])}
+    candidates = sum(search.most_candidates for search in searches)
+    if options.max_evals is not None:
+        candidates = min(candidates, options.max_evals)
+    talk.say(f"at most {candidates:,} candidates on {len(searches[0].samples)} questions")
+    estimate = foretold(searches[0].base.loaded, searches[0].work(candidates), talk)
+    told = {"questions": questions, "measured_by": how, "most_candidates": candidates, **estimate}
+    return {**_content(searches), **told, **hard, **_own_replies(searches[0])}
 
 
 @job(EvolveOptions)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated, Seeded
 from kvsearch.errors import UsageError
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
@@ -69,12 +70,21 @@ class GenerateOptions(WithModel, Seeded):
 
 
 @job(GenerateOptions)
-def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be read and asked, as JSON; UsageError if something is missing."""
+def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:
+    """Return what would be read and asked, and how long that takes, as JSON; errors as `generate`."""
+    from kvsearch.models.speed import Work
+    from kvsearch.tasks.encode import counter
+
     texts = options.read()
     prompt = texts.prompts[0] if len(texts.prompts) == 1 else texts.prompts
     source = {"context": texts.context} if options.cache is None else {"cache": str(options.cache)}
-    return {**source, "prompt": prompt}
+    loaded = options.load(options.model, talk)
+    if texts.plan is not None:
+        texts.plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    count = counter(loaded.tokenizer)
+    asked = sum(map(count, texts.prompts)) + (count(texts.context) if options.cache is None else 0)
+    work = Work(1, asked, len(texts.prompts) * options.max_new_tokens)
+    return {**source, "prompt": prompt, **foretold(loaded, work, talk)}
 
 
 @job(GenerateOptions)
@@ -92,4 +102,9 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
     rest = (prompts, plain, options.max_new_tokens)
     if options.cache is not None:
         return answer_from(loaded, options.cache, plan, *rest, exact=options.exact)
-    return answer(loaded, plan, context, *rest, exact=options.exact)
+    replies = answer(loaded, plan, context, *rest, exact=options.exact)
+    if plan is not None and replies[0].entries == replies[0].full_entries:
+        talk.warn(
+            f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"
+        )
+    return replies

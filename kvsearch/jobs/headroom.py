@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option, Seeded
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, DEFAULT_TASKS, WithModel, default_tasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
     from kvsearch.report.headroom import HeadroomResult
     from kvsearch.tasks.base import Task
 
@@ -39,10 +41,11 @@ class HeadroomOptions(WithModel, Seeded):
 
 
 @job(HeadroomOptions)
-def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be asked, as JSON; UsageError if there are no such tasks."""
-    names = [task.name for task in options.find_tasks()]
-    return {"tasks": names, "ratio": options.ratio, "samples": options.samples}
+def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:
+    """Return what would be asked, and how long the full cache takes for it, as JSON; errors as `headroom`."""
+    full = _full(options, talk)
+    stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
+    return {**stated, **foretold(full.loaded, full.work, talk)}
 
 
 @job(HeadroomOptions)
@@ -54,23 +57,31 @@ def headroom(options: HeadroomOptions, talk: Talk) -> HeadroomResult:
         IncompatibleError: the model cannot be loaded, a context does not fit it, or the full cache itself scores next
             to nothing.
     """
-    from kvsearch.evaluation.compare import Settings, prepare
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.evaluation.statistics import summarize
     from kvsearch.report.headroom import HeadroomResult
-    from kvsearch.strategies.compared import full_method
     from kvsearch.strategies.methods import FULL
     from kvsearch.tasks.encode import contexts_of
 
-    tasks, samples, seed = options.find_tasks(), options.samples, options.seed
-    loaded = options.load(options.model, talk)
-    full = prepare(loaded, [full_method(loaded)], FULL, tasks, Settings(samples, seed=seed))
+    full, samples, seed = _full(options, talk), options.samples, options.seed
+    tasks = [task.task for task in full.encoded]
     with talk.progress("batches of the full cache") as progress:
         full.require_answers(progress)
     with talk.progress("contexts") as progress:
-        results = measure(loaded, tasks, options.ratio, samples, seed, progress)
+        results = measure(full.loaded, tasks, options.ratio, samples, seed, progress)
     rows = summarize(results, FULL, seed, contexts_of(full.encoded))
     asked = tuple(task.coverage for task in full.encoded)
     return HeadroomResult(
         model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked
     )
+
+
+def _full(options: HeadroomOptions, talk: Talk) -> Evaluation:
+    """Return the evaluation of the full cache, with the model."""
+    from kvsearch.evaluation.compare import Settings, prepare
+    from kvsearch.strategies.compared import full_method
+    from kvsearch.strategies.methods import FULL
+
+    tasks = options.find_tasks()
+    loaded = options.load(options.model, talk)
+    return prepare(loaded, [full_method(loaded)], FULL, tasks, Settings(options.samples, seed=options.seed))

@@ -13,6 +13,7 @@ from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
@@ -185,8 +186,11 @@ class Selected:
 @job(SelectOptions)
 def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
-    found = {}
-    for prepared, place, _ in _prepared(options, talk):
+    from kvsearch.models.speed import Work
+
+    found: dict[str, dict[str, Any]] = {}
+    selections = _prepared(options, talk)
+    for prepared, place, _ in selections:
         counted = {
             one.found.phases: {
                 "candidates": len(one.found.candidates), "baselines": list(one.found.baselines),
@@ -197,7 +201,9 @@ def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
         tasks = [task.name for task in prepared.questions.selection]
         asked = {"tasks": tasks, "most_replies": prepared.replies}
         found[str(prepared.size)] = {"phases": counted, **asked, "run": str(place)}
-    return {"budgets": found} if options.budgets is not None else next(iter(found.values()))
+    work = sum((prepared.work for prepared, *_ in selections), Work(0, 0))
+    told = {"budgets": found} if options.budgets is not None else next(iter(found.values()))
+    return {**told, **foretold(selections[0][0].loaded, work, talk)}
 
 
 @job(SelectOptions)

@@ -11,6 +11,7 @@ from pydantic import Field
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import OnSignals, load_signals
+from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import BUDGET, TASKS, Names
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import kept_replies
@@ -83,10 +84,14 @@ class Validated:
 @job(ValidateOptions)
 def dry_run(options: ValidateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be judged and asked, as JSON; errors as `validate` before anything is asked."""
+    from kvsearch.models.speed import Work
+
     prepared = _prepared(options, talk)
     _found_before(prepared[0], options)
     conditions = prepared[0].conditions
+    work = sum((one.evaluation.work for one in prepared), Work(0, 0))
     return {
+        **foretold(prepared[0].evaluation.loaded, work, talk),
         "tasks": list(conditions.tasks),
         "split": conditions.split,
         "protocol": conditions.protocol,

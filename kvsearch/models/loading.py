@@ -59,6 +59,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     """Load `name`; the fingerprint is taken right away.
 
     Raises:
+        UsageError: the name is that of a bundled model but for its spelling.
         IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
         EnvironmentFault: no such model here (and no network), no such device.
     """
@@ -67,6 +68,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
         os.environ["HF_HUB_OFFLINE"] = "1"
     from kvsearch.models.fingerprint import fingerprint
 
+    _refuse_misspelt(name)
     source = str(resource(f"data/{name}")) if name in BUNDLED else name
     if options.device != "auto":
         _require_device(options.device)
@@ -74,6 +76,19 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     model.eval()
     _refuse_broken_weights(name, model)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
+
+
+def _refuse_misspelt(name: str) -> None:
+    """Raise UsageError for what is nearly the name of a bundled model, before the hub is asked, which may take long."""
+    near = "" if "/" in name or name in BUNDLED else did_you_mean(name, BUNDLED, 0.8)
+    if not near or Path(name).exists():
+        return
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise UsageError(
+            f"there is no model {name!r}{near} The path of a directory or the id of a hub model will do, too"
+        )
 
 
 def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
@@ -89,6 +104,7 @@ def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
 
     from kvsearch.models.fingerprint import fingerprint
 
+    _refuse_misspelt(name)
     source = str(resource(f"data/{name}")) if name in BUNDLED else name
     common = _common(name, source, options)
     try:
@@ -152,8 +168,8 @@ def _explain(name: str, source: str, error: Exception) -> KvsearchError:
     reason = " ".join(str(error).split())[:300]
     if isinstance(error, OSError) and not Path(source).exists():
         return EnvironmentFault(
-            f"model {name!r} is neither a local directory nor available from the hub"
-            f"{did_you_mean(name, BUNDLED, 0.8)}: check the spelling, the network and HF_HUB_OFFLINE ({reason})"
+            f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
+            f"and HF_HUB_OFFLINE ({reason})"
         )
     return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from kvsearch.errors import IncompatibleError
 from kvsearch.plan.fields import Count, Record, Sha256, Text
 
-_COMPARED = ("model_type", "config_sha256", "weights_sha256", "layers", "kv_heads", "head_dim")
+_COMPARED = {
+    "model_type": "architecture", "config_sha256": "configuration", "weights_sha256": "weights", "layers": "layers",
+    "kv_heads": "kv heads per layer", "head_dim": "dimensions of a head",
+}  # fmt: skip
+_DIGITS = 12  # of a hash
 
 
 class ModelFingerprint(Record):
@@ -26,25 +30,35 @@ class ModelFingerprint(Record):
 
     def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
         """Say on one line what differs between two models, or None; `weights=False` lets the weights differ."""
-        compared = [field for field in _COMPARED if weights or field != "weights_sha256"]
-        differing = [field for field in compared if getattr(self, field) != getattr(other, field)]
-        if not differing:
-            return None
-        verb = "differs" if len(differing) == 1 else "differ"
-        return f"{', '.join(differing)} {verb}: expected {self.short()}, got {other.short()}"
+        found = []
+        for field, words in _COMPARED.items():
+            mine, yours = getattr(self, field), getattr(other, field)
+            if mine != yours and (weights or field != "weights_sha256"):
+                if field.endswith("sha256"):
+                    mine, yours = mine[:_DIGITS], yours[:_DIGITS]
+                found.append(f"other {words} ({mine}, here {yours})")
+        return ", ".join(found) or None
 
     def short(self) -> str:
-        """Render the fingerprint on one line, hashes cut to twelve digits."""
+        """Render the fingerprint on one line, hashes cut."""
         shape = f"{self.layers} layers x {self.kv_heads} kv heads x {self.head_dim}"
-        hashes = f"config {self.config_sha256[:12]}, weights {self.weights_sha256[:12]}"
+        hashes = f"config {self.config_sha256[:_DIGITS]}, weights {self.weights_sha256[:_DIGITS]}"
         return f"{self.name!r} ({self.model_type}, {hashes}, {shape})"
 
     def require(self, other: ModelFingerprint, what: str, weights: bool = True) -> None:
         """Refuse `other`, the model at hand, unless it is the one that `what` (a plan, a file) was made for.
 
         Raises:
-            IncompatibleError: they are different models; the message holds both fingerprints.
+            IncompatibleError: they are different models; the message names both, and in what they differ.
         """
         difference = self.mismatch(other, weights)
-        if difference is not None:
-            raise IncompatibleError(f"{what} was made for another model, use it with that one: {difference}")
+        if difference is None:
+            return
+        names = f"{self.name!r}, and this is {other.name!r}"
+        if self.name == other.name:
+            names = f"which is called {self.name!r} as this one is"
+        only_weights = self.mismatch(other, weights=False) is None  # small ones change where they are loaded in float16
+        hint = ", or load it in the --dtype of then" if only_weights else ""
+        raise IncompatibleError(
+            f"{what} was made for another model, {names}: it has {difference}; use it with that one{hint}"
+        )

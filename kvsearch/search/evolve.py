@@ -25,6 +25,7 @@ from kvsearch.choose.splits import shared_contexts, shared_questions
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_plans
+from kvsearch.models.speed import Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.contexts import ContextRecord, Use, joined
@@ -37,6 +38,7 @@ from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search, Watcher
 from kvsearch.search.objectives import find_objective
+from kvsearch.search.optimisers import default_population
 from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
@@ -142,6 +144,26 @@ class PreparedSearch:
         ]
         rows = len(self.base.floors) // len(most)
         return np.repeat(np.array(most), rows)[:, None] * np.ones_like(self.base.floors)
+
+    @property
+    def most_candidates(self) -> int:
+        """How many candidates are evaluated at the most: start plans, all generations, and the mean of every stage."""
+        settings, uniform = self.settings, next(iter(self.starts.values()))
+        populations = [
+            settings.population or default_population(stage.space.dimension)
+            for stage in stages_of(settings, self.frame, self.starts, lambda: uniform)
+        ]
+        return len(self.starts) + len(populations) + settings.generations * sum(populations)
+
+    def work(self, candidates: int) -> Work:
+        """Return what the model has to do to evaluate candidates; prompts are read once where plans evict in them."""
+        free, once = self.settings.objective == "metric", self.base.in_prefill
+        prompts = {one.prompt_sha256: len(one.prompt) for one in self.samples} if once else {}
+        each = sum(len(one.asked) if free else len(one.following) for one in self.samples)
+        each += 0 if once else sum(len(one.prompt) for one in self.samples)
+        replies = sum(one.limit for one in self.samples) if free else 0
+        passes = len(prompts) + candidates * len(self.samples)
+        return Work(passes, sum(prompts.values()) + candidates * each, candidates * replies)
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""

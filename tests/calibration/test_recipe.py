@@ -26,7 +26,7 @@ from kvsearch.jobs.calibrate import (
 from kvsearch.policies import Policy, policy_names
 from kvsearch.policies.registry import FITTED
 
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
 DYNAMIC = ["lava", "cake", "adakv"]
 
 
@@ -133,7 +133,7 @@ def test_the_shipped_recipes(path: Path) -> None:
     made = recipe.make_policy()
     if isinstance(recipe, CalibrateLukv):
         assert made.sink_count == 4
-        snapkv = 32 if path.stem == "lukv-paper" else 16
+        snapkv = 16 if path.stem == "lukv-snapkv" else 32
         assert made.recent_count == (snapkv if recipe.policy == "snapkv" else 1)
         if recipe.policy == "snapkv":
             stated = made.parameters()

@@ -57,7 +57,7 @@ FORETELLING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "plan"])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("plan", "recipes")])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_command_offers_what_it_uses(run: Run, verb: str, flag: str) -> None:
     code, out, _ = run(verb, flag)
@@ -113,7 +113,7 @@ def test_calibrate_tells_its_plan_without_doing_it(run: Run, tmp_path: Path) -> 
     assert "own_replies" not in json.loads(out)
 
 
-@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted(Path("recipes/calibrate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
     fitting = ("--budgets", "128,256") if recipe.stem == "polykv-sweep" else ()  # it goes on to 1024, the texts do not
     code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run", *fitting)
@@ -122,7 +122,7 @@ def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
 
 
 def test_options_override_a_recipe(run: Run, tmp_path: Path) -> None:
-    arguments = ("--recipe", "recipes/lukv-paper.yaml", "--normalization", "none", "--set", "window=16")
+    arguments = ("--recipe", "recipes/calibrate/lukv-paper.yaml", "--normalization", "none", "--set", "window=16")
     code, out, _ = run("calibrate", "bundled", *arguments, "-o", tmp_path / "run", "--dry-run")
     assert code == 0
     assert json.loads(out)["recipe"]["normalization"] == "none"

@@ -267,7 +267,7 @@ def test_the_floor_is_the_higher_one_as_far_as_budgets_permit(floors: tuple[int,
 
 def test_what_cannot_be_merged() -> None:
     plan = make_plan()
-    with pytest.raises(IncompatibleError, match="plans of different models: weights_sha256 differs"):
+    with pytest.raises(IncompatibleError, match="plans of different models: other weights"):
         merge(make_plan(model=model_dict(weights_sha256="0" * 64)), plan)
     with pytest.raises(UsageError, match=r"only one of the plans has layers \[1, 2\] in its prefill phase"):
         merge(make_plan([[10, 6], [4, 12], None]), plan)

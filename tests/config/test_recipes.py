@@ -1,0 +1,68 @@
+"""Recipes that are shipped: every one is valid for its command, says what it is, and is found by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvsearch.config.recipes import FOLDERS, about, find_recipe, shipped_recipe, shipped_recipes
+from kvsearch.errors import UsageError
+from kvsearch.jobs.calibrate import CalibrateOptions
+from kvsearch.jobs.evaluate import EvaluateOptions
+from kvsearch.jobs.evolve import EvolveOptions
+from kvsearch.jobs.run import RunOptions
+from kvsearch.resources import resource
+from tests.cli.conftest import invoke
+
+OPTIONS = {"calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "run": RunOptions}
+MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
+
+
+def test_all_that_is_shipped_is_listed() -> None:
+    assert OPTIONS.keys() == FOLDERS.keys()
+    assert {path.resolve() for path in shipped_recipes().values()} == {
+        path.resolve() for path in resource("recipes").rglob("*.yaml")
+    }
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
+    job, _, stem = name.partition("/")
+    found = OPTIONS[job].of(stem, output=tmp_path / "x", **({} if stem.endswith(MODELS) else {"model": "bundled"}))
+    assert found.model_dump()["output"] == tmp_path / "x"
+    assert len(about(shipped_recipes()[name])) > 20
+    assert find_recipe(name, FOLDERS[job]) == find_recipe(stem, FOLDERS[job]) == shipped_recipes()[name]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_recipes_of_every_paper(model: str) -> None:
+    made = {f"calibrate/{method}-{model}" for method in ("lukv", "lava", "polykv")}
+    assert made | {f"evolve/evolkv-{model}", f"run/{model}"} <= shipped_recipes().keys()
+
+
+def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give evolve/bundled or run/bundled"):
+        shipped_recipe("bundled")
+    with pytest.raises(UsageError, match="did you mean 'lukv-paper'"):
+        shipped_recipe("lukv-papr")
+    assert shipped_recipe("paper-8b")[0] == "evolve/paper-8b"
+    assert find_recipe("mine.yaml", FOLDERS["run"]) == Path("mine.yaml")
+    with pytest.raises(UsageError, match=r"did you mean 'llama-3.1-8b'"):
+        find_recipe("llama-3.1-8", FOLDERS["run"])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    code, out, _ = invoke("recipes", "ls", "run")
+    assert code == 0
+    assert "run/bundled" in out
+    assert "calibrate/" not in out
+    code, out, _ = invoke("recipes", "show", "run/bundled")
+    assert (code, out) == (0, shipped_recipes()["run/bundled"].read_text())
+    copy = tmp_path / "mine.yaml"
+    assert invoke("recipes", "cp", "run/bundled", "-o", copy)[0] == 0
+    assert copy.read_bytes() == shipped_recipes()["run/bundled"].read_bytes()
+    copy.write_text("mine")
+    code, _, talk = invoke("recipes", "cp", "run/bundled", "-o", copy)
+    assert (code, copy.read_text()) == (2, "mine")
+    assert "--force to replace it" in talk
