@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint interop bench train clean
+.PHONY: setup demo test quick ci lint interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -36,6 +36,11 @@ lint: setup
 interop: setup
 	$(BIN)/python benchmarks/environments.py
 	$(BIN)/python -m pytest -q tests/interop
+
+# The wheel in an environment of its own: help of every verb, recipes, a plan, a reply.
+wheel: setup
+	$(BIN)/python -m pip wheel -q . --no-deps -w dist
+	$(BIN)/python scripts/try_wheel.py dist/kvsearch-*.whl
 
 bench: setup
 	$(BIN)/python benchmarks/bench_decode.py --batch 1

@@ -62,7 +62,8 @@ app = typer.Typer(
     name="kvsearch",
     cls=Verbs,
     help="Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache.",
-    epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 128 + n "
+    "stopped by signal n (130 by Ctrl-C).",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -60,7 +60,7 @@ def _say_cost(found: CostEstimate | RankingCost, whose: str, console: Console) -
     from kvsearch.calibration.polykv.cost import CostEstimate
 
     if not isinstance(found, CostEstimate):
-        for line in found.lines(f"{_cost_words(found.reading)} at {found.tflops:.3g} TFLOP/s{whose}"):
+        for line in found.lines(f"{_cost_words(found.reading)} at {found.tflops:.3g} TFLOP/s"):
             console.say(line)
         return
     memory = found.memory

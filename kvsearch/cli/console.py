@@ -1,7 +1,7 @@
 """The console of a command: its two output channels, its exit codes, and the options of every command.
 
 Data goes to standard output, talk to standard error. Exit codes: 0 done, 1 our bug, 2 usage or configuration, 3 the
-environment, 4 model or data incompatible, 130 interrupted.
+environment, 4 model or data incompatible, 128 + n stopped by signal n (130 by Ctrl-C).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsearch.cli.ends import exit_code, stoppable
 from kvsearch.cli.log import LOGGER, SHOWN, set_up
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
 GENERAL = "General"
-BUG, INTERRUPTED = 1, 130
+BUG = 1
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -155,11 +156,11 @@ class Console:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""
         try:
             set_up(bool(self.verbose), self.log_file)
-            with self._showing_warnings():
+            with self._showing_warnings(), stoppable():
                 action()
-        except KeyboardInterrupt:
-            _complain("interrupted: nothing half-written was left behind")
-            return INTERRUPTED
+        except KeyboardInterrupt as stop:
+            _complain(f"{f'stopped by {stop}' if str(stop) else 'interrupted'}: nothing half-written was left behind")
+            return exit_code(stop)
         except KvsearchError as error:
             return self._failed(str(error), error, error.exit_code)
         except BrokenPipeError:
