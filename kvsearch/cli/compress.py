@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 
 from kvsearch.cli.command import command
@@ -31,5 +30,4 @@ def compress(options: CompressOptions, console: Console) -> None:
         f"{saved.file_bytes / 2**20:.2f} MiB on disk, {100 * saved.file_bytes / saved.full_bytes:.1f}% of the full "
         f"cache's {saved.full_bytes / 2**20:.2f} MiB"
     )
-    words = ("kvsearch", "generate", options.model, "--cache", saved.path, "--prompt", "...")
-    console.say(f"next: {shlex.join(words)}")
+    console.next("generate", options.model, "--cache", saved.path, "--prompt", "...")

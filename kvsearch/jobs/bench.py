@@ -98,8 +98,8 @@ def _model(options: BenchOptions, talk: Talk) -> LoadedModel:
         return options.load(str(options.model), talk)
     from kvsearch.models.shapes import random_model
 
-    talk.before_loading()
-    return random_model(options.shape, options.layers, options.device, options.loading().dtype)
+    with talk.loading(options.shape):
+        return random_model(options.shape, options.layers, options.device, options.loading().dtype)
 
 
 def _uniform(loaded: LoadedModel, policy: str, budget: int) -> Program:
