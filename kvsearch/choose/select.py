@@ -89,19 +89,24 @@ class PreparedSelection:
         counts: Counter[str] = Counter()
         for one in self.contests:
             counts.update(one.replies)
-        return dict(counts) | {"report": self._reported * sum(one.coverage.questions for one in self._report_prompts)}
+        return dict(counts) | {
+            "report": self._most_reported * sum(one.coverage.questions for one in self._report_prompts)
+        }
 
     @property
     def work(self) -> Work:
         """The most that the model has to do."""
-        made, protocol = work_of(self._report_prompts, self.settings.protocol, self._reported), self.settings.protocol
+        made, protocol = (
+            work_of(self._report_prompts, self.settings.protocol, self._most_reported),
+            self.settings.protocol,
+        )
         for one in self.contests:
             first, second = (stage.evaluation for stage in one.stages(one.prepared))
             made += first.work + work_of(second.encoded, protocol, one.most_finalists)
         return made
 
     @property
-    def _reported(self) -> int:
+    def _most_reported(self) -> int:
         """The most plans of a report: full, even, best baseline, single, the other kind of budgets, two parts."""
         return self.rule.top + 7
 

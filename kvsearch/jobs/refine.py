@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate, SearchOutcome
     from kvsearch.search.evolve import PreparedSearch
     from kvsearch.search.ledger import SearchLedger
+    from kvsearch.search.loop import Part
     from kvsearch.tasks.base import Task
 
 FOUND = "found.json"  # what the searches found; it is there once all are finished
@@ -65,7 +66,7 @@ class _Counting:
     most: int
     progress: Progress
 
-    def stage(self, name: str) -> None:
+    def stage(self, name: str, part: Part | None = None) -> None:
         """See `Watcher`."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:  # noqa: ARG002
