@@ -27,7 +27,6 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
     from kvsearch.jobs import calibrate as jobs
-    from kvsearch.plan.profile import QUERIES
     from kvsearch.plan.saved import PROFILE
 
     if console.dry_run:

@@ -329,10 +329,13 @@ def _checked_table(
 
 def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
     """Yield the words of commands that use what was measured."""
+    from kvsearch.plan.profile import QUERIES
     from kvsearch.policies.registry import FITTED
 
     place = str(options.output)
-    if options.method in FITTED:
+    if options.method == QUERIES:
+        yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
+    elif options.method in FITTED:
         policy = f"{options.method}={place}"
         beside = f"{place.rstrip('/')}-budgets"
         yield ["calibrate", options.model, "--policy", policy, "-o", beside, *loading_flags(options)]
