@@ -16,6 +16,7 @@ from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.answer import Reply
+    from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
 
 
@@ -78,9 +79,7 @@ def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:
     texts = options.read()
     prompt = texts.prompts[0] if len(texts.prompts) == 1 else texts.prompts
     source = {"context": texts.context} if options.cache is None else {"cache": str(options.cache)}
-    loaded = options.load(options.model, talk)
-    if texts.plan is not None:
-        texts.plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    loaded = _loaded(options, texts.plan, talk)
     count = counter(loaded.tokenizer)
     asked = sum(map(count, texts.prompts)) + (count(texts.context) if options.cache is None else 0)
     work = Work(1, asked, len(texts.prompts) * options.max_new_tokens)
@@ -98,7 +97,7 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
     from kvsearch.evaluation.answer import answer, answer_from
 
     plan, context, prompts, plain = options.read()
-    loaded = options.load(options.model, talk)
+    loaded = _loaded(options, plan, talk)
     rest = (prompts, plain, options.max_new_tokens)
     if options.cache is not None:
         return answer_from(loaded, options.cache, plan, *rest, exact=options.exact)
@@ -108,3 +107,11 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
             f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"
         )
     return replies
+
+
+def _loaded(options: GenerateOptions, plan: Plan | None, talk: Talk) -> LoadedModel:
+    """Load the model; IncompatibleError if the plan is of another one."""
+    loaded = options.load(options.model, talk)
+    if plan is not None:
+        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    return loaded
