@@ -124,8 +124,12 @@ def check_plans(
         for plan in plans.values()
     }
     if len(sizes) > 1:
-        told = ", ".join(f"{label}: {_listed(_totals(plan))}" for label, plan in plans.items())
-        raise UsageError(f"plans are compared at equal entries, these have different totals ({told})")
+        same = len({_listed(_totals(plan)) for plan in plans.values()}) == 1
+        told = ", ".join(
+            f"{label}: {_follows(plan) if same else _listed(_totals(plan))}" for label, plan in plans.items()
+        )
+        what = "of other prompts than those they are for these" if same else "these"
+        raise UsageError(f"plans are compared at equal entries, {what} have different totals ({told})")
 
 
 def plan_sizes(
@@ -170,6 +174,12 @@ def _totals(plan: Plan) -> dict[str, int]:
     """Return the entries of each phase of a plan."""
     phases = {"prefill": plan.prefill, "decode": plan.decode}
     return {name: phase.total for name, phase in phases.items() if phase is not None}
+
+
+def _follows(plan: Plan) -> str:
+    return (
+        "whatever the prompt" if plan.scaling == "fixed" else f"those of {plan.length} tokens, in proportion for others"
+    )
 
 
 def _listed(totals: Mapping[str, int]) -> str:

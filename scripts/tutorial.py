@@ -1,0 +1,84 @@
+"""Run the commands of docs/tutorial.md, and write below them what they print.
+
+    python scripts/tutorial.py            # docs/tutorial.md with the outputs of today
+    python scripts/tutorial.py --check    # nothing is written; exit 1 where an output differs
+
+Commands are the lines of `console` blocks that begin with "$ "; they run one after the other in an empty directory, and
+what they print to both streams follows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
+BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROMPT = "$ "
+TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+
+Run = Callable[[list[str]], str]
+
+
+def rendered(page: str, run: Run) -> str:
+    """Return a page with the output of `run` below every command of its blocks."""
+
+    def block(found: re.Match[str]) -> str:
+        commands = [line for line in found.group(1).splitlines() if line.startswith(PROMPT)]
+        parts = [f"{command}\n{_shown(run(shlex.split(command.removeprefix(PROMPT))))}" for command in commands]
+        return "```console\n" + "\n".join(parts) + "```"
+
+    return BLOCK.sub(block, page)
+
+
+def _shown(output: str) -> str:
+    text = TRAILING.sub("", output).strip("\n")
+    return f"{text}\n" if text else ""
+
+
+def run_here(words: list[str]) -> str:
+    """Return what a command prints; RuntimeError if it fails."""
+    from typer.testing import CliRunner
+
+    from kvsearch.cli import app
+
+    result = CliRunner().invoke(app, words[1:])
+    if result.exit_code:
+        raise RuntimeError(f"{shlex.join(words)} fails with {result.exit_code}: {result.output}")
+    return result.output
+
+
+@contextlib.contextmanager
+def empty_directory() -> Iterator[None]:
+    """Work in a directory of its own, and be back afterwards."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as place:
+        os.chdir(place)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def main() -> int:
+    """Write the page, or tell whether it is that of today."""
+    there = PAGE.read_text()
+    with empty_directory():
+        here = rendered(there, run_here)
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(here)
+    elif here != there:
+        sys.stdout.writelines(difflib.unified_diff(there.splitlines(True), here.splitlines(True), "page", "today"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
