@@ -148,12 +148,15 @@ def find_columns(name: str) -> Columns:
     raise UsageError(f"unknown columns {name!r}{suggest(name, list(KINDS))}")
 
 
-def tables(result: Compared, columns: Columns | None = None) -> list[Table]:
-    """Return scores, differences and what is held; by default columns are tasks, unless they are too many."""
+def tables(result: Compared, columns: Columns | None = None, *, intervals: bool = False) -> list[Table]:
+    """Return scores, differences and what is held; by default columns are tasks, unless they are too many.
+
+    With `intervals`, scores have theirs, too, as differences always have.
+    """
     chosen = columns or ("tasks" if len(result.coverage) <= FEW else "categories")
     has_categories = any(row.kind == "category" for row in result.blocks[0].rows)
     means: Columns = "categories" if has_categories else "averages"  # columns of differences are wide
-    return [score_table(result, chosen), difference_table(result, means), held_table(result)]
+    return [score_table(result, chosen, intervals=intervals), difference_table(result, means), held_table(result)]
 
 
 def write_tables(result: Compared, path: Path, columns: Columns = "tasks", overwrite: bool = True) -> None:
@@ -172,24 +175,31 @@ def parts(
     columns: Columns | None = None,
 ) -> Iterator[RenderableType]:
     """Yield all tables for the screen, grids of needles and output losses where there are any."""
-    yield from map(table.on_screen, tables(result, columns))
+    yield from map(table.on_screen, tables(result, columns, intervals=True))
     for method, grid in grids.items():
         yield grid_table(f"{method} ({_how(result)})", grid)
     if losses is not None:
         yield losses_table(f"{result.model}, phases: {result.phases}", result.protocol, losses)
 
 
-def score_table(result: Compared, columns: Columns) -> Table:
-    """Return mean scores in percent; the best of each block, the full cache aside, is marked where not all tie."""
+def score_table(result: Compared, columns: Columns, *, intervals: bool = False) -> Table:
+    """Return mean scores in percent, with 95% intervals or without.
+
+    The best of each block, the full cache aside, is marked where not all tie.
+    """
     numbers = _column_numbers(result, columns)
-    groups = [RowGroup("", [[Cell(FULL), *(Cell(_score(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
+
+    def shown(row: Row, label: str) -> str:
+        return interval(row.scores[label]) if intervals else _score(row, label)
+
+    groups = [RowGroup("", [[Cell(FULL), *(Cell(shown(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
     for block in result.blocks:
         rows = [[Cell(name)] for name in block.methods]
         for number in numbers:
             texts = [_score(block.rows[number], label) for label in block.methods.values()]
             best = max(texts, key=float) if len(set(texts)) > 1 else None  # printed alike, none of them is better
-            for row, text in zip(rows, texts, strict=True):
-                row.append(Cell(text, text == best))
+            for row, text, label in zip(rows, texts, block.methods.values(), strict=True):
+                row.append(Cell(shown(block.rows[number], label), text == best))
         groups.append(RowGroup(_heading(block), rows))
     plans = result.blocks[0].size is None
     uniform = plans and "uniform" in result.blocks[0].methods
@@ -198,7 +208,7 @@ def score_table(result: Compared, columns: Columns) -> Table:
         *["all methods but full hold as many entries as the plan"] * plans,
         *result.notes,
     ]
-    title = f"{result.model}: score in percent ({_how(result)})"
+    title = f"{result.model}: score in percent{', 95% interval' if intervals else ''} ({_how(result)})"
     above = () if result.different is None else (result.different,)
     return Table(title, _header(result, numbers), groups, tuple(notes), above)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HOW = 'figures need matplotlib: pip install "kvsearch[report]"'
 WIDTH, HEIGHT, DPI = 5.5, 3.4, 200  # inches of a figure over both columns of a page
+CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 MOST_NUMBERS = 160  # cells of a map that have their number in them
 SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
@@ -95,22 +96,22 @@ def draw(figure: Figure) -> Picture:
 
 
 def _lines(picture: Picture, body: Lines) -> None:
-    axes, number = picture.add_subplot(), 0
+    axes, counts = picture.add_subplot(), {True: 0, False: 0}  # of muted ones and of others
     for one in body.series:
-        _series(axes, one, number)
-        number += not one.muted
+        _series(axes, one, counts[one.muted])
+        counts[one.muted] += one.style != "level"
     _scale(axes, body)
     axes.set_xlabel(body.x.label)
     axes.set_ylabel(body.y.label)
-    if len(body.series) > 1:
+    if sum(one.style != "level" for one in body.series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _series(axes: Axes, one: Series, number: int) -> None:
     colour = MUTED if one.muted else COLOURS[number % len(COLOURS)]
-    look: dict[str, Any] = {"color": colour, "label": one.name, "zorder": 1.5 if one.muted else 2.5}
+    look: dict[str, Any] = {"color": colour, "zorder": 1.5 if one.muted else 2.5}
     dashes = DASHES[number % len(DASHES)]
-    style: Any = (0, dashes) if dashes and not one.muted else "-"
+    style: Any = (0, dashes) if dashes else "-"
     if one.style == "level":
         axes.axhline(one.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
         axes.annotate(
@@ -118,7 +119,10 @@ def _series(axes: Axes, one: Series, number: int) -> None:
             ha="right", va="bottom", fontsize=7, color=colour,
         )  # fmt: skip
         return
-    marker = "." if one.muted else MARKERS[number % len(MARKERS)]
+    look["label"] = one.name
+    marker = MARKERS[number % len(MARKERS)]
+    if one.muted:
+        look["markersize"] = 3
     if one.style == "points":
         axes.plot(one.x, one.y, linestyle="none", marker=marker, **look)
     elif one.style == "steps":
@@ -132,19 +136,25 @@ def _series(axes: Axes, one: Series, number: int) -> None:
 
 
 def _scale(axes: Axes, body: Lines) -> None:
-    """Set the scales; on a logarithmic one, few values are named as they are."""
-    from matplotlib.ticker import MaxNLocator, NullFormatter
+    """Set the scales; on a logarithmic one, few values are named as they are, those that are close by one name."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if body.x.log:
         axes.set_xscale("log")
-        there = sorted({x for one in body.series for x in one.x})
-        if len(there) <= 8:
-            axes.set_xticks(there, [f"{x:g}" for x in there])
-            axes.xaxis.set_minor_formatter(NullFormatter())
+        named = list[float]()
+        for x in sorted({x for one in body.series for x in one.x}):
+            if not named or x > CLOSE * named[-1]:
+                named.append(x)
+        if len(named) <= 8:
+            axes.set_xticks(named, [f"{x:.0f}" if x >= 10 else f"{x:g}" for x in named])
+            axes.xaxis.set_minor_locator(NullLocator())
     elif all(float(x).is_integer() for one in body.series for x in one.x):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if body.y.log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
@@ -157,7 +167,7 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     colours = LinearSegmentedColormap.from_list("kvsearch", [tuple(part / 255 for part in one) for one in RAMP])
     known = [value for panel in body.panels for row in panel.values for value in row if value is not None]
     norm = Normalize(min(known, default=0.0), max(known, default=1.0))
-    across = min(len(body.panels), 3)
+    across = len(body.panels) if len(body.panels) <= 3 else 2 if len(body.panels) % 3 else 3
     down = -(-len(body.panels) // across)
     tall = min(max(0.16 * len(body.rows), 1.2), 8)
     picture.set_size_inches(max(WIDTH, across * min(0.14 * len(body.columns) + 0.8, 4)), down * (tall + 0.7) + 0.4)
@@ -229,7 +239,7 @@ def _intervals(picture: Picture, body: Intervals) -> None:
         if group:
             axes.annotate(
                 group, (0, -place), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
-                fontsize=8, fontstyle="italic", va="center",
+                fontsize=8, fontstyle="italic", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
             place += 1
         for one in found:

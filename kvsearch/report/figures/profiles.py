@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvsearch.arrays import Floats
 from kvsearch.calibration.analysis import lost_mass, ranking_gap
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import EVICTED_RATIO, KEPT
@@ -45,21 +46,29 @@ def profile_figures(profile: Profile, ratio: float = 0.8) -> Iterator[Figure]:
 
 
 def _recalls(profile: Profile, told: str) -> Iterator[Figure]:
-    """Yield recalls of the oracle's importance by what is kept (LU-KV, Figure 1), and the gap to it by head."""
+    """Yield recall by what is kept (LU-KV, Figure 1), its gap to the oracle's by head, and all policies side by side.
+
+    Recall is a mean over heads; policies are compared by the importance of the whole model, which weighs heads.
+    """
     arrays, metadata = profile.arrays, profile.metadata
     curves = {"oracle": arrays["oracle_recall"].mean((0, 1)), metadata.policy.name: arrays["recall"].mean((0, 1))}
+    yield _curves("recall", "Importance kept by the ranking and by the oracle's, mean over heads", told, curves)
     if KEPT in arrays:
-        kept = arrays[KEPT].astype(np.float64).sum((1, 2))  # [P, K + 1]
-        for spec, row in list(zip(metadata.measured_policies, kept, strict=True))[1:]:
-            curves[_apart(spec.name, curves)] = row / max(float(row[-1]), np.finfo(np.float64).tiny)
-    series = [
-        Series(name, tuple(np.linspace(0, 100, len(row)).tolist()), tuple((100 * row).tolist()), muted=name == "oracle")
-        for name, row in curves.items()
-    ]
-    body = Lines(Axis(KEPT_AXIS), Axis("importance kept, %"), tuple(series))
-    yield Figure("recall", "Importance kept by each ranking", told, body)
+        kept, found = arrays[KEPT].astype(np.float64).sum((1, 2)), dict[str, Floats]()  # [P, K + 1]
+        for spec, row in zip(metadata.measured_policies, kept, strict=True):
+            found[_apart(spec.name, found)] = row / max(float(row[-1]), np.finfo(np.float64).tiny)
+        yield _curves("kept", "Importance of the whole model kept by each policy, even budgets", told, found)
     gap = layer_map({"": 100 * ranking_gap(profile)}, metadata.layers, "recall lost, points", "{:.1f}")
     yield Figure("ranking-gap", "Recall that the ranking loses to the oracle's, mean over budgets", told, gap)
+
+
+def _curves(name: str, title: str, told: str, curves: Mapping[str, Floats]) -> Figure:
+    """Return shares of the importance over shares of the context, each in equal steps from 0 to 1."""
+    series = [
+        Series(one, tuple(np.linspace(0, 100, len(row)).tolist()), tuple((100 * row).tolist()), muted=one == "oracle")
+        for one, row in curves.items()
+    ]
+    return Figure(name, title, told, Lines(Axis(KEPT_AXIS), Axis("importance kept, %"), tuple(series)))
 
 
 def _signals(table: SignalTable, told: str) -> Iterator[Figure]:
@@ -98,7 +107,7 @@ def _rankings(profile: Profile, told: str) -> Iterator[Figure]:
     yield Figure("rankings-by-layer", "Importance kept, of what the oracle keeps, by layer", told, body)
 
 
-def _apart(name: str, taken: dict[str, np.ndarray]) -> str:
+def _apart(name: str, taken: Mapping[str, object]) -> str:
     """Return a name that is not taken, with a number where it is."""
     count = 2
     while name in taken:

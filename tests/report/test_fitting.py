@@ -1,0 +1,75 @@
+"""Tables and heat maps fit any page, and nothing of them is cut."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.report.evaluation import score_table
+from kvsearch.report.fitting import WIDEST
+from kvsearch.report.heatmap import heatmap
+from kvsearch.report.screen import screen_table
+from kvsearch.report.table import on_screen
+from tests.evaluation.shown import rendered
+from tests.report.test_tables import comparison
+
+WIDTHS = [60, 80, 120, 200, WIDEST]
+
+
+def wide_table(columns: int) -> object:
+    table = screen_table("what is in here", ["method", *(f"task-{n}" for n in range(columns))], left=["method"])
+    for name in ("full", "uniform:snapkv"):
+        table.add_row(name, *(f"{name[0]}{n}.25" for n in range(columns)))
+    return table
+
+
+@given(columns=st.integers(1, 12), width=st.integers(40, 200))
+def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
+    text = rendered([wide_table(columns)], width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for n in range(columns):
+        assert len(re.findall(rf"\b(?:f|u){n}\.25\b", text)) == 2
+    names = text.count("uniform:snapkv")
+    assert names == sum(line.split()[:1] == ["method"] for line in text.splitlines())  # in every block
+
+
+def test_a_table_that_fits_is_one() -> None:
+    assert rendered([wide_table(3)], 80).count("method") == 1
+    assert rendered([wide_table(12)], 60).count("method") > 1
+    assert rendered([wide_table(12)], WIDEST).count("method") == 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wide_model(width: int) -> None:
+    """128 layers of 32 heads: numbers where they fit, else a map of tenths; sums always."""
+    values = np.arange(128 * 32).reshape(128, 32)
+    text = rendered([heatmap("entries", values, range(128))], width)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert f" {values[127].sum()}" in text
+    assert ("4095" in text.replace("4095 (9)", "")) == (width >= 200)
+    assert ("a digit is a tenth" in " ".join(text.split())) == (width < 200)
+
+
+def test_tenths() -> None:
+    values = np.array([[0.0, 0.5, 1.0] * 20])
+    text = rendered([heatmap("shares", values, [7], "{:.2f}", "mean")], 140)
+    (row,) = [line for line in text.splitlines() if line.strip().startswith("7 ")]
+    assert row.split() == ["7", *["0", "5", "9"] * 20, "0.50"]
+
+
+def test_scores_on_the_screen_have_intervals() -> None:
+    table = score_table(comparison(), "averages", intervals=True)
+    assert "95% interval" in table.title
+    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", row[1].text) for row in table.groups[1].rows)
+    plain = score_table(comparison(), "averages")
+    assert [[cell.best for cell in row] for row in table.groups[2].rows] == [
+        [cell.best for cell in row] for row in plain.groups[2].rows
+    ]
+    for width in WIDTHS:
+        assert "…" not in rendered([on_screen(table)], width)
