@@ -149,7 +149,7 @@ def _scale(axes: Axes, body: Lines) -> None:
             axes.set_xticks(named, [f"{x:.0f}" if x >= 10 else f"{x:g}" for x in named])
             axes.xaxis.set_minor_locator(NullLocator())
     elif all(float(x).is_integer() for one in body.series for x in one.x):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if body.y.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

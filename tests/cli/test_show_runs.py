@@ -1,0 +1,111 @@
+"""`kvsearch show` of what the commands write: directories of runs, finished or not, and the files in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvsearch.report.files.search import StoredSearch, read_trace
+from kvsearch.report.reader import open_path
+from tests.cli.conftest import Run
+
+ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of an evaluation, and what the command printed."""
+    from tests.cli.conftest import invoke
+
+    directory = tmp_path_factory.mktemp("evaluated") / "run"
+    how = ("--methods", "uniform,streaming", "--budgets", "32,64", "--set", "uniform.window=8", *ASKED)
+    code, out, talk = invoke("evaluate", "bundled", *how, "-o", directory)
+    assert code == 0, talk
+    return directory, out
+
+
+def test_an_evaluation_is_shown_as_it_was_printed(run: Run, evaluated: tuple[Path, str]) -> None:
+    directory, printed = evaluated
+    for path in (directory, directory / "ledger.jsonl", directory / "samples.csv"):
+        code, out, talk = run("show", path)
+        assert (code, talk) == (0, "")
+        assert out.splitlines()[2:] == printed.splitlines()
+        assert out.startswith("of     ")
+    assert run("show", directory / "report.json")[1] == printed
+    assert "score in percent, 95% interval (question-agnostic, phases: prefill, " in printed
+    assert " contexts of 50" in printed
+    assert ", split report)" in printed
+    code, out, _ = run("show", directory, "--json")
+    assert json.loads(out) == json.loads((directory / "report.json").read_text())
+
+
+def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    for name in ("config.json", "ledger.jsonl"):
+        (tmp_path / name).write_bytes((evaluated[0] / name).read_bytes())
+    code, out, talk = run("show", tmp_path)
+    assert (code, talk) == (0, "")
+    assert "uniform@32" in out
+    assert "this evaluation is not finished" in out
+    shown = json.loads(run("show", tmp_path, "--json")[1])
+    assert shown["replies"]["full"]["questions"]["single"] == 2
+
+
+def test_options_of_a_run(run: Run, evaluated: tuple[Path, str]) -> None:
+    code, out, _ = run("show", evaluated[0] / "config.json")
+    assert code == 0
+    assert "recipe of  evaluate" in out
+
+
+@pytest.mark.slow
+def test_a_search(run: Run, tmp_path: Path) -> None:
+    """Finished: what was chosen, and how it converged; cut short: how far it is."""
+    how = ("--budget", 32, "--set", "window=8", "--group-size", 6, "--generations", 1, "--finalists", 1, *ASKED)
+    code, printed, talk = run("evolve", "bundled", *how, "-o", tmp_path / "run")
+    assert code == 0, talk
+    code, out, _ = run("show", tmp_path / "run")
+    assert code == 0
+    for line in filter(str.strip, printed.splitlines()):
+        assert line in out.splitlines()
+    assert "convergence: " in out
+    assert f"next: kvsearch show {tmp_path / 'run' / 'plan.json'}" in out
+    content = open_path(tmp_path / "run").content
+    assert isinstance(content, StoredSearch)
+    assert content.result is not None
+    assert content.trace == read_trace(tmp_path / "run" / "ledger.jsonl")
+    values = [one.value for one in content.trace.steps]
+    assert values == sorted(values, reverse=True)
+    for name in ("report.json", "plan.json"):
+        (tmp_path / "run" / name).unlink()
+    code, out, _ = run("show", tmp_path / "run")
+    assert code == 0
+    assert "this search is not finished" in out
+    assert "start uniform" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", '{"schema": "other/1"}'), ("a.json", "[1]"), ("a.yaml", "- 1"), ("a.txt", "x")]
+)
+def test_what_is_not_ours(run: Run, tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    for path in (tmp_path / name, tmp_path):
+        code, _, talk = run("show", path)
+        assert code == 2
+        assert "is nothing that kvsearch can show, which is: a plan, a strategy or recipe" in talk
+        assert len(talk.splitlines()) == 1
+
+
+def test_a_damaged_report(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    data = json.loads((evaluated[0] / "report.json").read_text())
+    del data["blocks"][0]["methods"][0]["held"]
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    code, _, talk = run("show", tmp_path / "report.json")
+    assert code == 2
+    assert "is damaged (blocks.0.methods.0.held: is missing: add it)" in talk
+
+
+def test_a_ratio_is_for_profiles(run: Run, evaluated: tuple[Path, str]) -> None:
+    code, _, talk = run("show", evaluated[0], "--ratio", 0.5)
+    assert code == 2
+    assert "--plan and --ratio are for profiles" in talk
