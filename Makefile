@@ -52,6 +52,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_evaluation.py
 	$(BIN)/python benchmarks/bench_calibration.py
 	$(BIN)/python benchmarks/bench_search.py
+	$(BIN)/python benchmarks/bench_report.py
 
 # About an hour on two cores for the bundled model, half an hour on one for the redundant one, which starts from it.
 train: setup
