@@ -62,11 +62,8 @@ def main() -> None:
         command = ["kvsearch", "report", place / "profile.safetensors", place / "search", "-o", page]
         print(f"{args.layers} layers x {args.heads} kv heads, {args.candidates} candidates")
         whole = min(timed([sys.executable, "-m", *map(str, command)]) for _ in range(3))
-        print(
-        own = making(command[2:4])
-        told = f"{own:.1f} of them to read and draw, the rest to import"
-        print(f"seconds   {whole:.1f} of the processor, {told}")
-        )
+        drawing = f"{making(command[2:4]):.1f} of them to read and draw, the rest to import"
+        print(f"seconds   {whole:.1f} of the processor, {drawing}")
         text = page.read_text()
         print(f"kilobytes {page.stat().st_size / 1000:.0f}")
         print(f"figures   {text.count('<figure')}, tables {text.count('<table')}")
