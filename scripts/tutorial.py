@@ -22,6 +22,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMPT = "$ "
+PROGRESS = re.compile(r"^.*: \d+ of \d+ in \d+:\d\d\b.*\n", re.MULTILINE)
 TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 
 Run = Callable[[list[str]], str]
@@ -39,6 +40,8 @@ def rendered(page: str, run: Run) -> str:
 
 
 def _shown(output: str) -> str:
+    """Return an output without the lines that say how far a slow machine is."""
+    output = PROGRESS.sub("", output)
     text = TRAILING.sub("", output).strip("\n")
     return f"{text}\n" if text else ""
 

@@ -26,7 +26,7 @@ from kvsearch.report.asked import asked_words
 from kvsearch.report.files.evaluation import SECTIONS
 from kvsearch.report.losses import losses_json, losses_table
 from kvsearch.report.needle import grid_table, grids_json, needle_grids
-from kvsearch.report.numbers import interval, outcomes, percent
+from kvsearch.report.numbers import bounds, interval, outcomes, percent
 from kvsearch.report.screen import screen_table
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.runs.estimates import Difference, Estimate
@@ -190,7 +190,7 @@ def score_table(result: Compared, columns: Columns, *, intervals: bool = False) 
     numbers = _column_numbers(result, columns)
 
     def shown(row: Row, label: str) -> str:
-        return interval(row.scores[label]) if intervals else _score(row, label)
+        return _score(row, label) + (f" {bounds(row.scores[label], '.1f')}" if intervals else "")
 
     groups = [RowGroup("", [[Cell(FULL), *(Cell(shown(result.blocks[0].rows[n], FULL)) for n in numbers)]])]
     for block in result.blocks:

@@ -66,7 +66,7 @@ def test_tenths() -> None:
 def test_scores_on_the_screen_have_intervals() -> None:
     table = score_table(comparison(), "averages", intervals=True)
     assert "95% interval" in table.title
-    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", row[1].text) for row in table.groups[1].rows)
+    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d, \d+\.\d\]", row[1].text) for row in table.groups[1].rows)
     plain = score_table(comparison(), "averages")
     assert [[cell.best for cell in row] for row in table.groups[2].rows] == [
         [cell.best for cell in row] for row in plain.groups[2].rows
