@@ -67,7 +67,7 @@ def test_what_does_not_go_together(run: Run, tmp_path: Path, given: tuple[object
 
 def test_a_directory_in_use_is_told_before_a_model_is_loaded(run: Run, questions: Path, tmp_path: Path) -> None:
     (tmp_path / "something").write_text("of mine")
-    refused(run, USAGE, "is not empty", "calibrate", "no/such", "-o", tmp_path, "--tasks", f"jsonl:{questions}")
+    refused(run, USAGE, "holds something else", "calibrate", "no/such", "-o", tmp_path, "--tasks", f"jsonl:{questions}")
 
 
 def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -> None:

@@ -227,6 +227,11 @@ def test_a_plan_that_is_there_is_kept(run: Run, polykv: Path, tmp_path: Path) ->
     code, _, talk = run("export", polykv, "-o", path)
     assert (code, path.read_text()) == (USAGE, "mine")
     assert "exists" in talk
+    code, _, talk = run("export", polykv, "-o", path, "--force")
+    assert (code, path.read_text()) == (USAGE, "mine")
+    assert "holds something else than a plan" in talk
+    path.write_text("")
+    assert run("export", polykv, "-o", path, "--force")[0] == 0
     assert run("export", polykv, "-o", path, "--force")[0] == 0
 
 

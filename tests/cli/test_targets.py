@@ -36,8 +36,10 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
     assert (tmp_path / "windows.yaml").read_text() == (
         "kv_cache_config:\n  max_attention_window:\n  - 8\n  - 8\n  sink_token_length: 0\n"
     )
+    assert run(*command, "--lossy")[0] == 0  # what is there already is the same
+    (tmp_path / "windows.yaml").write_text("mine")
     code, _, talk = run(*command, "--lossy")
-    assert code == 2
+    assert (code, (tmp_path / "windows.yaml").read_text()) == (2, "mine")
     assert "exists" in talk
 
 
