@@ -6,6 +6,8 @@ import io
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from kvsearch.evaluation.perplexity import Perplexity, WindowLoss, measure_perpl
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
+from kvsearch.report.files.perplexity import read_perplexity
 from kvsearch.report.perplexity import perplexity_json, perplexity_rows, perplexity_table
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
@@ -288,7 +291,7 @@ def test_differences_are_paired(windows: list[tuple[float, ...]], shift: float) 
 def test_table_and_json() -> None:
     result = result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]})
     console = Console(width=200, file=io.StringIO())
-    console.print(perplexity_table(result))
+    console.print(perplexity_table(result, perplexity_rows(result)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "m: perplexity of t, 2 windows of 7 + 2 tokens" in text
     (plan,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["plan"]]
@@ -299,6 +302,9 @@ def test_table_and_json() -> None:
     assert data["methods"]["plan"]["difference"]["worse"] == 1
     assert data["by_window"][-1] == {"method": "plan", "start": 9, "nll": 3.25}
     assert (data["context"], data["continuation"], data["stride"], data["windows"]) == (7, 2, 9, 2)
+    again = read_perplexity({"phases": "prefill", "perplexity": json.loads(json.dumps(data))}, Path("told.json"))
+    assert list(again.rows) == perplexity_rows(result)
+    assert again.result == replace(result, samples=[])
 
 
 def test_the_same_seed_gives_the_same_result(model: LoadedModel) -> None:
