@@ -231,7 +231,10 @@ def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], probl
         ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
         (
             "method: evolkv",
-            ["method: 'evolkv' is unknown", "(known: lukv, lava, cake, adakv, polykv, probe, query_bank)"],
+            [
+                "method: 'evolkv' is unknown",
+                "(known: lukv, lava, cake, adakv, polykv, probe, query_bank, query_statistics)",
+            ],
         ),
         ("method: laav", ["method: 'laav' is unknown; did you mean 'lava'?"]),
         ("method: [lava]", ["method: ['lava'] is unknown"]),
