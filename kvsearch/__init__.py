@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsearch.errors import KvsearchError
+    from kvsearch.jobs.bench import bench
     from kvsearch.jobs.calibrate import calibrate
     from kvsearch.jobs.compress import compress
     from kvsearch.jobs.evaluate import evaluate
@@ -39,13 +40,15 @@ _HOMES = {
     "write_report": "kvsearch.jobs.report",
     **{
         verb: f"kvsearch.jobs.{verb}"
-        for verb in ("calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
+        for verb in (
+            "bench", "calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate",
+        )
     },
 }  # fmt: skip
 
 __all__ = [
-    "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "calibrate", "compress", "evaluate",
-    "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run", "select", "validate",
+    "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "bench", "calibrate", "compress",
+    "evaluate", "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run", "select", "validate",
     "write_report",
 ]  # fmt: skip
 

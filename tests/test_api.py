@@ -13,7 +13,7 @@ import pytest
 import kvsearch
 from kvsearch.errors import UsageError
 
-VERBS = ("calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
+VERBS = ("bench", "calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
 
 
 def test_every_name_is_there() -> None:
@@ -33,7 +33,8 @@ def test_a_verb_has_the_options_of_its_command(verb: str) -> None:
         env={"COLUMNS": "200", "PATH": "", "PYTHONPATH": str(Path(kvsearch.__file__).parents[1])},
     ).stdout  # fmt: skip
     flags = {word.strip("*│ ") for word in shown.split() if word.startswith("--")}
-    for name in ("seed", "device") if verb != "export" else ("output", "budget"):
+    named = {"export": ("output", "budget"), "bench": ("batch", "device")}
+    for name in named.get(verb, ("seed", "device")):
         assert name in parameters
         assert f"--{name}" in flags
     assert "talk" in parameters

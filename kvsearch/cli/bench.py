@@ -8,7 +8,7 @@ from kvsearch.cli.render import show_view
 from kvsearch.jobs.bench import BenchOptions
 
 
-@command(BenchOptions)
+@command(BenchOptions, dry_run=True)
 def bench(options: BenchOptions, console: Console) -> None:
     """Measure time and memory of plans beside the full cache, on this machine.
 
@@ -17,4 +17,7 @@ def bench(options: BenchOptions, console: Console) -> None:
     """
     from kvsearch.jobs import bench as jobs
 
+    if console.dry_run:
+        console.print_json(jobs.dry_run(options, talk=console))
+        return
     show_view(jobs.bench(options, talk=console), console)

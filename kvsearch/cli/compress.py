@@ -13,8 +13,9 @@ from kvsearch.jobs.compress import CompressOptions
 def compress(options: CompressOptions, console: Console) -> None:
     """Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.
 
-    `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file, on any device, with the tokens that
-    follow without the detour. Without --context a bundled model reads a text of its own.
+    `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file with the tokens that follow without the
+    detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
+    of its own.
     """
     from kvsearch.jobs import compress as jobs
 

@@ -28,7 +28,7 @@ from kvsearch.runtime.cache import layer_state, stock_nbytes
 from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries
+from kvsearch.runtime.shared_prefill import held_entries, prompt_bytes
 
 STOCK = "sdpa"
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvsearch, full"
@@ -95,6 +95,22 @@ def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list
         kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
     ours = {FULL: full_cache(model), **programs}
     return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
+
+
+def cache_bytes(model: Any, programs: Mapping[str, Program], work: Workload) -> dict[str, int]:
+    """Return about the bytes of every kind of cache with its new tokens, by name; all are in memory at once.
+
+    Of layers with full attention alone, and without the room that is taken for tokens to come: it takes no less.
+    """
+    shape = describe(model)
+    heads = work.batch * len(shape.full_layers) * shape.kv_heads
+    token = heads * 2 * shape.head_dim * model.dtype.itemsize
+    stock = dict.fromkeys((DYNAMIC, STATIC), (work.length + work.steps) * token)
+    if len(shape.full_layers) < shape.layers:
+        del stock[STATIC]
+    lengths = [work.length] * work.batch
+    ours = {name: prompt_bytes(model, one, lengths) for name, one in {FULL: full_cache(model), **programs}.items()}
+    return stock | ours
 
 
 def measure(

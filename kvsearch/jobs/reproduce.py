@@ -11,6 +11,7 @@ from pydantic import Field
 
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
+from kvsearch.jobs.following import following
 from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, WithTasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reproduce_cost import told, work
@@ -137,15 +138,20 @@ class Reproduction:
         return self.found.tables()
 
     def remarks(self) -> Iterator[str]:
-        """Say where it is."""
+        """Say where it is, and how it is shown again."""
         yield f"wrote {', '.join(map(str, self.files))}"
+        yield following("show", self.files[0])
 
 
 @job(ReproduceOptions)
-def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return the stages with what they cost, as JSON; errors as `reproduce` before a model is loaded."""
+def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:
+    """Return the stages with what they cost, as JSON.
+
+    Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
+    """
     table = options.chosen_table()
     stages = Stages(options, table.stages(options.scale(table)))
+    stages.require_data(options.without_weights(options.model).load(options.model, talk))
     return {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import Loading, TaskDetails
 from kvsearch.jobs.talk import Talk
-from kvsearch.papers.table import ASKING, Stage, StageJob
+from kvsearch.papers.table import ASKING, STAGES, Stage, StageJob
 from kvsearch.plan.canonical import canonical_json
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class Stages:
         if stage.job in MADE:
             return self.plan_file(stage)
         if stage.job == "validate":
-            return root / "stages" / f"polykv-{self.keys['polykv']}"
-        return root / "stages" / f"{stage.name}-{key}"
+            return root / STAGES / f"polykv-{self.keys['polykv']}"
+        return root / STAGES / f"{stage.name}-{key}"
 
     def output(self, stage: Stage) -> Path:
         """Return what a stage gives to later ones: the directory of a profile, or a plan."""

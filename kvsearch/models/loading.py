@@ -71,7 +71,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     _refuse_misspelt(name)
     source = str(resource(f"data/{name}")) if name in BUNDLED else name
     if options.device != "auto":
-        _require_device(options.device)
+        require_device(options.device)
     model, tokenizer = _from_pretrained(name, source, options)
     model.eval()
     _refuse_broken_weights(name, model)
@@ -154,7 +154,8 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
     return model, tokenizer
 
 
-def _require_device(device: str) -> None:
+def require_device(device: str) -> None:
+    """Raise EnvironmentFault unless this machine has a device of that name, such as "cuda:1"."""
     import torch
 
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +25,19 @@ def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: 
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0] * gpu_share)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can be taken on a device; of a host those that its file cache would give back, too."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with Path("/proc/meminfo").open() as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # no Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

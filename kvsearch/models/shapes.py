@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.models.loading import LoadedModel
+from kvsearch.models.loading import LoadedModel, require_device
+from kvsearch.models.memory import free_bytes
 from kvsearch.naming import suggest
+
+if TYPE_CHECKING:
+    import torch
 
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # the configurations that the models are published with
@@ -33,8 +36,12 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def random_model(
+    shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto", *, weights: bool = True
+) -> LoadedModel:
     """Return a model of a shape, or of its first `layers`, with random weights (bfloat16 unless told); no tokenizer.
+
+    Without `weights` it takes no memory, and can only say how large it is.
 
     Raises:
         UsageError: there is no such shape, or it has fewer layers.
@@ -54,26 +61,27 @@ def random_model(shape: str, layers: int | None = None, device: str = "auto", dt
         settings["num_hidden_layers"] = layers
     config = AutoConfig.for_model(**settings, bos_token_id=1, eos_token_id=2)
     numbers = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = device_of(device)
     with torch.device("meta"):
-        wanted = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters()) * numbers.itemsize
-    if wanted > (free := free_bytes(torch.device(device))):
+        model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
+    wanted = sum(one.nbytes for one in model.parameters())
+    if wanted > (free := free_bytes(place)):
         raise EnvironmentFault(
-            f"{shape} takes {wanted / 1e9:.1f} GB for its weights and {device} has {free / 1e9:.1f} GB free: measure a "
+            f"{shape} takes {wanted / 1e9:.1f} GB for its weights and {place} has {free / 1e9:.1f} GB free: measure a "
             "part of it with --layers, or another shape"
         )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
     name = shape if layers is None else f"{shape}, {layers} layers"
-    return LoadedModel(name, model, None, fingerprint(model, name))
+    if weights:
+        torch.manual_seed(0)
+        with place:
+            model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
+    return LoadedModel(name, model, None, fingerprint(model, name, weights=weights))
 
 
-def free_bytes(device: Any) -> int:
-    """Return the bytes that are free on a device."""
+def device_of(name: str) -> torch.device:
+    """Return the device of that name; "auto" is a GPU where there is one. EnvironmentFault if there is none."""
     import torch
 
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    require_device(name)
+    return torch.device(name)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 StageJob = Literal["calibrate", "evolve", "export", "scale", "select", "validate", "evaluate"]
 View = Literal["scores", "best", "categories", "selections", "signals", "layers", "losses", "profiles"]
 Columns = Literal["tasks", "categories", "averages"]
+STAGES = "stages"  # in the directory of tables: a directory of every stage
 ASKING: frozenset[StageJob] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
 
 PAPERS = {

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvsearch.calibration.directory import profile_file
 from kvsearch.choose.verdicts import FILE as VALIDATION
 from kvsearch.errors import UsageError
+from kvsearch.papers.catalog import TABLES
+from kvsearch.papers.table import STAGES
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.files import read_bytes, read_text
 from kvsearch.plan.parsing import parse_json
@@ -36,16 +38,20 @@ if TYPE_CHECKING:
     from kvsearch.report.files.search import StoredSearch
     from kvsearch.report.files.selection import StoredRun
     from kvsearch.report.headroom import HeadroomResult
+    from kvsearch.report.reproduced import Reproduced
+    from kvsearch.runtime.cache_file import CacheHeader
 
 Kind = Literal[
     "plan", "profile", "evaluation", "perplexity", "headroom", "validation", "selection", "search", "run", "replies",
-    "contexts", "recipe",
+    "contexts", "recipe", "reproduction", "cache",
 ]  # fmt: skip
 REPORT, FRONT, SELECTION, WHOLE_RUN = "report.json", "front.json", "selection.json", "run.json"
+CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
-    "selection, search or run, the files in these, and what evaluate, headroom and others print with --json"
+    "selection, search, run or reproduction, the files in these, a compressed cache (.kv), and what evaluate, headroom "
+    "and others print with --json"
 )
 
 
@@ -60,7 +66,7 @@ class Recipe:
 if TYPE_CHECKING:
     Content = (
         Plan | Profile | StoredEvaluation | StoredPerplexity | HeadroomResult | Validation | tuple[SelectionResult, ...]
-        | StoredSearch | StoredRun | Replies | ContextsFile | Recipe
+        | StoredSearch | StoredRun | Replies | ContextsFile | Recipe | Reproduced | CacheHeader
     )  # fmt: skip
 
 
@@ -70,7 +76,7 @@ class Opened:
 
     Args:
         kind: what it is; see `Kind`.
-        content: what is in it; None of a run of several stages that has no result yet.
+        content: what is in it; None of what has several stages or tables, and no result yet or more than one.
         model: the name of the model that it is about; None where it is about none, or does not say it.
         data: the file as parsed JSON, where it is one.
         config: the configuration of the run that wrote it, where that is there.
@@ -109,6 +115,8 @@ def open_path(path: Path) -> Opened:
         return _yaml(path)
     if path.suffix == ".json":
         return _json(path)
+    if path.suffix == CACHE:
+        return _cache(path)
     if path.suffix == ".safetensors" or not path.exists():
         return _profile(path)
     raise _unknown(path)
@@ -127,7 +135,20 @@ def _directory(path: Path) -> Opened:
     for name in (FOLDER_PLAN, SELECTION, VALIDATION):
         if (path / name).is_file():
             return replace(_json(path / name), path=path)
+    tables = _there([path / f"{name}.json" for name in TABLES])
+    if tables or (path / STAGES).is_dir():
+        return _reproduction(path, tables)
     raise _unknown(path)
+
+
+def _reproduction(path: Path, tables: tuple[Path, ...]) -> Opened:
+    """Open a directory of papers' tables: the only one there is, or which there are, and the stages of both."""
+    ends = (PROFILE, REPORT, SELECTION)
+    stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
+    if len(tables) == 1:
+        return replace(_json(tables[0]), path=path, places=tuple(stages))
+    note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
+    return Opened(path, "reproduction", None, note=note, places=(*tables, *stages))
 
 
 def _of_run(path: Path, config: RunConfig) -> Opened:
@@ -176,6 +197,13 @@ def _there(places: list[Path]) -> tuple[Path, ...]:
 def _profile(path: Path) -> Opened:
     profile = load_profile(path)
     return Opened(path, "profile", profile, profile.metadata.model.name)
+
+
+def _cache(path: Path) -> Opened:
+    from kvsearch.runtime.cache_file import read_header
+
+    header = read_header(path)
+    return Opened(path, "cache", header, header.plan.model.name)
 
 
 def _yaml(path: Path) -> Opened:
@@ -271,6 +299,13 @@ def _run(data: dict[str, Any], path: Path) -> Opened:
     return Opened(path, "run", found, found.choices[0].selection.model, data)
 
 
+def _reproduced(data: dict[str, Any], path: Path) -> Opened:
+    from kvsearch.report.reproduced import Reproduced
+
+    found = Reproduced.read(data, path)
+    return Opened(path, "reproduction", found, _text(found.content.get("model")), data)
+
+
 READERS: Mapping[str, Callable[[dict[str, Any], Path], Opened]] = {
     "kvsearch.evaluation": _evaluation,
     "kvsearch.perplexity": _perplexity,
@@ -281,6 +316,7 @@ READERS: Mapping[str, Callable[[dict[str, Any], Path], Opened]] = {
     "kvsearch.evolution": _found_by_search,
     "kvsearch.front": _found_by_search,
     "kvsearch.run-report": _run,
+    "kvsearch.reproduction": _reproduced,
 }
 
 

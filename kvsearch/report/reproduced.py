@@ -6,14 +6,17 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvsearch.papers.numbers import Key
+from kvsearch.report.files.stored import stored
 from kvsearch.report.numbers import or_dash
 from kvsearch.report.table import Cell, RowGroup, Table
 
 SCHEMA = "kvsearch.reproduction/1"
 PAPER, LEFT_OUT = "paper", "left out"
+WRITTEN = ("schema", "table", "title", "caption", "notes", "cells")  # what is not among `content`
 CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
 
 
@@ -99,9 +102,15 @@ class Reproduced:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything: cells, caption, and the stages that they come from."""
-        cells = [{key: value for key, value in asdict(cell).items() if key != "ranked"} for cell in self.cells]
         told = {"caption": list(self.caption), "notes": list(self.notes)}
+        cells = list(map(asdict, self.cells))
         return {"schema": SCHEMA, "table": self.name, "title": self.title, **told, **self.content, "cells": cells}
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: Path) -> Reproduced:
+        """Return what `as_json` has written to `path`; UsageError if that is damaged."""
+        content = {name: value for name, value in data.items() if name not in WRITTEN}
+        return stored(cls, {**data, "name": data.get("table"), "content": content}, path)
 
     def csv(self) -> str:
         """Return a line per cell."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvsearch.choose.verdicts import Validation
 from kvsearch.plan import Plan, Profile
 from kvsearch.report import evaluation, run, search, selection, validation
+from kvsearch.report.cache import CacheView
 from kvsearch.report.files.evaluation import StoredEvaluation
 from kvsearch.report.files.perplexity import StoredPerplexity
 from kvsearch.report.files.replies import Replies
@@ -21,6 +22,7 @@ from kvsearch.report.perplexity import perplexity_table
 from kvsearch.report.plan import PlanView
 from kvsearch.report.profile import profile_view
 from kvsearch.report.reader import Opened, Recipe
+from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.screen import View, facts, screen_table
 from kvsearch.report.table import on_screen
 from kvsearch.runs.contexts import ContextsFile
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvsearch.report.fitting import FittingTable
+    from kvsearch.runtime.cache_file import CacheHeader
 
 STEPS = 12  # of a search, at most
 
@@ -44,12 +47,14 @@ def view_of(opened: Opened, ratio: float, plan: Plan | None = None) -> View:
         return OpenedView(opened, profile_view(content, ratio, plan))
     if isinstance(content, Plan):
         return OpenedView(opened, PlanView(content))
+    if opened.kind == "cache":
+        return OpenedView(opened, CacheView(opened.path, cast("CacheHeader", content)))
     return OpenedView(opened)
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedView:
-    """What was opened, and what is kept with it; `view` is that of a plan or a profile."""
+    """What was opened, and what is kept with it; `view` is that of a plan, a profile or a cache."""
 
     opened: Opened
     view: View | None = None
@@ -99,6 +104,8 @@ class OpenedView:
             case ContextsFile():
                 uses = ("fitted", "chosen", "reported")
                 yield from facts({use: counted(len(getattr(content, use)), "context hash") for use in uses})
+            case Reproduced():
+                yield from map(on_screen, content.tables())
             case Recipe():
                 yield from facts({"recipe of": content.job or "any command", **content.options})
 

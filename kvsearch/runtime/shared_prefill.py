@@ -133,7 +133,7 @@ def _portions(
     some: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
-        size = _bytes(model, program, lengths)
+        size = 2 * prompt_bytes(model, program, lengths)  # twice, for as long as caches are put together
         if some and taken + size > limit:
             yield some
             some, taken = {}, 0
@@ -142,8 +142,8 @@ def _portions(
     yield some
 
 
-def _bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
-    """Return about what the compressed prompts take; twice, for as long as caches are put together."""
+def prompt_bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
+    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers."""
     shape = describe(model)
     phase, layers = program.prefill, len(shape.full_layers)
     entries = 0
@@ -151,4 +151,4 @@ def _bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
         planned = 0 if phase is None else phase.entries(length)
         unplanned = layers - (0 if phase is None else len(phase.policies))
         entries += planned + unplanned * shape.kv_heads * length
-    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4) * 2)
+    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.evaluation.speed import CacheCosts
-from kvsearch.models import shapes
+from kvsearch.models import memory, shapes
 from kvsearch.models.architecture import describe
 from kvsearch.report.speed import SpeedView
 from tests.cli.conftest import Run
@@ -35,6 +35,13 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
         (str(plan), 1, 40.0), ("DynamicCache", 2, 64.0),
     ]  # fmt: skip
     assert told["machine"]["model"] == "bundled"
+    code, out, talk = run(*arguments, "--batch", "1,2", "--dry-run")
+    assert code == 0, talk
+    foretold = json.loads(out)
+    held = {row["cache"]: row["held_bytes"] for row in told["costs"] if row["batch"] == 2}
+    assert foretold["bytes"]["DynamicCache"] == held["DynamicCache"] // 64 * 66  # with two new tokens
+    for name in (str(plan), "kvsearch, full"):
+        assert foretold["bytes"][name] == held[name]
 
 
 def test_the_table_has_a_part_for_every_batch_and_length() -> None:
@@ -65,6 +72,10 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert told["machine"]["dtype"] == "bfloat16"
     assert told["costs"][-1]["cache"] == "snapkv, 32 per head"
     assert told["costs"][-1]["held_bytes"] == 2 * 2 * 32 * (2 * 8 * 2 + 4)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 40_000)
+    code, _, talk = run(*arguments[:-1], "--dry-run")
+    assert code == 3
+    assert "the caches of batch 1 at 48 tokens, all in memory at once, take 0.0 GB" in talk
     monkeypatch.setattr(shapes, "free_bytes", lambda _: 1000)
     with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
         shapes.random_model("llama-3.1-8b")
@@ -98,7 +109,13 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     refused("give a MODEL or a --shape", "bundled", "--shape", "llama-3.1-8b", "--budget", 9)
     refused("give --plan, or --budget", "bundled")
     refused("--layers is of a --shape", "bundled", "--layers", 2, "--budget", 9)
-    refused("a plan is of one model", "--shape", "mistral-7b", "--plan", tmp_path / "plan.json")
+    refused(
+        "give the MODEL of the plan, or --policy and --budget",
+        "--shape",
+        "mistral-7b",
+        "--plan",
+        tmp_path / "plan.json",
+    )
     refused("is below the 32 entries that snapkv always keeps", "bundled", "--budget", 9)
     refused("takes 4096 tokens, not 4128", "bundled", "--budget", 40, "--length", 4096, expected=4)
     refused("--batch", "bundled", "--budget", 40, "--batch", "0")

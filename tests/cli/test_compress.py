@@ -62,6 +62,17 @@ def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None
     assert made.file_bytes == saved.stat().st_size
 
 
+def test_a_file_is_shown(run: Run, saved: Path) -> None:
+    code, out, talk = run("show", saved)
+    assert (code, talk) == (0, "")
+    assert "cache of    1 sequence of " in out
+    assert "prefill: entries per layer and kv head" in out
+    code, out, _ = run("show", saved, "--json")
+    assert json.loads(out)["plan"]["model"]["name"] == "bundled"
+    (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])
+    refused(run, "or not all of one", "show", saved.parent / "cut.kv")
+
+
 def refused(run: Run, words: str, *arguments: object, expected: int = 2) -> None:
     code, _, talk = run(*arguments)
     assert (code, talk.count("\n")) == (expected, 1), talk

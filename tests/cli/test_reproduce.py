@@ -11,9 +11,10 @@ from kvsearch.jobs.reproduce import ReproduceOptions
 from kvsearch.jobs.reproduce_stages import Stages
 from kvsearch.models.loading import load
 from kvsearch.papers.table import Stage
+from kvsearch.report.reader import open_path
 from kvsearch.resources import resource
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import USAGE, refused
+from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 
 ONE = ("--tasks", "synthetic:single", "--samples", 1, "--length", 512)
 
@@ -35,6 +36,10 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert (before["state"], before["contexts"], before["replies"]) == ("to do", 1, 4)
     code, out, talk = run(*command)
     assert code == 0, talk
+    assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk
+    (stage,) = tmp_path.glob("stages/*")
+    assert run("show", tmp_path / "lava-table13.json") == (0, out, "")
+    assert run("show", tmp_path) == (0, f"{out}next: kvsearch show {stage}\n", "")
     assert "LAVa-Pyramid" in out
     assert "without the paper's numbers: bundled is none of its models" in " ".join(out.split())
     files = {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")}
@@ -80,7 +85,24 @@ def test_bad_requests(run: Run, tmp_path: Path) -> None:
     data, model = tmp_path / "none.jsonl", resource("data/bundled")
     asked = ("reproduce", "lava-table12", model, "--data", data, "-o", tmp_path / "runs")
     refused(run, USAGE, str(data), *asked)
+    refused(run, USAGE, str(data), *asked, "--dry-run")
+    nowhere = ("reproduce", "lukv-table1", tmp_path / "nowhere", "--dry-run")
+    refused(run, ENVIRONMENT, "is neither a local directory", *nowhere)
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_there_of_tables(tmp_path: Path) -> None:
+    """Without a table, or with several, the directory says what can be shown."""
+    (tmp_path / "stages" / "scores-1").mkdir(parents=True)
+    opened = open_path(tmp_path)
+    assert (opened.kind, opened.content, opened.places) == ("reproduction", None, ())
+    assert opened.note is not None
+    assert "no table is finished here" in opened.note
+    tables = [tmp_path / "lava-table2.json", tmp_path / "lukv-table1.json"]
+    for table in tables:
+        table.write_text("{}")
+    opened = open_path(tmp_path)
+    assert (opened.note, set(opened.places)) == (None, set(tables))
 
 
 @pytest.mark.slow

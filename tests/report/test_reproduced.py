@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import UsageError
 from kvsearch.papers.catalog import find_table
 from kvsearch.report.paper_captions import reproduced
 from kvsearch.report.paper_scores import Finished
@@ -46,8 +52,16 @@ def test_every_cell_is_a_line_of_the_csv() -> None:
     assert lines[1] == "x-table1,128 entries,A,average,51.234,50.0,52.0,,55.5"
     assert made("M").as_json()["cells"][4] == {
         "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
-        "text": "left out", "paper": None,
+        "text": "left out", "paper": None, "ranked": False,
     }  # fmt: skip
+
+
+def test_what_is_written_is_read_again() -> None:
+    data = json.loads(json.dumps(made("M").as_json()))
+    assert Reproduced.read(data, Path("x.json")) == made("M")
+    del data["cells"][1]["row"]
+    with pytest.raises(UsageError, match=r"x\.json is damaged \(cells\.1\.row: is missing"):
+        Reproduced.read(data, Path("x.json"))
 
 
 def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
