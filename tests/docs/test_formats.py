@@ -1,0 +1,75 @@
+"""docs/plan-format.md: its examples are read by the loaders, and it names every field of what they check."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from kvsearch.errors import UsageError
+from kvsearch.plan import load_plan
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.contexts import Asked, ContextRecord, ContextSet, Sketch
+from kvsearch.plan.fields import Record
+from kvsearch.plan.profile import GRID, ProfileMetadata, TableCheck, load_profile
+from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.plan.signals import SignalAxes
+from kvsearch.runs.contexts import ContextsFile, read_contexts
+from kvsearch.runs.identity import RunConfig, read_config
+from kvsearch.runtime.cache_file import CacheHeader
+from kvsearch.search.records import LINES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
+EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+RECORDS: tuple[type[Record], ...] = (
+    Plan, AllocationSpec, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
+    Asked, Sketch, ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
+)  # fmt: skip
+
+
+def table(metadata: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The ratios of a profile that gives all heads the same."""
+    highest = 1 - metadata["floor"] / metadata["length"]
+    rows = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), highest)
+    shape = len(metadata["layers"]), metadata["model"]["kv_heads"]
+    return np.broadcast_to(rows[:, None, None], (GRID, *shape)).astype(np.float32)
+
+
+def test_the_plan_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(EXAMPLES["plan"])
+    plan = load_plan(path)
+    assert json.loads(canonical_json(plan)) == json.loads(EXAMPLES["plan"])
+    path.write_text(EXAMPLES["plan"].replace('"total": 480', '"total": 481'))
+    with pytest.raises(UsageError, match="add up to 480"):
+        load_plan(path)
+
+
+def test_the_profile_is_read(tmp_path: Path) -> None:
+    metadata = json.loads(EXAMPLES["profile"])
+    path = tmp_path / "profile.safetensors"
+    path.write_bytes(save({"evicted_ratio": table(metadata)}, {"kvsearch": EXAMPLES["profile"]}))
+    assert json.loads(canonical_json(load_profile(path).metadata)) == metadata
+
+
+def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(EXAMPLES["run"])
+    (tmp_path / "contexts.json").write_text(EXAMPLES["contexts"])
+    config = read_config(tmp_path)
+    assert config is not None
+    assert json.loads(config.to_bytes()) == json.loads(EXAMPLES["run"])
+    assert json.loads(canonical_json(read_contexts(tmp_path))) == json.loads(EXAMPLES["contexts"])
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[record.__name__ for record in RECORDS])
+def test_every_field_is_named(record: type[Record]) -> None:
+    assert [name for name in record.model_fields if f"`{name}`" not in PAGE] == []
+
+
+def test_every_kind_of_line_is_named() -> None:
+    assert [kind for kind in LINES if f"| `{kind}` |" not in PAGE] == []
