@@ -37,7 +37,7 @@ from kvsearch.errors import UsageError
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
 from kvsearch.runs.estimates import Difference
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 FLIPS = 9999
 TIE = 1e-9  # leads that differ by less are equal, but for rounding

@@ -18,7 +18,7 @@ from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts
 

@@ -8,17 +8,19 @@ the control, and beside the other, below the strategy. Where the two differ, pol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvsearch.arrays import Ints
 from kvsearch.budgets.bounds import share_above
-from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
 from kvsearch.runs.estimates import Difference
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import floors_of, plan_of
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.plan_comparison import PlanComparison
 
 POLICIES_ALONE: Final = "its policies, equal budgets"
 BUDGETS_ALONE: Final = "its budgets, one policy"

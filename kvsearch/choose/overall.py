@@ -18,7 +18,7 @@ from kvsearch.plan.contexts import ContextRecord, Use, joined
 from kvsearch.plan.origin import provenance
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import RunConfig
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 

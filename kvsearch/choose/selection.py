@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvsearch.choose.acceptance import Rule, Share
 from kvsearch.choose.decomposition import Decomposition
-from kvsearch.evaluation.compare import Comparison, Footprint
+from kvsearch.evaluation.footprint import Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.protocol import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Comparison
 
 Kind = Literal["candidate", "baseline"]
 

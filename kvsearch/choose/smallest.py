@@ -16,7 +16,7 @@ from kvsearch.choose.overall import OverallChoice
 from kvsearch.choose.selection import PhaseResult
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.plan_comparison import Keep
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 STEP = 1.1  # from one budget that is tried to the next
 

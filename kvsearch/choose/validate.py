@@ -43,7 +43,7 @@ from kvsearch.runs.identity import RunConfig
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import Strategy, choose, plan_of, recent_parameter
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import Row, summarize
 from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference
-from kvsearch.strategies.compared import ReadyMethod
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.longbench.specs import AVERAGES
 from kvsearch.tasks.longbench.task import LongBenchTask
+
+if TYPE_CHECKING:
+    from kvsearch.strategies.compared import ReadyMethod
 
 MACRO = "macro"  # the plain mean over all tasks
 

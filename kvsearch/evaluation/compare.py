@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
-from kvsearch.evaluation.identity import METRICS, ReplyKeys, content_of, environment, metric_of
+from kvsearch.evaluation.footprint import Footprint
+from kvsearch.evaluation.identity import ReplyKeys, content_of, environment, metric_of
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
@@ -25,11 +26,12 @@ from kvsearch.plan.contexts import ContextSet
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress
 from kvsearch.runs.estimates import doubt_of
-from kvsearch.runs.identity import Job, RunConfig
+from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.strategies.compared import ReadyMethod, different_settings
-from kvsearch.strategies.methods import FULL as FULL
+from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Coverage, TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
+from kvsearch.tasks.coverage import Coverage
+from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
 from kvsearch.tasks.readings import readings
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
@@ -55,14 +57,6 @@ class Settings:
     def as_json(self) -> dict[str, Any]:
         """Return the settings but for `used`, which what is asked tells of."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "used"}
-
-
-class Footprint(NamedTuple):
-    """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
-
-    entries: float
-    bytes: float
-    most: float
 
 
 @dataclass(frozen=True)

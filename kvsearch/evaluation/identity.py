@@ -23,7 +23,6 @@ from kvsearch.tasks.facts import describe_tasks
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
-METRICS = "metrics"  # of a configuration: what scores each task, which makes no other run
 PACKAGES = ("kvsearch", "torch", "transformers")
 
 

@@ -8,13 +8,13 @@ measured as if it were the only one that evicts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Observation
@@ -31,28 +31,6 @@ from kvsearch.signals.output_loss import LossBounds, attention_change, loss_boun
 from kvsearch.tasks.base import Answers, Task
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.readings import Reading, readings
-
-
-@dataclass(frozen=True)
-class LayerLoss:
-    """What the output of a layer loses under a method, means over the `queries` of a task.
-
-    The bounds are None where entries are merged: they hold for keys and values that stay as they are.
-    """
-
-    task: str
-    method: str
-    layer: int
-    queries: int
-    loss: float  # |y - yhat|_1
-    evicted_mass: float  # attention on entries that are gone, mean over the query heads
-    bound: float | None  # 2 C sum_h Vmax_h m_h
-    bound_by_head: float | None  # 2 sum_h C_h Vmax_h m_h
-
-    @property
-    def ratio(self) -> float | None:
-        """The loss in parts of its bound; None without a bound, or where it is 0."""
-        return self.loss / self.bound if self.bound else None
 
 
 class LayerRules(NamedTuple):

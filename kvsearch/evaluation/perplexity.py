@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.window_loss import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.progress import Progress, counted
@@ -25,63 +25,12 @@ from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, with_unplanned
 from kvsearch.signals.perplexity import token_losses
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw
 
 MOST_LOGITS = 2**25  # of one forward pass: 128 MiB in fp32
 LEAST = 2
-
-
-@dataclass(frozen=True)
-class WindowLoss:
-    """What one method loses on one window, and what its cache takes.
-
-    `losses` are nats per token of the continuation, `start` is the place of the context in the text, in tokens.
-    `entries` and `bytes` are held once the context is compressed, `most` is the most entries held at a time until the
-    last token of the continuation.
-    """
-
-    method: str
-    start: int
-    losses: tuple[float, ...]
-    entries: int
-    bytes: float
-    most: int
-
-    @property
-    def nll(self) -> float:
-        """Mean negative log-likelihood of a token, in nats."""
-        return math.fsum(self.losses) / len(self.losses)
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Losses of several methods, the full cache first, on the same windows of a text, in its order.
-
-    Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
-    all), `windows` how many there are.
-    """
-
-    model: str
-    text: str
-    context: int
-    continuation: int
-    stride: int
-    wanted: int | None
-    windows: int
-    seed: int
-    samples: list[WindowLoss]
-
-    @property
-    def notes(self) -> list[str]:
-        """What to know before the numbers are trusted."""
-        notes = []
-        if self.wanted is not None and self.windows < self.wanted:
-            notes.append(f"{self.wanted} windows were asked for, {self.text} has {self.windows}")
-        if self.windows == 1:
-            notes.append("one window: the intervals have no width because there is nothing to resample")
-        return notes
 
 
 def measure_perplexity(

@@ -19,7 +19,7 @@ from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.strategies.compared import ReadyMethod, full_method
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 
 KeptStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]

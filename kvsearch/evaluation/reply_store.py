@@ -20,18 +20,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.identity import METRICS, ReplyKeys
 from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.plan.files import read_bytes
 from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
-from kvsearch.runs.identity import Job, RunConfig, read_config
+from kvsearch.runs.identity import METRICS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger, Unfit, damaged, parsed_lines
 from kvsearch.runs.lock import locked
-from kvsearch.tasks.encode import TaskPrompts
-from kvsearch.tasks.readings import Reading, questions_of
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.identity import ReplyKeys
+    from kvsearch.tasks.encode import TaskPrompts
+    from kvsearch.tasks.readings import Reading
 
 REPORT, SAMPLES, TABLES, LOSSES = "report.json", "samples.csv", "tables.md", "losses.json"
 _WRITTEN = (LEDGER, REPORT, SAMPLES, TABLES, LOSSES)
@@ -164,6 +166,8 @@ class KeptReplies:
         self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]
     ) -> dict[str, dict[Place, str]]:
         """Return, by method, the key of each of its places."""
+        from kvsearch.tasks.readings import questions_of
+
         keyed: dict[str, dict[Place, str]] = {method: {} for method in methods}
         for reading, question in questions_of(batch):
             keys = self.keys.of(task, reading.prompt, question)

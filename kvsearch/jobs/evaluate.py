@@ -21,7 +21,7 @@ from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison, Evaluation
-    from kvsearch.evaluation.losses import LayerLoss
+    from kvsearch.evaluation.layer_loss import LayerLoss
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.jobs.perplexity import MeasuredPerplexity
     from kvsearch.report.evaluation import Columns
@@ -314,7 +314,7 @@ def _output_losses(
     from kvsearch.evaluation.losses import measure_losses
     from kvsearch.evaluation.reply_store import LOSSES
     from kvsearch.runs.directory import write_json
-    from kvsearch.strategies.methods import FULL
+    from kvsearch.strategies.names import FULL
 
     place = None if options.output is None else options.output / LOSSES
     if place is not None and place.exists():
@@ -334,9 +334,9 @@ def _output_losses(
 
 def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
     """Return the losses that a run has kept; UsageError if the file is damaged or of something else."""
-    from kvsearch.evaluation.losses import LayerLoss
+    from kvsearch.evaluation.layer_loss import LayerLoss
     from kvsearch.plan.files import read_bytes
-    from kvsearch.strategies.methods import FULL
+    from kvsearch.strategies.names import FULL
 
     remedy = "delete the file and give --losses to measure them again"
     try:

@@ -60,7 +60,7 @@ def headroom(options: HeadroomOptions, talk: Talk) -> HeadroomResult:
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.evaluation.statistics import summarize
     from kvsearch.report.headroom import HeadroomResult
-    from kvsearch.strategies.methods import FULL
+    from kvsearch.strategies.names import FULL
     from kvsearch.tasks.encode import contexts_of
 
     full, samples, seed = _full(options, talk), options.samples, options.seed
@@ -80,7 +80,7 @@ def _full(options: HeadroomOptions, talk: Talk) -> Evaluation:
     """Return the evaluation of the full cache, with the model."""
     from kvsearch.evaluation.compare import Settings, prepare
     from kvsearch.strategies.compared import full_method
-    from kvsearch.strategies.methods import FULL
+    from kvsearch.strategies.names import FULL
 
     tasks = options.find_tasks()
     loaded = options.load(options.model, talk)

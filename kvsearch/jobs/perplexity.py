@@ -11,7 +11,7 @@ from kvsearch.jobs.groups import PERPLEXITY
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.perplexity import Perplexity
+    from kvsearch.evaluation.window_loss import Perplexity
     from kvsearch.jobs.evaluate import EvaluateOptions
     from kvsearch.strategies.request import Request
     from kvsearch.tasks.perplexity import PerplexityText
@@ -59,7 +59,7 @@ def measure(options: EvaluateOptions, talk: Talk) -> MeasuredPerplexity:
     from kvsearch.evaluation.perplexity import measure_perplexity
     from kvsearch.evaluation.totals import check_totals
     from kvsearch.strategies.compared import different_settings
-    from kvsearch.strategies.methods import FULL
+    from kvsearch.strategies.names import FULL
 
     loaded = options.load(options.model, talk)
     ready = request.ready(loaded)

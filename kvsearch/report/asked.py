@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsearch.report.numbers import counted
-from kvsearch.tasks.encode import Coverage
+from kvsearch.tasks.coverage import Coverage
 
 
 def asked_words(coverage: Sequence[Coverage]) -> str:

@@ -15,8 +15,8 @@ from typing import Protocol as Shape
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.averages import SizeBlock
-from kvsearch.evaluation.compare import Comparison, Footprint
-from kvsearch.evaluation.losses import LayerLoss
+from kvsearch.evaluation.footprint import Footprint
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.naming import suggest
 from kvsearch.plan.files import atomic_write
@@ -30,13 +30,15 @@ from kvsearch.report.numbers import bounds, interval, outcomes, percent
 from kvsearch.report.screen import screen_table
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.encode import Coverage
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.coverage import Coverage
 from kvsearch.tasks.niah import Grid
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as ScreenTable
+
+    from kvsearch.evaluation.compare import Comparison
 
 Columns = Literal["tasks", "categories", "averages"]
 KINDS: dict[Columns, tuple[Kind, ...]] = {

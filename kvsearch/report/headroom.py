@@ -11,8 +11,8 @@ from kvsearch.evaluation.statistics import Row
 from kvsearch.report.asked import asked_words
 from kvsearch.report.evaluation import plain_scores
 from kvsearch.report.files.stored import Stored
-from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.encode import Coverage
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.coverage import Coverage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.evaluation.losses import LayerLoss
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.numbers import or_dash
 from kvsearch.report.screen import screen_table

@@ -16,7 +16,7 @@ from kvsearch.papers.table import PaperTable
 from kvsearch.plan import Profile
 from kvsearch.report.paper_scores import Finished, evaluations, share_cell
 from kvsearch.report.reproduced import Measured
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
 SIGNALS = {("route", "cosine"): "Cosine", ("route", "ppl"): "PPL sens.", ("budgets", "entropy"): "Entropy"}

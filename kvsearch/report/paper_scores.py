@@ -9,13 +9,13 @@ from typing import Any
 from kvsearch.choose.verdicts import Validation
 from kvsearch.evaluation.averages import SizeBlock
 from kvsearch.evaluation.compare import Comparison
-from kvsearch.evaluation.losses import LayerLoss
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Row as ScoreRow
 from kvsearch.papers.table import PaperTable, Row, Stage
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.reproduced import LEFT_OUT, Measured
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 FULL_CACHE, AVERAGE = "Full", "average"
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.evaluation.perplexity import Perplexity, WindowLoss
 from kvsearch.evaluation.statistics import interval_of, resampled_means
+from kvsearch.evaluation.window_loss import Perplexity, WindowLoss
 from kvsearch.report.numbers import interval
 from kvsearch.report.screen import screen_table
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvsearch.choose.overall import Overall
 from kvsearch.choose.selection import SelectionResult
-from kvsearch.choose.smallest import Smallest
 from kvsearch.report import selection as selections
 from kvsearch.report.numbers import bounds, interval, percent
 from kvsearch.report.table import Table
 from kvsearch.runs.estimates import Difference
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
+
+if TYPE_CHECKING:
+    from kvsearch.choose.overall import Overall
+    from kvsearch.choose.smallest import Smallest
 
 SCHEMA = "kvsearch.run-report/1"
 

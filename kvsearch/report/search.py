@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsearch.choose.acceptance import Scores, Share, recovered
-from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.report.asked import asked_words
 from kvsearch.report.files.search import Finalist, FoundAtBudget, SearchResult
 from kvsearch.report.numbers import chance_of, interval, percent
 from kvsearch.report.selection import best_first
 from kvsearch.report.table import Table
-from kvsearch.search.evolve import EVOLVED, Choice, Evolved, PreparedSearch
-from kvsearch.search.front import EXPANDED
 from kvsearch.search.ledger import Spent
-from kvsearch.search.start_plans import UNIFORM
-from kvsearch.strategies.methods import FULL
+from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
+from kvsearch.strategies.names import FULL
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.plan_comparison import PlanComparison
+    from kvsearch.search.evolve import Choice, Evolved, PreparedSearch
 
 SCHEMA, FRONT_SCHEMA = "kvsearch.evolution/1", "kvsearch.front/1"
 

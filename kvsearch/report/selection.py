@@ -13,7 +13,7 @@ from kvsearch.report.asked import about
 from kvsearch.report.numbers import chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 SCHEMA, SEVERAL, FILE = "kvsearch.selection/1", "kvsearch.selections/1", "selection.json"
 SHOWN = 10  # rows of the table of a first stage

@@ -15,6 +15,7 @@ from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error, parse_json
 from kvsearch.runs.lock import this_command
 
+METRICS = "metrics"  # of what a run executes with: what scores each task, which makes no other run
 SCHEMA, CONFIG = "kvsearch.run/1", "config.json"
 Job = Literal["calibrate", "evaluate", "validate", "select", "evolve", "run"]
 _SHOWN = 40  # letters of a value in a message

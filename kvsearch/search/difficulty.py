@@ -16,8 +16,8 @@ from kvsearch.progress import Progress
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.start_plans import UNIFORM
-from kvsearch.strategies.methods import FULL
+from kvsearch.search.names import UNIFORM
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.scoring import is_right
 
 

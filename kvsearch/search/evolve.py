@@ -37,17 +37,17 @@ from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
 from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import STARTS, Search, Watcher
+from kvsearch.search.names import EVOLVED, STREAMING
 from kvsearch.search.objectives import find_objective
 from kvsearch.search.optimisers import default_population
 from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
-from kvsearch.search.start_plans import STREAMING, Base, start_tables
+from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.strategies.direct import direct_plan
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 
-EVOLVED = "evolved"
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
 
 

@@ -25,11 +25,10 @@ from kvsearch.search.evolve import (
 from kvsearch.search.executors.base import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Watcher
+from kvsearch.search.names import EXPANDED
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
-from kvsearch.strategies.methods import FULL
-
-EXPANDED = "expanded"  # the plan of the smallest budget, scaled
+from kvsearch.strategies.names import FULL
 
 
 def prepare_front(

@@ -24,10 +24,10 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.rule import decode_needs
+from kvsearch.search.names import PYRAMID, STREAMING, UNIFORM
 from kvsearch.search.space.joint import chosen_of, placed
 from kvsearch.strategies.build import Chosen, build_plan
 
-UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"
 METHOD = "evolkv"
 RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
 

@@ -23,7 +23,8 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.plan_checks import warn_unfit
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache
-from kvsearch.strategies.methods import FULL, RANDOM, Method
+from kvsearch.strategies.methods import Method
+from kvsearch.strategies.names import FULL, RANDOM
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
 BASELINES = ("uniform", "snapkv", "streaming", "random")

@@ -22,7 +22,8 @@ from kvsearch.plan.weights import WEIGHTS
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
-from kvsearch.strategies.methods import FULL, METHODS, RANDOM, Calibrated, Formula, Method, Recipe
+from kvsearch.strategies.methods import METHODS, Calibrated, Formula, Method, Recipe
+from kvsearch.strategies.names import FULL, RANDOM
 
 BETA = "beta"  # the option of the pyramid
 Settings = Mapping[str, Any]

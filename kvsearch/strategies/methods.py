@@ -30,7 +30,6 @@ from kvsearch.strategies.direct import check_request
 from kvsearch.strategies.from_profile import round_ratios
 
 Heads = tuple[int, int]  # layers, kv heads
-FULL, RANDOM = "full", "random"  # what is always compared, and a control
 
 
 class Recipe(NamedTuple):

@@ -14,7 +14,8 @@ from kvsearch.plan import PHASES, Plan, Size, load_plan, phases_of
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.strategies.compared import BASELINES, ReadyMethod, sweep, with_baselines
 from kvsearch.strategies.method_list import find_methods, find_sizes
-from kvsearch.strategies.methods import FULL, Method
+from kvsearch.strategies.methods import Method
+from kvsearch.strategies.names import FULL
 
 DEFAULT_BASELINES = "uniform,snapkv,streaming"
 

@@ -17,6 +17,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.contexts import ContextSet, context_hash
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.coverage import Coverage
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
 from kvsearch.tasks.scoring import score
 
@@ -55,24 +56,6 @@ class Prompt:
     def with_question(self, question: Question) -> Tensor:
         """Return the token ids of everything before the reply; the same under every protocol."""
         return torch.cat([self.context, question.ids])
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How much of a task is asked."""
-
-    task: str
-    category: str
-    wanted: int  # contexts that the evaluation asked for
-    found: int  # contexts that the task has
-    contexts: int  # contexts with a usable question
-    truncated: int  # contexts whose middle was cut out
-    questions: int
-    excluded: dict[str, int]  # questions left out, by reason
-    used: int = 0  # contexts left out as something was fitted or chosen on them
-    split: str | None = None  # part of the examples, of tasks that have parts
-    shortest: int | None = None  # tokens of the shortest context, as asked
-    longest: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

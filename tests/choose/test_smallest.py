@@ -15,7 +15,7 @@ from kvsearch.choose.overall import OverallChoice
 from kvsearch.choose.smallest import find_smallest, ladder
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.plan_comparison import Keep
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 FULL_SCORE = 0.9
 

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.errors import IncompatibleError, InternalError, UsageError
-from kvsearch.evaluation.losses import LayerLoss, QueryLosses, _decided, layer_rules, measure_losses, query_losses
+from kvsearch.evaluation.layer_loss import LayerLoss
+from kvsearch.evaluation.losses import QueryLosses, _decided, layer_rules, measure_losses, query_losses
 from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
-from kvsearch.evaluation.perplexity import Perplexity, WindowLoss, measure_perplexity, token_losses
+from kvsearch.evaluation.perplexity import measure_perplexity, token_losses
+from kvsearch.evaluation.window_loss import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy

@@ -19,7 +19,7 @@ from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, latex
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
-from kvsearch.tasks.encode import Coverage
+from kvsearch.tasks.coverage import Coverage
 from tests.evaluation.shown import rendered
 
 MEANS = {  # of two tasks of one category and one of another

@@ -30,7 +30,8 @@ from kvsearch.strategies.compared import ReadyMethod, different_settings, sweep
 from kvsearch.strategies.direct import direct_plan
 from kvsearch.strategies.from_profile import plan_from_profile
 from kvsearch.strategies.method_list import find_methods, find_sizes, method_names
-from kvsearch.strategies.methods import FULL, METHODS, Calibrated, Formula, Method
+from kvsearch.strategies.methods import METHODS, Calibrated, Formula, Method
+from kvsearch.strategies.names import FULL
 from kvsearch.strategies.request import read_request
 from kvsearch.tasks.longbench.specs import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS
 from kvsearch.tasks.longbench.task import LongBenchTask

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.coverage import Coverage
 from kvsearch.tasks.encode import (
     NO_ANSWER,
     NO_CONTEXT,
     NO_QUESTION,
-    Coverage,
     contexts_of,
     counter,
     encode,

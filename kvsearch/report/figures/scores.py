@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvsearch.choose.selection import SelectionResult
 from kvsearch.choose.verdicts import Validation
-from kvsearch.evaluation.losses import LayerLoss
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Row
 from kvsearch.report.asked import asked_words
 from kvsearch.report.evaluation import Compared
@@ -15,7 +15,7 @@ from kvsearch.report.losses import task_means
 from kvsearch.report.numbers import Interval
 from kvsearch.report.selection import asked, best_first
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.methods import FULL
+from kvsearch.strategies.names import FULL
 
 SCORE = Axis("score, %")
 HELD = "entries held, all layers and kv heads"

@@ -8,9 +8,8 @@ from kvsearch.report.asked import asked_words
 from kvsearch.report.figures.data import Axis, Figure, Intervals, Lines, Series
 from kvsearch.report.figures.scores import SCORE, estimated, level, measured
 from kvsearch.report.files.search import Generation, SearchResult, StoredSearch, Trace
-from kvsearch.search.evolve import EVOLVED
-from kvsearch.search.front import EXPANDED
-from kvsearch.strategies.methods import FULL
+from kvsearch.search.names import EVOLVED, EXPANDED
+from kvsearch.strategies.names import FULL
 
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 

@@ -10,15 +10,15 @@ import numpy as np
 from pydantic import Field
 
 from kvsearch.evaluation.averages import MACRO, SizeBlock
-from kvsearch.evaluation.compare import Footprint
-from kvsearch.evaluation.losses import LayerLoss
+from kvsearch.evaluation.footprint import Footprint
+from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.plan import Size
 from kvsearch.plan.protocol import Protocol
 from kvsearch.report.files.stored import Stored
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.strategies.methods import FULL
-from kvsearch.tasks.encode import Coverage
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.coverage import Coverage
 from kvsearch.tasks.longbench.specs import AVERAGES
 from kvsearch.tasks.niah import Grid
 

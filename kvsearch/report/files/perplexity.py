@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluation.perplexity import Perplexity
+from kvsearch.evaluation.window_loss import Perplexity
 from kvsearch.report.files.stored import Stored, stored
 from kvsearch.report.perplexity import HELD, NllDifference, PerplexityRow
 from kvsearch.runs.estimates import Estimate

@@ -17,7 +17,7 @@ from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import parsed_lines
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import BestLine, ComputedLine, Line, StageLine, ToldLine
-from kvsearch.tasks.encode import Coverage
+from kvsearch.tasks.coverage import Coverage
 
 Budgets = tuple[tuple[int, ...], ...]  # [phases * L, Hkv]
 

@@ -20,8 +20,8 @@ from kvsearch.report.page.story import Story, sentence
 from kvsearch.report.selection import decision, gap
 from kvsearch.report.validation import verdict_lines
 from kvsearch.runs.estimates import Estimate
-from kvsearch.search.evolve import EVOLVED
-from kvsearch.strategies.methods import FULL
+from kvsearch.search.names import EVOLVED
+from kvsearch.strategies.names import FULL
 
 
 def evaluation_story(found: StoredEvaluation) -> Story:
