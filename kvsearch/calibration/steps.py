@@ -42,12 +42,15 @@ def identity_of(
         [one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
         for one in prompts
     ]
+    kinds = [[after.kind for after in one.continuations] for one in prompts]  # `data.sha256` is of what is asked alone
     return {
         "model weights": loaded.fingerprint.weights_sha256,
         "model configuration": loaded.fingerprint.config_sha256,
         "dtype": str(loaded.model.dtype),
+        "device": loaded.device.type,
         "data": data.sha256,
         "prompts": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        "kinds of questions": hashlib.sha256(json.dumps(kinds).encode()).hexdigest(),
         **{name: json.dumps(value) for name, value in options.items()},
     }
 

@@ -9,7 +9,7 @@ is always busy, so seconds are a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import CANDIDATES, COMPARED, ProbeOptions, QueryBankOptions, RankingOptions
 from kvsearch.calibration.polykv.cost import FP32, ModelSize, Operations, PassCost, cost_of, pairs_of
 from kvsearch.calibration.probe.bank import ROUNDS
+from kvsearch.calibration.probe.contexts import without
 from kvsearch.calibration.probe.measure import FEW
 from kvsearch.calibration.probe.reading import BUDGETS, Asking, Parts, evenly, kind_to_leave_out, prepared, split
 from kvsearch.calibration.probe.sample import BATCH, RIDGE, STEPS, STRONG, WIDTH
@@ -78,22 +79,24 @@ def cost_of_fit(
     if options.answers == "own" and "answers" in asking.targets:
         for prompt in prompts:
             replies = [one.answer + (one.most or options.answer_tokens) for one in prompt.continuations]
-            work.read(prompt.length, replies, bool(replies), 0)
-    lengths = {prompt: [one.tokens.shape[1] for one in asking.questions(prompt, "cpu")] for prompt in prompts}
-    leaves_out = "answers" in asking.targets and kind_to_leave_out(parts) is not None
-    _count_fit(work, parts, lengths, options, leaves_out)
+            if replies:
+                work.read(prompt.length, replies, 0)
+    kind = kind_to_leave_out(parts) if "answers" in asking.targets else None
+    fits = [parts] if kind is None else [parts, without(parts, kind)]
+    _count_fits(work, fits, asking, options, kind)
     if isinstance(options, ProbeOptions):
-        disk, weights = _bytes_of_probe(size, parts, options, len(asking.targets), leaves_out)
-        host, fitting = _fitting(size, parts, options, 1 + leaves_out)
+        disk, weights = _bytes_of_probe(size, parts, options, len(fits))
+        host, fitting = _fitting(size, parts, options, len(fits))
     else:
         assert isinstance(options, QueryBankOptions)
-        share = -(-CANDIDATES // len(parts.fit))
-        asked = sum(min(share, sum(lengths[prompt])) for prompt in parts.fit)
+        candidates = [_candidates(one, asking) for one in fits]
         query = len(size.full_layers) * size.heads * size.head_dim * FP32
         even = len(size.full_layers) * size.kv_heads * FP32
-        disk, weights = asked * query, min(options.bank, asked) * query + even
+        disk, weights = sum(candidates) * query, min(options.bank, candidates[0]) * query + even
         # queries as they are joined, as vectors, and in the distances of k-means
-        host, fitting = 3 * disk, 2.0 * asked * options.bank * query / FP32 * (1 + ROUNDS)
+        host = 3 * max(candidates) * query
+        # distances for farthest points, which k-means begins at, in its rounds, with the means, and after them
+        fitting = 2.0 * (disk / FP32) * options.bank * (2 + 2 * ROUNDS + 1)
     cost = cost_of(size, work.made, tflops)
     return RankingCost(
         tflops, (len(parts.fit), len(parts.choose), len(parts.report)), work.passes, work.continuations, cost, disk,
@@ -107,12 +110,12 @@ class _Work:
     def __init__(self, size: ModelSize) -> None:
         self.size, self.made, self.passes, self.continuations = size, Operations(), 0, 0
 
-    def read(self, length: int, asked: Sequence[int], times: int = 1, replayed: float = 0.5) -> None:
+    def read(self, length: int, asked: Sequence[int], replayed: float = 0.5) -> None:
         """Read a context, and all that is asked of it, whose attention is `replayed` so many times."""
         layers = self.size.layers
-        self.made.add(layers * length, layers * pairs_of(0, length), 0, times)
-        self.passes += times
-        self.ask(length, asked, times, replayed)
+        self.made.add(layers * length, layers * pairs_of(0, length), 0)
+        self.passes += 1
+        self.ask(length, asked, replayed=replayed)
 
     def ask(self, length: int, asked: Sequence[int], times: int = 1, replayed: float = 0.0) -> None:
         """Run what is asked of a context, numbers of tokens, after it."""
@@ -123,47 +126,53 @@ class _Work:
             self.continuations += times
 
 
-def _count_fit(
-    work: _Work,
-    parts: Parts,
-    lengths: Mapping[CalibrationPrompt, list[int]],
-    options: RankingOptions,
-    leaves_out: bool,
+def _count_fits(
+    work: _Work, fits: Sequence[Parts], asking: Asking, options: RankingOptions, left_out: str | None
 ) -> None:
-    """Count the runs of a fit: what is fitted, chosen (twice where a kind is left out) and reported.
+    """Count the runs of a fit, of a second one without the kind of question that is `left_out`, and of the report.
 
     A second query bank reads the contexts to fit on again, a second probe has what was drawn of them.
     """
+    probe = isinstance(options, ProbeOptions)
+    spread = not isinstance(options, ProbeOptions) or SPREAD in options.features
+
+    def asked(prompt: CalibrationPrompt) -> list[int]:
+        return [one.tokens.shape[1] for one in asking.questions(prompt, "cpu")]
 
     def judged(prompt: CalibrationPrompt) -> list[int]:
-        return [one.tokens.shape[1] for one in prompt.continuations] or list(evenly(lengths[prompt]))
+        return [one.tokens.shape[1] for one in prompt.continuations] or list(evenly(asked(prompt)))
 
-    fits = 1 + leaves_out
-    for prompt in parts.fit:
-        work.read(prompt.length, lengths[prompt], 1 if isinstance(options, ProbeOptions) else fits)
-    for prompt in parts.choose:
-        work.read(prompt.length, lengths[prompt], fits)  # what ranks best
-        if not isinstance(options, ProbeOptions) or SPREAD in options.features:
-            # how far heads move, under two rankings at every budget
-            work.read(prompt.length, lengths[prompt], fits, 1 + 2 * len(BUDGETS))
-            work.read(prompt.length, (), fits)  # how far replies move, of two rankings
-            work.ask(prompt.length, judged(prompt), fits * (1 + 2 * len(BUDGETS)))
-    for prompt in parts.report:
-        work.read(prompt.length, lengths[prompt])
-        work.ask(prompt.length, judged(prompt), 1 + (fits + len(COMPARED)) * len(BUDGETS))
+    for number, parts in enumerate(fits):
+        for prompt in parts.fit if number == 0 or not probe else ():
+            work.read(prompt.length, asked(prompt), 0.5 if probe else 0.0)  # a bank takes queries, not importance
+        for prompt in parts.choose:
+            work.read(prompt.length, asked(prompt))  # what ranks best
+            if spread:
+                # how far heads move, under two rankings at every budget
+                work.read(prompt.length, asked(prompt), 1 + 2 * len(BUDGETS))
+                work.read(prompt.length, ())  # how far replies move, of two rankings
+                work.ask(prompt.length, judged(prompt), 1 + 2 * len(BUDGETS))
+    for prompt in fits[0].report:
+        rankings = 1 + (left_out in prompt.kinds if left_out is not None else 0) + len(COMPARED)
+        work.read(prompt.length, asked(prompt))
+        work.ask(prompt.length, judged(prompt), 1 + rankings * len(BUDGETS))
 
 
-def _bytes_of_probe(
-    size: ModelSize, parts: Parts, options: ProbeOptions, targets: int, leaves_out: bool
-) -> tuple[int, int]:
-    """Return the bytes of the entries that are drawn, with their targets, and at most those of the weights."""
+def _candidates(parts: Parts, asking: Asking) -> int:
+    """Return of how many tokens a bank is chosen."""
+    share = -(-CANDIDATES // len(parts.fit))
+    return sum(min(share, sum(one.tokens.shape[1] for one in asking.questions(prompt, "cpu"))) for prompt in parts.fit)
+
+
+def _bytes_of_probe(size: ModelSize, parts: Parts, options: ProbeOptions, fits: int) -> tuple[int, int]:
+    """Return the bytes of the entries that are drawn, with a target for each fit, and at most those of the weights."""
     columns = column_count(options.looked_at, size.head_dim)
     heads, each = len(size.full_layers) * size.kv_heads, -(-options.entries // len(parts.fit))
     drawn = sum(min(each, prompt.length - SINKS - options.protect) for prompt in parts.fit)
-    told, width = 1 + (targets if targets > 1 else 0) + leaves_out, _width(parts, options)
+    width = _width(parts, options)
     # center, scale and linear; hidden, with its bias and output; bias
     weights = 3 * columns + width * (columns + 2) + 1
-    return heads * drawn * (columns + told) * FP32, heads * weights * FP32
+    return heads * drawn * (columns + fits) * FP32, heads * weights * FP32
 
 
 def _width(parts: Parts, options: ProbeOptions) -> int:

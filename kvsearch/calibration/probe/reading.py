@@ -242,39 +242,29 @@ class Reading:
         return columns
 
     @cached_property
-    def importance_by_kind(self) -> Mapping[tuple[str, str | None], Tensor]:
-        """The largest importance over all that is asked for each target and kind, [L, Hkv, T] on the CPU."""
-        found: dict[tuple[str, str | None], Tensor] = {}
+    def importance_by_kind(self) -> Mapping[str | None, Tensor]:
+        """The largest importance over all that is asked of each kind (None: no known one), [L, Hkv, T] on the CPU."""
+        found: dict[str | None, Tensor] = {}
         for one in self.asked:
             values = self.passed.ask(one.tokens).importance[..., self.free]
             if not bool(values.isfinite().all()):
                 raise IncompatibleError(self.refusal)
-            key = one.target, one.kind
-            found[key] = torch.maximum(found[key], values) if key in found else values
+            found[one.kind] = torch.maximum(found[one.kind], values) if one.kind in found else values
         return found
-
-    @cached_property
-    def importance(self) -> Mapping[str, Tensor]:
-        """The largest importance over all that is asked for each target, [L, Hkv, T] on the CPU."""
-        targets = dict.fromkeys(target for target, _ in self.importance_by_kind)
-        return {
-            target: _largest(values for (one, _), values in self.importance_by_kind.items() if one == target)
-            for target in targets
-        }
 
     @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T]."""
-        return _largest(self.importance.values())
+        return _largest(self.importance_by_kind.values())
 
     def largest_without(self, kind: str) -> Tensor | None:
         """Return the largest importance over all that is asked but questions of a kind; None: nothing else is."""
-        rest = [values for (_, one), values in self.importance_by_kind.items() if one != kind]
+        rest = [values for one, values in self.importance_by_kind.items() if one != kind]
         return _largest(rest) if rest else None
 
     def largest_of(self, kind: str) -> Tensor:
         """Return the largest importance over the questions of a kind, which are asked."""
-        return _largest(values for (_, one), values in self.importance_by_kind.items() if one == kind)
+        return self.importance_by_kind[kind]
 
     def kept(self, scores: Tensor, budget: float) -> Tensor:
         """Mark what stays of a context under scores [L, Hkv, T] of its free entries, [L, Hkv, length] bool."""

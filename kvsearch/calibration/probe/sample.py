@@ -38,7 +38,7 @@ COLUMNS, FEATURE, TARGET = "columns", "features", "target"  # arrays of what is 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Entries of a context: features [Hkv, n, F] by layer, and log importance [L, Hkv, n] by what was asked."""
+    """Entries of a context: features [Hkv, n, F] by layer, and log importance [L, Hkv, n] by target."""
 
     arrays: Arrays
 
@@ -87,8 +87,7 @@ def draw(reading_: Reading, some: Tensor, left_out: str | None = None) -> dict[s
 
     Where a kind of question is `left_out`, there is also the target `OTHERS`, if anything else is asked.
     """
-    largest, asked = reading_.largest, reading_.importance
-    whole = {EVERYTHING: largest, **(asked if len(asked) > 1 else {})}
+    whole = {EVERYTHING: reading_.largest}
     others = None if left_out is None else reading_.largest_without(left_out)
     if others is not None:
         whole[OTHERS] = others

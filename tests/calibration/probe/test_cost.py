@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, ProbeOptions, QueryBankOptions, RankingOptions
-from kvsearch.calibration.probe import measure
-from kvsearch.calibration.probe.bank import calibrate_query_bank
+from kvsearch.calibration.probe import bank, measure
+from kvsearch.calibration.probe.bank import queries_asked
 from kvsearch.calibration.probe.cost import cost_of_fit, ranking_cost
 from kvsearch.calibration.probe.reading import Asking, some_prompts, split
 from kvsearch.calibration.probe.sample import COLUMNS, draw
@@ -19,13 +21,21 @@ from kvsearch.policies.probe import ARRAYS
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibration.polykv.test_cost import LLAMA, PER_LAYER
+from tests.calibration.probe.test_kinds import of_kinds
 
 DATA = tiny.calibration_data(120, 100, 110)
 FIT = ProbeOptions(answers="given", entries=150, form="linear", features=("value_norm", "spread"))
 
 
-@pytest.mark.parametrize("options", [FIT, QueryBankOptions(answers="given", bank=5)])
-def test_what_is_said_is_what_is_done(options: RankingOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+# one kind of question is left out of a second fit, and contexts of that kind with it
+KINDS = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
+
+
+@pytest.mark.parametrize("data", [DATA, KINDS], ids=["one fit", "two fits"])
+@pytest.mark.parametrize("options", [FIT, QueryBankOptions(answers="given", bank=5)], ids=["probe", "query_bank"])
+def test_what_is_said_is_what_is_done(
+    options: RankingOptions, data: CalibrationData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, runs, held = tiny.loaded(), [0, 0], [0]
 
     def counting(name: str, place: int) -> None:
@@ -42,20 +52,26 @@ def test_what_is_said_is_what_is_done(options: RankingOptions, monkeypatch: pyte
         held[0] += sum(x.nbytes for name, x in found.items() if name != COLUMNS)
         return found
 
+    def asking(*given: object) -> Tensor:
+        found = queries_asked(*given)  # type: ignore[arg-type]
+        held[0] += found.nbytes
+        return found
+
     monkeypatch.setattr(measure, "draw", drawing)
-    cost = ranking_cost(model, DATA, options)
+    monkeypatch.setattr(bank, "queries_asked", asking)
+    cost = ranking_cost(model, data, options)
     counting("__init__", 0)
     counting("following", 1)
     if isinstance(options, ProbeOptions):
-        profile = measure.calibrate_probe(model, DATA, options)
+        profile = measure.calibrate_probe(model, data, options)
         weights = sum(profile.arrays[name].nbytes for name in ARRAYS)
-        assert cost.disk_bytes == held[0]
     else:
         assert isinstance(options, QueryBankOptions)
-        arrays = calibrate_query_bank(model, DATA, options).arrays
-        weights = arrays["queries"].nbytes + arrays["even"].nbytes
-    assert ([cost.passes, cost.continuations], cost.weights_bytes) == (runs, weights)
-    assert cost.contexts == (1, 1, 1)
+        profile = bank.calibrate_query_bank(model, data, options)
+        weights = profile.arrays["queries"].nbytes + profile.arrays["even"].nbytes
+    assert ([cost.passes, cost.continuations], cost.disk_bytes, cost.weights_bytes) == (runs, held[0], weights)
+    assert cost.contexts == profile.metadata.provenance.settings["contexts"]
+    assert (data is KINDS) == ("left_out" in profile.metadata.provenance.settings)
 
 
 def texts(*lengths: int) -> list[CalibrationPrompt]:

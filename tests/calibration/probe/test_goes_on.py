@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
 from kvsearch.calibration.probe.bank import calibrate_query_bank
 from kvsearch.calibration.probe.measure import calibrate_probe
@@ -31,12 +32,14 @@ FITS = {
 DATA = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
 
 
-def fitted(model: LoadedModel, name: str, directory: Path | None, **changes: Any) -> bytes:
+def fitted(
+    model: LoadedModel, name: str, directory: Path | None, data: CalibrationData = DATA, **changes: Any
+) -> bytes:
     options = FITS[name].model_copy(update=changes)
     if isinstance(options, ProbeOptions):
-        return calibrate_probe(model, DATA, options, None, directory).to_bytes()
+        return calibrate_probe(model, data, options, None, directory).to_bytes()
     assert isinstance(options, QueryBankOptions)
-    return calibrate_query_bank(model, DATA, options, None, directory).to_bytes()
+    return calibrate_query_bank(model, data, options, None, directory).to_bytes()
 
 
 class Killed(BaseException):
@@ -128,6 +131,8 @@ def test_steps_of_another_fit_are_refused(half: Path, whole: Whole, model: Loade
     other = tiny.loaded(rms_norm_eps=1e-3)
     with pytest.raises(UsageError, match="was measured with other model configuration"):
         fitted(other, whole.name, half)
+    with pytest.raises(UsageError, match="was measured with other kinds of questions"):
+        fitted(model, whole.name, half, of_kinds(DATA, "codes", "codes", "chains"))
 
 
 def test_damaged_steps_are_told(half: Path, whole: Whole, model: LoadedModel) -> None:

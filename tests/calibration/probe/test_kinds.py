@@ -107,12 +107,13 @@ def test_the_second_fit_sees_nothing_of_the_kind(
 
 def test_importance_of_and_without_a_kind(model: LoadedModel, data: CalibrationData) -> None:
     one = data.contexts[0]
-    mixed = replace(one, questions=(one.questions[0].model_copy(update={"kind": "codes"}), one.questions[1]))
-    prompts = prompts_of(model, replace(data, contexts=(mixed, replace(one, questions=one.questions[:1]))))
+    code = one.questions[0].model_copy(update={"kind": "codes"})
+    mixed, alone = (replace(one, questions=questions) for questions in ((code, one.questions[1]), (code,)))
+    prompts = prompts_of(model, replace(data, contexts=(mixed, alone)))
     asking = Asking.of(model, prompts, data.prompt, ("answers", "reconstruction"))
     with torch.no_grad(), running(model.model):
         whole, first = (Reading.of(model, each, each, SMALL, asking) for each in prompts)
-        assert torch.equal(whole.largest_of("codes"), first.importance["answers"])
+        assert torch.equal(whole.largest_of("codes"), first.largest_of("codes"))
         others = whole.largest_without("codes")
         assert others is not None and not torch.equal(others, whole.largest)
         assert torch.equal(torch.maximum(others, whole.largest_of("codes")), whole.largest)
