@@ -247,9 +247,11 @@ class RunOptions(WithModel, WithRun, WithTasks, Asking):
         """Return the calibration of every ranking that is fitted, by its name."""
         from kvsearch.naming import suggest
 
-        for name in self.rankings:
+        for at, name in enumerate(self.rankings):
             if name not in RANKINGS:
                 raise UsageError(f"unknown ranking {name!r}{suggest(name, list(RANKINGS))}")
+            if name in self.rankings[:at]:
+                raise UsageError(f"--rankings has {name} twice: name each once")
         forms = {"probe": {"form": self.form}}
         return {
             name: self.calibration(RANKINGS[name], f"{FIT}/{name}", self.fit, self.seed, **forms.get(name, {}))

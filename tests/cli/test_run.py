@@ -241,6 +241,7 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
         (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
         (("--budget", 40, "--samples", 5000, "--policies", "nothing"), "unknown policy 'nothing'"),
         (("--budget", 40, "--policies", "cake,snapkv,cake"), "--policies has cake twice"),
+        (("--budget", 40, "--rankings", "probe,query_bank,probe"), "--rankings has probe twice"),
         (("--budget", 40, "--policies", "probe=fit"), "policies that are fitted are not for --policies"),
         (("--budget", 40, "--fit", 8), "--fit 8 takes all 8 contexts of the split train"),
     ],
