@@ -114,6 +114,8 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             raise UsageError("--push-to-hub is for --to folder, and not with --offline")
         of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
         if isinstance(exporter, ProfileExporter):
+            if not path.exists():
+                raise UsageError(f"there is no file or directory {path}: check the path")
             if of_plan:
                 raise UsageError(f"target {self.to} is made of a profile: give the directory of one")
             profile = load_profile(profile_file(path))

@@ -221,10 +221,12 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 
 
 def _calibrate(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:
+    from kvsearch.calibration.polykv.options import PolykvOptions
     from kvsearch.jobs.calibrate import CalibrateOptions, kept_profile
 
     options = CalibrateOptions.of(**stages.shared(stage, output=stages.place(stage)))
-    return {"profile": kept_profile(options.with_model(loaded), talk)}
+    remarks = options.remarks() if isinstance(options, PolykvOptions) else ()
+    return {"profile": kept_profile(options.with_model(loaded), talk), "remarks": remarks}
 
 
 def _evolve(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def _notes(
 ) -> Iterator[str]:
     """Say what is not as in the paper, what is left out, and whether the paper's numbers are beside."""
     for one in found:
+        yield from one.remarks
         for name, why in (one.left_out or {}).items():
             label = next((row.label for row in table.rows if row.method == name), name)
             yield f"{label} is left out: {why}"

@@ -22,7 +22,11 @@ FULL_CACHE, AVERAGE = "Full", "average"
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished stage, with what its kind of job finds; `left_out` says which methods a model cannot run, and why."""
+    """A finished stage, with what its kind of job finds.
+
+    `left_out` says which methods a model cannot run, and why; `remarks` are what the job says of its options, such as
+    patterns that cannot be tried.
+    """
 
     stage: Stage
     comparison: Comparison | None = None
@@ -32,6 +36,7 @@ class Finished:
     selection: Mapping[str, Any] | None = None
     validation: Validation | None = None
     left_out: Mapping[str, str] | None = None
+    remarks: Sequence[str] = ()
 
 
 def scores(table: PaperTable, found: Sequence[Finished]) -> Iterator[Measured]:

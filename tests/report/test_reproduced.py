@@ -82,10 +82,13 @@ def test_a_selection_is_beside_the_papers() -> None:
         "outcomes": [{"phases": "decode", "winner": None, "standings": standings}],
         "report": {"baseline": "cake", "scores": {name: {"mean": mean} for name, mean in scores.items()}},
     }
-    found = reproduced(table, "Qwen/Qwen3-8B", False, [Finished(stage, selection=selection)], {})
+    found = reproduced(
+        table, "Qwen/Qwen3-8B", False, [Finished(stage, selection=selection, remarks=("d2o is left out: why",))], {}
+    )
     rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
     assert rows == [
         "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | no |",
         "| LongBench, paper | 49.11 | 47.01 | 47.54 |  | 0.54 |  |",
     ]
-    assert found.notes[0] == "LongBench: no strategy beats the best single policy beyond doubt, the plan is cake"
+    assert found.notes[0] == "d2o is left out: why"
+    assert found.notes[1] == "LongBench: no strategy beats the best single policy beyond doubt, the plan is cake"
