@@ -13,7 +13,9 @@ demo: setup
 	$(BIN)/kvsearch show $(DEMO)/plan.json
 	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
 
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# One worker more than there are cores: many tests wait for processes of their own.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: setup
 	$(PYTEST)
