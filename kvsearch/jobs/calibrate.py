@@ -289,7 +289,8 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
             policy.check_model(loaded.fingerprint)
         warn_unfit(loaded.model, policies)
         named = ", ".join(policy.name for policy in policies)
-        talk.say(f"calibrating {options.model} by {options.method} for {named} on {options.scope(texts)} "
+        among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
+        talk.say(f"calibrating {options.model} by {options.method} {among} {named} on {options.scope(texts)} "
                  f"from {texts.name}")  # fmt: skip
         config = config.model_copy(update={"execution": environment(loaded)})
         with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
