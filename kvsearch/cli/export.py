@@ -11,7 +11,6 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.plan_output import make, say_next, written
 from kvsearch.jobs.export import ExportOptions
 from kvsearch.jobs.targets import PLAN
-from kvsearch.report.numbers import counted
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported
@@ -84,6 +83,8 @@ def _say_target(found: Exported, options: ExportOptions, console: Console) -> No
         summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
         console.print_json(summary)
         return
+    from kvsearch.report.numbers import counted
+
     verb = "would write" if console.dry_run else "wrote"
     lost = "nothing is lost" if not found.losses else f"{counted(len(found.losses), 'thing')} lost"
     console.say(f"{verb} {options.output} for {options.to}: {lost}")

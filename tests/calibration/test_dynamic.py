@@ -267,7 +267,7 @@ def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> No
     assert aware.metadata.questions == 6
     assert aware.arrays["question_context"].tolist() == [0, 0, 1, 1, 2, 2]
     assert aware.metadata.provenance.settings["protocol"] == "question-aware"
-    assert told == [(number, 6) for number in range(1, 7)]
+    assert told == [(number, 6) for number in range(7)]
     assert model.model.config._attn_implementation == "sdpa"
 
 

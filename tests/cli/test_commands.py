@@ -52,8 +52,8 @@ WITH_MODEL = {
     "reproduce",
 }
 FORETELLING = {
-    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "headroom",
-    "lm-eval", "reproduce",
+    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "bench",
+    "headroom", "lm-eval", "reproduce",
 }  # fmt: skip
 
 
