@@ -14,7 +14,7 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.report.figures import draw
 from kvsearch.report.figures.data import Axis, CategoryMap, Estimated, Figure, HeatMap, Intervals, Lines, Panel, Series
 from kvsearch.report.figures.scores import score_figures
-from kvsearch.report.figures.style import RAMP, is_light, shade
+from kvsearch.report.figures.style import COLOURS, RAMP, is_light, marks, shade
 from tests.report.test_tables import comparison
 
 LINES = Lines(
@@ -96,3 +96,12 @@ def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
     draw.write_figures(FIGURES[:1], tmp_path / "b")
     for path in written[:3]:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_no_two_of_many_series_look_alike() -> None:
+    looks = [(COLOURS[number % len(COLOURS)], *marks(number)) for number in range(24)]
+    assert len(set(looks)) == len(looks)
+    for colour in COLOURS:
+        same = [look for look in looks if look[0] == colour]
+        assert len({look[1] for look in same}) == len(same)  # in grey, too
+        assert len({look[2] for look in same}) == len(same)

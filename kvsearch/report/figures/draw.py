@@ -13,7 +13,7 @@ import numpy as np
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, write_fault
 from kvsearch.report.figures.data import CategoryMap, Figure, HeatMap, Intervals, Lines, Series
-from kvsearch.report.figures.style import COLOURS, DASHES, MARKERS, MUTED, RAMP, is_light
+from kvsearch.report.figures.style import COLOURS, MUTED, RAMP, is_light, marks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +110,7 @@ def _lines(picture: Picture, body: Lines) -> None:
 def _series(axes: Axes, one: Series, number: int) -> None:
     colour = MUTED if one.muted else COLOURS[number % len(COLOURS)]
     look: dict[str, Any] = {"color": colour, "zorder": 1.5 if one.muted else 2.5}
-    dashes = DASHES[number % len(DASHES)]
+    marker, dashes = marks(number)
     style: Any = (0, dashes) if dashes else "-"
     if one.style == "level":
         axes.axhline(one.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
@@ -120,7 +120,6 @@ def _series(axes: Axes, one: Series, number: int) -> None:
         )  # fmt: skip
         return
     look["label"] = one.name
-    marker = MARKERS[number % len(MARKERS)]
     if one.muted:
         look["markersize"] = 3
     if one.style == "points":

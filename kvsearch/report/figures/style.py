@@ -20,6 +20,12 @@ RAMP = (
 )
 
 
+def marks(number: int) -> tuple[str, tuple[float, ...]]:
+    """Return marker and dashes of a series; where the colours begin again, both are others than in the round before."""
+    again = number // len(COLOURS)
+    return MARKERS[(number + 3 * again) % len(MARKERS)], DASHES[(number + again) % len(DASHES)]
+
+
 def shade(share: float) -> tuple[int, int, int]:
     """Return the colour of a value that lies at `share` of its range, 0 to 1: red, green and blue, 0 to 255."""
     place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
