@@ -11,7 +11,7 @@ from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.files import check_output
+from kvsearch.plan.files import CACHE_FILE, check_output
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -48,7 +48,7 @@ class CompressOptions(WithModel, Seeded):
         from kvsearch.jobs.plan_files import checked_plan
         from kvsearch.models.loading import BUNDLED
 
-        check_output(self.output, self.force)
+        check_output(self.output, self.force, CACHE_FILE)
         plan = checked_plan(self.plan)
         if self.context is not None:
             return plan, read_text(self.context)

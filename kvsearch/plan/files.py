@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import secrets
 import stat
@@ -32,6 +33,7 @@ class Kind(NamedTuple):
 
 
 PLAN_FILE = Kind("a plan", b'"kvsearch.plan"')
+CACHE_FILE = Kind("a compressed cache", b"kvsearch.cache")
 STRATEGY_FILE = Kind("a plan in YAML", b"kvsearch.strategy")
 
 
@@ -114,9 +116,19 @@ def check_output(path: Path, force: bool, kind: Kind | None = None) -> None:
 
 
 def require_kind(path: Path, kind: Kind) -> None:
-    """Raise UsageError if there is a file at `path` that is not empty and of another kind; errors as `read_bytes`."""
-    data = read_bytes(path) if path.exists() else b""
-    if data and kind.mark not in data:
+    """Raise UsageError if there is a file at `path` that is not empty and of another kind.
+
+    Raises:
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        if not path.exists() or not path.stat().st_size:
+            return
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            is_of_kind = data.find(kind.mark) >= 0  # without reading all of a large file
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
+    if not is_of_kind:
         raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
