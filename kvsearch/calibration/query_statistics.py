@@ -7,7 +7,7 @@ what TriAttention scores keys by.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,10 @@ def calibrate_query_statistics(
     prompts = prompts_of(loaded, data, max_length=options.max_length)
     check_lengths(prompts, policy, lambda _: policy.sink_count)
     with running(loaded.model):
-        found = _merged([_layers_of(loaded, prompt, policy) for prompt in counted(prompts, len(prompts), progress)])
+        # one after the other: covariances of all contexts at once would not fit a large model's host
+        found = reduce(
+            _merged, (_layers_of(loaded, prompt, policy) for prompt in counted(prompts, len(prompts), progress))
+        )
     statistics = [one.moments.statistics() for one in found]
     arrays = {
         QUERY_MEAN: torch.cat([one.mean for one in statistics]),
@@ -98,8 +101,5 @@ def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -
     return DensePass(loaded.model, needs, look, ids, refusal=refusal).noted
 
 
-def _merged(contexts: Sequence[list[QueryMoments]]) -> list[QueryMoments]:
-    found, *others = contexts
-    for other in others:
-        found = [one.merged(more) for one, more in zip(found, other, strict=True)]
-    return found
+def _merged(one: list[QueryMoments], other: list[QueryMoments]) -> list[QueryMoments]:
+    return [first.merged(more) for first, more in zip(one, other, strict=True)]
