@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.samples import Place, Sample
-from kvsearch.plan.files import read_bytes
+from kvsearch.runs.chain import Unfit
 from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import METRICS, Job, RunConfig, read_config
-from kvsearch.runs.ledger import Ledger, Unfit, damaged, parsed_lines
+from kvsearch.runs.ledger import Ledger, damaged, read_lines
 from kvsearch.runs.lock import locked
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class Finished(NamedTuple):
 class ReplyStore(Ledger[Finished]):
     """The finished replies of one run, by their places; `lent` are replies of another run by their keys."""
 
-    def __init__(self, path: Path, lent: Mapping[str, Sample] | None = None) -> None:
+    def __init__(self, path: Path, identity: str = "", lent: Mapping[str, Sample] | None = None) -> None:
         self.lent = lent or {}
         self.samples: dict[Place, Sample] = {}
         self.reused: set[Place] = set()
         self._written: dict[Place, tuple[str, int]] = {}  # the key and the number of the line
-        super().__init__(path)
+        super().__init__(path, identity)
 
     @property
     def go_on(self) -> str:
@@ -67,10 +67,10 @@ class ReplyStore(Ledger[Finished]):
         return f"give the same command again: {len(self.samples)} replies are kept"
 
     @staticmethod
-    def parse(content: Any) -> Finished:
+    def parse(content: dict[str, Any]) -> Finished:
         """See `Ledger.parse`."""
-        if not isinstance(content, dict) or set(content) != {"reused", "samples"}:
-            raise Unfit("it is not an object of reused and samples")
+        if set(content) != {"reused", "samples"}:
+            raise Unfit("it has other fields than reused and samples")
         if not isinstance(content["reused"], bool) or not isinstance(content["samples"], list):
             raise Unfit("reused is true or false, samples is a list")
         for item in content["samples"]:
@@ -107,8 +107,7 @@ class ReplyStore(Ledger[Finished]):
 
 def read_replies(path: Path) -> dict[str, Sample]:
     """Return the samples of a ledger by their keys; errors as for `ReplyStore`, and UsageError if there is none."""
-    lines = parsed_lines(read_bytes(path), path, ReplyStore.parse)
-    return {key: sample for _, line in lines for key, sample in line.samples}
+    return {key: sample for line in read_lines(path, ReplyStore.parse) for key, sample in line.samples}
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ def open_run(
                 )
             _warn_of_metrics(directory, there, config)
         begin(directory, config, _WRITTEN if force else ())
-        with ReplyStore(directory / LEDGER, lent) as store:
+        with ReplyStore(directory / LEDGER, config.identity, lent) as store:
             yield store
 
 
@@ -253,7 +252,7 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
         if there is not None and found is None:
             _warn_of_metrics(directory, there, config)
         begin(directory, config, _WRITTEN if force and (found is not None or _is_damaged(directory / LEDGER)) else ())
-        with ReplyStore(directory / LEDGER) as store:
+        with ReplyStore(directory / LEDGER, config.identity) as store:
             yield store
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.fields import Record
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import describe_validation_error, parse_json
@@ -49,6 +49,11 @@ class RunConfig(Record):
         """Return the content of the file: equal configurations have equal bytes."""
         return canonical_json({"schema": SCHEMA, **self.model_dump()})
 
+    @property
+    def identity(self) -> str:
+        """The SHA-256 of the job and the content: equal for sessions of one run, and its ledger begins with it."""
+        return sha256_of({"job": self.job, "content": self.content})
+
     def difference(self, there: RunConfig) -> str | None:
         """Say where the content of the run that is `there` first differs; None if it is the same run."""
         return difference(there.content, self.content)
@@ -72,8 +77,14 @@ def read_config(directory: Path) -> RunConfig | None:
         raise UsageError(describe_validation_error(error, str(path))) from error
 
 
+def read_identity(directory: Path) -> str:
+    """Return the identity of the run in `directory`, empty if there is none; errors as for `read_config`."""
+    found = read_config(directory)
+    return "" if found is None else found.identity
+
+
 def difference(there: object, now: object, place: str = "") -> str | None:
-    """Say where two JSON values first differ, by sorted keys; None if they are equal.
+    """Say where two JSON values first differ, by sorted keys; None if they are written in the same way.
 
     Short lists are shown whole, of others the first item that differs.
     """
@@ -86,7 +97,7 @@ def difference(there: object, now: object, place: str = "") -> str | None:
             if found is not None:
                 return found
         return None
-    if there == now:
+    if canonical_json(there) == canonical_json(now):  # 1 and 1.0 are two identities
         return None
     if isinstance(there, list) and isinstance(now, list) and max(len(repr(there)), len(repr(now))) > _SHOWN:
         for index, (old, new) in enumerate(zip(there, now, strict=False)):

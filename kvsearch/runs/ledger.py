@@ -1,7 +1,8 @@
 """What a run has done so far: a file of one JSON object per line, to which lines are only ever appended.
 
 A line is on the disk before the run goes on. A last line that was cut short, that of a process which was killed, is
-dropped: what it held is done again. Any other line that is not what its ledger writes is refused.
+dropped: what it held is done again. Any other line that is not what its ledger has written, in this place and for this
+run, is refused: see `kvsearch.runs.chain`.
 """
 
 from __future__ import annotations
@@ -13,40 +14,39 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import write_fault
+from kvsearch.plan.files import read_bytes, write_fault
+from kvsearch.runs.chain import Link, Unfit
+from kvsearch.runs.identity import read_identity
 
 Line = TypeVar("Line")
-
-
-class Unfit(Exception):
-    """A line that is none of its file; the message says why."""
 
 
 class Ledger(ABC, Generic[Line]):
     """The lines of a run, in memory and in the file `path`, which stays open until `close`.
 
-    The caller has the lock of the directory, see `kvsearch.runs.lock`.
+    The caller has the lock of the directory, see `kvsearch.runs.lock`. `identity` is that of the run, see `RunConfig`;
+    empty for lines that belong to none.
 
     Raises:
-        UsageError: a line is damaged and not only cut short.
+        UsageError: a line is damaged and not only cut short, or it is the ledger of another run.
         EnvironmentFault: the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, identity: str = "") -> None:
         self.path, self.lines = path, list[Line]()
-        self._size = 0
+        self._size, self._last = 0, Link(0, identity)
         try:
             self._file = path.open("a+b", buffering=0)  # a buffer would be written again after a failure
         except OSError as error:
             raise write_fault(error, path, self.go_on) from error
         try:
             data = path.read_bytes()
-            for size, line in parsed_lines(data, path, self.parse):
-                self._size += size
-                self._note(line)
+            for found in parsed_lines(data, path, self.parse, identity):
+                self._size, self._last = self._size + found.size, found.link
+                self._note(found.line)
             if self._size < len(data):
                 self._file.truncate(self._size)
         except BaseException:
@@ -67,8 +67,8 @@ class Ledger(ABC, Generic[Line]):
 
     @staticmethod
     @abstractmethod
-    def parse(content: Any) -> Line:
-        """Return the line of what JSON has; raises `Unfit` if it is none."""
+    def parse(content: dict[str, Any]) -> Line:
+        """Return the line of what JSON has, without number and checksum; raises `Unfit` if it is none."""
 
     @property
     @abstractmethod
@@ -76,12 +76,13 @@ class Ledger(ABC, Generic[Line]):
         """How to go on after the disk was full, for people."""
 
     def _append(self, line: Line, text: str) -> None:
-        """Write a line as JSON `text`; it is on the disk when this returns.
+        """Write a line as `text`, a JSON object; it is on the disk when this returns.
 
         Raises:
             EnvironmentFault: the disk is full or the file cannot be written; what was written before is kept.
         """
-        data = text.encode() + b"\n"
+        sealed, link = self._last.seal(text)
+        data = sealed + b"\n"
         left = memoryview(data)
         try:
             while left:
@@ -93,7 +94,7 @@ class Ledger(ABC, Generic[Line]):
             if isinstance(error, OSError):
                 raise write_fault(error, self.path, self.go_on) from error
             raise
-        self._size += len(data)
+        self._size, self._last = self._size + len(data), link
         self._note(line)
 
     def _note(self, line: Line) -> None:
@@ -101,15 +102,25 @@ class Ledger(ABC, Generic[Line]):
         self.lines.append(line)
 
 
-def parsed_lines(data: bytes, path: Path, parse: Callable[[Any], Line]) -> Iterator[tuple[int, Line]]:
-    """Yield the complete lines of a ledger as `parse` makes them of their JSON, with their sizes in bytes.
+class Parsed(NamedTuple, Generic[Line]):
+    """A line that was read, where it stands in the chain, and its size in bytes."""
+
+    line: Line
+    link: Link
+    size: int
+
+
+def parsed_lines(
+    data: bytes, path: Path, parse: Callable[[dict[str, Any]], Line], identity: str = ""
+) -> Iterator[Parsed[Line]]:
+    """Yield the complete lines of a ledger as `parse` makes them of their JSON.
 
     The last one may be broken: it is left out.
 
     Raises:
-        UsageError: any other line is no JSON, or `parse` raises `Unfit` for it.
+        UsageError: any other line is no JSON, is not chained to the one before it, or `parse` raises `Unfit` for it.
     """
-    lines = data.split(b"\n")
+    lines, link = data.split(b"\n"), Link(0, identity)
     for number, line in enumerate(lines[:-1], 1):
         try:
             content = json.loads(line)
@@ -118,14 +129,27 @@ def parsed_lines(data: bytes, path: Path, parse: Callable[[Any], Line]) -> Itera
                 return
             raise damaged(path, number, "it is no JSON") from None
         try:
+            link = link.check(line, content)
             found = parse(content)
         except Unfit as problem:
             raise damaged(path, number, str(problem)) from None
-        yield len(line) + 1, found
+        yield Parsed(found, link, len(line) + 1)
+
+
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], Line]) -> Iterator[Line]:
+    """Yield the lines of the ledger of the run in whose directory `path` is; nothing is written.
+
+    Raises:
+        UsageError: as for `parsed_lines`, there is no such file, or the configuration of the run is damaged.
+        EnvironmentFault: it cannot be read.
+    """
+    return (found.line for found in parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
 
 
 def damaged(path: Path, line: int, problem: str) -> UsageError:
     """Return what to say of a line that somebody changed; lines count from 1."""
+    before = "delete this line and all after it, which are then done again, " if line > 1 else ""
     return UsageError(
-        f"{path}, line {line} is damaged ({problem}): restore the file, or start anew with another --output or --force"
+        f"{path}, line {line} is damaged ({problem}): restore the file, {before}or start anew with another --output "
+        "or --force"
     )

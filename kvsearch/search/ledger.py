@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +33,11 @@ from kvsearch.arrays import Vector
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import problems_of
+from kvsearch.runs.chain import Unfit
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import RunConfig
-from kvsearch.runs.ledger import Ledger, Unfit
+from kvsearch.runs.ledger import Ledger, read_lines
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
@@ -59,17 +61,15 @@ class SearchLedger(Ledger[Line]):
 
     go_on = "go on with --resume"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, identity: str = "") -> None:
         self._evaluated: set[str] = set()
         self._tokens = 0
-        super().__init__(path)
+        super().__init__(path, identity)
         self._opened, self._before = time.monotonic(), self.lines[-1].at if self.lines else 0.0
 
     @staticmethod
-    def parse(content: Any) -> Line:
+    def parse(content: dict[str, Any]) -> Line:
         """See `Ledger.parse`."""
-        if not isinstance(content, dict):
-            raise Unfit("it is no object")
         return _line(content.pop("kind", None), content)
 
     def append(self, kind: str, **data: Any) -> Line:
@@ -190,7 +190,10 @@ class SearchRun(NamedTuple):
 
 def check_search(directory: Path, resume: bool = False, force: bool = False) -> None:
     """Find out, before a model is loaded, whether a search can be kept in `directory`; see `open_search`."""
-    _check(directory, check_directory(directory, "evolve"), resume, force)
+    there = check_directory(directory, "evolve")
+    _check(directory, there, resume, force)
+    if there is not None and resume and (directory / LEDGER).exists():
+        deque(read_lines(directory / LEDGER, SearchLedger.parse), maxlen=0)
 
 
 def require_same(directory: Path, config: RunConfig, unknown: str = "") -> None:
@@ -231,7 +234,7 @@ def open_search(directory: Path, config: RunConfig, resume: bool = False, force:
         if not force:
             require_same(directory, config)
         begin(directory, config, _WRITTEN if force else ())
-        with SearchLedger(directory / LEDGER) as ledger:
+        with SearchLedger(directory / LEDGER, config.identity) as ledger:
             yield SearchRun(directory, ledger)
 
 

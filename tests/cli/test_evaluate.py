@@ -315,8 +315,8 @@ def test_losses_that_were_changed_are_refused(
 @pytest.mark.parametrize(
     ("name", "old", "new", "words"),
     [
-        ("ledger.jsonl", '"reply": "', '"reply": null, "x": "', "ledger.jsonl, line 1 is damaged"),
-        ("ledger.jsonl", '"entries": ', '"entries": 0.', "ledger.jsonl, line 1 is damaged (entries is not a int)"),
+        ("ledger.jsonl", '"reply": "', '"reply": "x', "line 1 is damaged (its checksum does not fit: it was changed"),
+        ("ledger.jsonl", '"entries": ', '"entries": -', "line 1 is damaged (its checksum does not fit: it was changed"),
         ("config.json", '"tasks"', '"taks"', "holds another run: taks is only there"),
         ("config.json", '"seed"', '"', "config.json is not valid JSON at line "),
     ],

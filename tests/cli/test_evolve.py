@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def evolved(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> tuple[
     return directory, out, talk
 
 
+def with_other_result(lines: list[str]) -> list[str]:
+    """The lines of a ledger; the first result, which is line 2, has other values."""
+    found = json.loads(lines[1])
+    assert found["kind"] == "result"
+    better = json.dumps([[0.0] * len(row) for row in found["values"]])
+    return [lines[0], lines[1].replace(json.dumps(found["values"]), better), *lines[2:]]
+
+
 def results(directory: Path) -> tuple[bytes, bytes]:
     return (directory / "plan.json").read_bytes(), (directory / "report.json").read_bytes()
 
@@ -88,6 +97,36 @@ def test_resuming_a_finished_run_gives_the_same_bytes(
     code, _, talk = run(*command(questions, evolved[0], "--resume"))
     assert code == 0, talk
     assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_other_result, "line 2 is damaged (its checksum does not fit: it was changed)"),
+        (lambda lines: lines[:2] + lines[3:], "line 3 is damaged (it does not say that it is line 3: one was removed"),
+        (lambda lines: [lines[0], *lines], "line 2 is damaged (it does not say that it is line 2"),
+    ],
+    ids=["changed", "dropped", "copied"],
+)
+def test_a_ledger_that_was_changed_is_refused(
+    evolved: tuple[Path, str, str],
+    questions: Path,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[str]], list[str]],
+    words: str,
+) -> None:
+    """Before a model is loaded, and whoever only looks is told the same."""
+    directory = tmp_path / "run"
+    shutil.copytree(evolved[0], directory)
+    lines = (directory / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (directory / "ledger.jsonl").write_text("".join(change(lines)))
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    monkeypatch.setattr("kvsearch.models.loading.load", pytest.fail)
+    for arguments in (command(questions, directory, "--resume"), ("show", directory)):
+        refused(run, USAGE, words, *arguments)
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow

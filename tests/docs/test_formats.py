@@ -20,9 +20,10 @@ from kvsearch.plan.profile import GRID, ProfileMetadata, TableCheck, load_profil
 from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.plan.signals import SignalAxes
 from kvsearch.runs.contexts import ContextsFile, read_contexts
-from kvsearch.runs.identity import RunConfig, read_config
+from kvsearch.runs.identity import RunConfig, read_config, read_identity
 from kvsearch.runtime.cache_file import CacheHeader
 from kvsearch.search.records import LINES
+from tests.runs.sealing import sealed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
@@ -64,6 +65,20 @@ def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
     assert config is not None
     assert json.loads(config.to_bytes()) == json.loads(EXAMPLES["run"])
     assert json.loads(canonical_json(read_contexts(tmp_path))) == json.loads(EXAMPLES["contexts"])
+
+
+def test_the_checksums_of_a_ledger_are_as_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [program] = re.findall(r"^```python chain\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(EXAMPLES["run"])
+    lines = sealed(['{"text": "a"}', '{"text": "b"}', '{"text": "c"}'], read_identity(tmp_path / "run"))
+    for content, printed in ((lines, ""), (lines.replace('"b"', '"x"'), "2\n"), (lines.replace('"a"', '"x"'), "1\n")):
+        (tmp_path / "run" / "ledger.jsonl").write_text(content)
+        exec(program, {})
+        assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[record.__name__ for record in RECORDS])

@@ -15,6 +15,7 @@ from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
+from tests.runs.sealing import sealed
 
 ONE = RunConfig(job="select", content={"seed": 1})
 OTHER = RunConfig(job="select", content={"seed": 2})
@@ -31,7 +32,7 @@ def there(place: Path, config: RunConfig, ledger: str | None = "") -> Path:
 
 
 def test_force_throws_away_only_what_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    line = '{"reused": false, "samples": []}\n'
+    line = sealed(['{"reused": false, "samples": []}'], ONE.identity)
     same = there(tmp_path / "same", ONE, line)
     other = there(tmp_path / "other", OTHER, line)
     damaged = there(tmp_path / "damaged", ONE, NONSENSE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvsearch.runs.ledger import Ledger, Unfit
+from kvsearch.runs.chain import Unfit
+from kvsearch.runs.ledger import Ledger
 
 
 class Notes(Ledger[str]):
@@ -14,8 +15,8 @@ class Notes(Ledger[str]):
         return f"try again: {len(self.lines)} notes are kept"
 
     @staticmethod
-    def parse(content: Any) -> str:
-        if not isinstance(content, dict) or set(content) != {"text"}:
+    def parse(content: dict[str, Any]) -> str:
+        if set(content) != {"text"}:
             raise Unfit("it has no text")
         return str(content["text"])
 

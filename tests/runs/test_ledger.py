@@ -16,6 +16,7 @@ import pytest
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from tests.runs.notes import Notes
+from tests.runs.sealing import sealed
 
 
 def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_
         assert ledger.lines == ["one"]
     assert path.read_bytes() == good
     path.write_bytes(good + broken + good)
-    with pytest.raises(UsageError, match=r"l, line 2 is damaged \(it is no JSON\): restore the file, or start anew"):
+    with pytest.raises(UsageError, match=r"l, line 2 is damaged \(it is no JSON\): restore the file, delete this"):
         Notes(path)
     assert path.read_bytes() == good + broken + good
 
@@ -63,7 +64,7 @@ def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_
 def test_a_whole_line_with_other_content_is_refused(tmp_path: Path) -> None:
     """Also the last one: nobody was killed in the middle of a whole line."""
     path = tmp_path / "l"
-    path.write_text('{"text": "x"}\n{"txt": "x"}\n')
+    path.write_text(sealed(['{"text": "x"}', '{"txt": "x"}']))
     with pytest.raises(UsageError, match=r"line 2 is damaged \(it has no text\)"):
         Notes(path)
 

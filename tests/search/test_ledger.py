@@ -20,6 +20,7 @@ from kvsearch.errors import EnvironmentFault, InternalError, UsageError
 from kvsearch.search.executors import Job, JobOutcome, SerialExecutor, evaluate_all, keys_of
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import LINES, StageLine
+from tests.runs.sealing import sealed
 from tests.search.executors.fakes import Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
@@ -202,7 +203,6 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("[]", "it is no object"),
         ("{}", "there is no kind None"),
         ('{"kind": "tell", "at": 1}', "there is no kind 'tell'; did you mean 'told'?"),
         ('{"kind": ["stage"], "at": 1}', "there is no kind"),
@@ -225,7 +225,7 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
 )
 def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "l"
-    path.write_text(f'{{"kind": "stage", "at": 1, "name": "x", "begins": true}}\n{line}\n')
+    path.write_text(sealed(['{"kind": "stage", "at": 1, "name": "x", "begins": true}', line]))
     with pytest.raises(UsageError, match="line 2 is damaged") as found:
         SearchLedger(path)
     assert words in str(found.value)
@@ -235,7 +235,7 @@ def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, w
 def test_results_need_a_row_per_candidate(tmp_path: Path) -> None:
     path = tmp_path / "l"
     line = {"kind": "result", "at": 1.0, **result(KEYS[0]), "values": [[1.0], [2.0]]}
-    path.write_text(json.dumps(line) + "\n")
+    path.write_text(sealed([json.dumps(line)]))
     with pytest.raises(UsageError, match=r"line 1 is damaged \(values: has 2 rows for 1 candidates\)"):
         SearchLedger(path)
 

@@ -11,10 +11,9 @@ import numpy as np
 from pydantic import Field
 
 from kvsearch.choose.acceptance import Share
-from kvsearch.plan.files import read_bytes
 from kvsearch.report.files.stored import Stored, stored
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.runs.ledger import parsed_lines
+from kvsearch.runs.ledger import read_lines
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import BestLine, ComputedLine, Line, StageLine, ToldLine
 from kvsearch.tasks.coverage import Coverage
@@ -122,7 +121,7 @@ def read_trace(path: Path) -> Trace:
         UsageError: a line is damaged and not only cut short.
         EnvironmentFault: it cannot be read.
     """
-    return trace_of(line for _, line in parsed_lines(read_bytes(path), path, SearchLedger.parse))
+    return trace_of(read_lines(path, SearchLedger.parse))
 
 
 def trace_of(lines: Iterable[Line]) -> Trace:
