@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvsearch.models.architecture import output_projection, output_weight
 from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
-from kvsearch.policies.scoring import softmax
+from kvsearch.policies.scoring import chunk_bytes, softmax
 
 _factors: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
@@ -97,5 +97,26 @@ class Logits:
 
     def of(self, query: Tensor, keys: Tensor) -> Tensor:
         """Return scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
-        scores = (query @ keys.transpose(-1, -2)).float() * self.scaling
+        scores = products(query, keys) * self.scaling
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+def products(query: Tensor, keys: Tensor) -> Tensor:
+    """Return q.k [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D] with the same leading dimensions.
+
+    A product of half-precision matrices is rounded to half precision: at logits of hundreds bf16 is off by whole units,
+    and fp16 overflows. So CUDA is told to leave its fp32 sums as they are, and elsewhere half precision is cast, some
+    matrices at a time, so that what is cast stays in a CPU's cache.
+    """
+    if query.dtype == torch.float32 == keys.dtype:
+        return query @ keys.transpose(-1, -2)
+    shape = (*query.shape[:-1], keys.shape[-2])
+    rows, columns = query.flatten(0, -3), keys.flatten(0, -3).transpose(-1, -2)
+    learning = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
+    if query.is_cuda and not learning and query.dtype == keys.dtype:
+        return torch.bmm(rows, columns, out_dtype=torch.float32).view(shape)
+    step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
+    if step >= len(rows):
+        return (rows.float() @ columns.float()).view(shape)
+    parts = zip(torch.split(rows, step), torch.split(columns, step), strict=True)
+    return torch.cat([some.float() @ others.float() for some, others in parts]).view(shape)
