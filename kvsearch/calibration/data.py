@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.contexts import ContextSet, context_hash
-from kvsearch.plan.files import read_bytes, read_text
-from kvsearch.plan.parsing import describe_validation_error, parse_json
+from kvsearch.plan.files import read_text
+from kvsearch.plan.limits import MOST_DATA
+from kvsearch.plan.parsing import describe_validation_error, read_json
 from kvsearch.resources import resource
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
@@ -201,7 +202,7 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
         texts = tuple(Context(_read_text(one), ()) for one in plain)
         name = Path(path).stem if len(plain) == 1 else f"{len(plain)} text files"
         return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
-    raw = parse_json(read_bytes(path), str(path))
+    raw = read_json(path, MOST_DATA)
     try:
         parsed = (BareFile if bare else CalibrationFile).model_validate(raw, context=Path(path).parent)
     except ValidationError as error:

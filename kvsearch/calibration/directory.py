@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from kvsearch.calibration.sample_files import SAMPLES, has_samples, sample_files
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import TEMPORARY, read_bytes
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.files import TEMPORARY
+from kvsearch.plan.parsing import read_json
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.directory import other_kind
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
@@ -41,7 +41,7 @@ def _content(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     config = read_config(directory)
-    found: Any = config.content if config is not None else parse_json(read_bytes(path), str(path))
+    found: Any = config.content if config is not None else read_json(path)
     return found if isinstance(found, dict) else {}
 
 

@@ -16,8 +16,7 @@ from pydantic import Field, ValidationError
 from kvsearch.errors import UsageError
 from kvsearch.plan import ModelFingerprint, atomic_write, canonical_json
 from kvsearch.plan.fields import Count, Index, Record, Sha256, Text
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import parse_json, problems_of
+from kvsearch.plan.parsing import problems_of, read_json
 from kvsearch.plan.protocol import Protocol
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.estimates import Difference, Estimate
@@ -177,7 +176,7 @@ def load_validation(path: Path) -> Validation | None:
         return None
     remedy = "delete it and validate again"
     try:
-        content = parse_json(read_bytes(path), str(path))
+        content = read_json(path)
     except UsageError as error:
         raise UsageError(f"{error}: {remedy}") from error
     schema = content.pop("schema", None) if isinstance(content, dict) else None

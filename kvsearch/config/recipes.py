@@ -8,8 +8,7 @@ from typing import Any
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import did_you_mean, suggest
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.parsing import read_json
 from kvsearch.resources import resource
 from kvsearch.runs.identity import SCHEMA
 
@@ -81,16 +80,13 @@ def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:
     """
     content: Any
     if path.suffix == ".json":
-        content = parse_json(read_bytes(path), str(path))
+        content = read_json(path)
         if isinstance(content, dict) and "schema" in content:
             return _of_run(content, path, job)
     else:
-        import yaml
+        from kvsearch.plan.yaml_document import read_yaml
 
-        try:
-            content = yaml.safe_load(read_bytes(path).decode("utf-8", "replace"))
-        except yaml.YAMLError as error:
-            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
     if not isinstance(content, dict):
         raise UsageError(f"{path} is not a recipe: it should be a mapping such as `{example}`")
     return content

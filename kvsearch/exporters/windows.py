@@ -24,6 +24,7 @@ from kvsearch.exporters.base import (
     same_for_heads,
 )
 from kvsearch.plan import ModelFingerprint, Plan, canonical_json
+from kvsearch.plan.yaml_document import parse_yaml
 from kvsearch.policies.registry import policy_of
 
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
@@ -65,7 +66,7 @@ class TensorRTLLM(Windows):
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold as much of a prompt as the windows."""
-        windows = yaml.safe_load(files[SINGLE])["kv_cache_config"]["max_attention_window"]
+        windows = parse_yaml(files[SINGLE], SINGLE).data["kv_cache_config"]["max_attention_window"]
         return same_for_heads([min(window, length) for window in windows], model.kv_heads)
 
 

@@ -153,16 +153,11 @@ class BuildOptions(PlanOptions):
     def read(self) -> Plan:
         """Read the YAML; UsageError if no plan can be written, or says all that is wrong with it."""
         from kvsearch.plan.files import read_bytes
+        from kvsearch.plan.limits import MOST_YAML
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
         self.check_output()
-        data = read_bytes(self.strategy)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            place = f"byte {error.start} is {data[error.start]:#04x}"
-            raise UsageError(f"{self.strategy} is not UTF-8 text: {place}") from error
-        return plan_from_yaml(text, str(self.strategy))
+        return plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy))
 
     def make(self, talk: Talk) -> Plan:
         """Read the YAML; warns of what is doubtful."""

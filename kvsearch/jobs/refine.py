@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsearch.jobs.evolve import SEARCHED, EvolveOptions, configuration, opened
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.parsing import read_json
 from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
@@ -166,10 +166,8 @@ def _as_json(search: PreparedSearch, outcome: SearchOutcome) -> dict[str, Any]:
 
 def _read(directory: Path, searches: Sequence[PreparedSearch]) -> Refined:
     """Return the plans that a finished refinement found."""
-    from kvsearch.plan.files import read_bytes
-
     place = directory / FOUND
-    said: Any = parse_json(read_bytes(place), str(place))
+    said: Any = read_json(place)
     plans: dict[int, dict[str, Plan]] = {}
     for search in searches:
         record = search.record(searched=True)

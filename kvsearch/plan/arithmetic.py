@@ -10,8 +10,8 @@ import numpy as np
 from kvsearch.arrays import Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.fields import MOST_ENTRIES
 from kvsearch.plan.guard import round_half_up
+from kvsearch.plan.limits import MOST_ENTRIES
 from kvsearch.plan.origin import changed, with_policies_of
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import LayerPlan, Phase, PhasePlan, Plan

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from kvsearch.plan.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_NUMBER, MOST_TOTAL, MOST_WIDTH
+
 # A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
 COMPLETE = "kvsearch"
-# Cached positions are stored as int32.
-MOST_ENTRIES = 2**31 - 1
 
 
 class Record(BaseModel):
@@ -36,13 +36,14 @@ def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
 
 
 def _scalar(value: object) -> Scalar:
-    if isinstance(value, bool | int):
+    if isinstance(value, bool | int) and -MOST_NUMBER <= value <= MOST_NUMBER:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
         return value  # half of a surrogate pair is no UTF-8
-    what = repr(value) if isinstance(value, float | str) else type(value).__name__
+    what = "one above 64 bits" if isinstance(value, int) else type(value).__name__
+    what = repr(value) if isinstance(value, float | str) else what
     message = "must be a finite number, true, false or a text, not {what}"
     raise PydanticCustomError(COMPLETE, message, {"what": what})
 
@@ -60,9 +61,13 @@ def _unchanged(value: Any) -> Any:
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(strict=True, ge=1)]
-Index = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]
+Index = Annotated[int, Field(strict=True, ge=0, le=MOST_NUMBER)]
 Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
+Total = Annotated[int, Field(strict=True, ge=1, le=MOST_TOTAL)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
+Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
 Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
 
 Scalar = bool | int | float | str

@@ -11,11 +11,13 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.plan.limits import MOST_DATA
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
+_PART = 1 << 20  # bytes read at once of what has no size
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",
@@ -37,15 +39,20 @@ CACHE_FILE = Kind("a compressed cache", b"kvsearch.cache")
 STRATEGY_FILE = Kind("a plan in YAML", b"kvsearch.strategy")
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """Read a whole file.
+def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
+    """Read a whole file of at most so many bytes.
 
     Raises:
-        UsageError: there is no such file, or it is a folder.
+        UsageError: there is no such file, it is a folder, or it is larger.
         EnvironmentFault: it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_size <= most:
+                return file.read()
+            if not stat.S_ISREG(found.st_mode) and len(data := _read_up_to(file, most)) <= most:
+                return data
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"there is no file {path}: check the path") from error
     except IsADirectoryError as error:
@@ -54,14 +61,28 @@ def read_bytes(path: str | Path) -> bytes:
         raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
     except ValueError as error:  # a zero byte in the name
         raise UsageError(f"cannot read {path!r}: {error}") from error
+    raise UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
 
 
-def read_text(path: str | Path, name: str | None = None) -> str:
+def _read_up_to(file: BinaryIO, most: int) -> bytes:
+    """Read a device or pipe, whose size is not known, to its end, or a little more than so many bytes."""
+    data = bytearray()
+    while len(data) <= most and (part := file.read(_PART)):
+        data += part
+    return bytes(data)
+
+
+def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
     """Read a whole text file, called `name` where it is no text; raises as `read_bytes`, or UsageError: not UTF-8."""
+    return decoded(read_bytes(path, most), name or str(path))
+
+
+def decoded(data: bytes, name: str) -> str:
+    """Return UTF-8 as text; UsageError with the first byte that is none."""
     try:
-        return read_bytes(path).decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name or path} is not UTF-8 text: byte {error.start}") from error
+        raise UsageError(f"{name} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
 
 
 def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:

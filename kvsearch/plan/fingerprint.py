@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsearch.errors import IncompatibleError
-from kvsearch.plan.fields import Count, Record, Sha256, Text
+from kvsearch.plan.fields import Heads, Layers, Record, Sha256, Text, Width
 
 _COMPARED = {
     "model_type": "architecture", "config_sha256": "configuration", "weights_sha256": "weights", "layers": "layers",
@@ -24,9 +24,9 @@ class ModelFingerprint(Record):
     config_sha256: Sha256
     weights_sha256: Sha256
     revision: Text | None = None
-    layers: Count
-    kv_heads: Count
-    head_dim: Count
+    layers: Layers
+    kv_heads: Heads
+    head_dim: Width
 
     def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
         """Say on one line what differs between two models, or None; `weights=False` lets the weights differ."""

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.fields import COMPLETE
+from kvsearch.plan.files import decoded, read_bytes
+from kvsearch.plan.limits import MOST_DIGITS, MOST_DOCUMENT, MOST_NESTING, MOST_NUMBER
 
+DEEP = f"brackets are nested too deeply, {MOST_NESTING} are the most"
+_HALF = "half of a surrogate pair, which is no text: write the letter itself"
 _LONGEST_VALUE = 60
 _MOST_SHOWN = 20
+_MOST_LISTED = 5000
+_MOST_LISTED = 5000
+_MOST_SHOWN_BITS = 1024  # of a whole number
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+')
+_MOST_READ = 4000  # digits; Python reads a few more
 _PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": "is missing: add it"}
 _ABOUT_CONTENT: Final = frozenset({COMPLETE, "value_error", "assertion_error"})
 
@@ -23,12 +36,19 @@ def describe_validation_error(error: ValidationError, name: str) -> str:
 
 def problems_of(error: ValidationError) -> list[str]:
     """List the problems of `error` as `path.to.field: what`, one line each."""
+    return [f"{'.'.join(map(str, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
+
+
+def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
+    """List the problems of `error`, each a place and one line; where there are very many, only how many."""
+    if error.error_count() > _MOST_LISTED:
+        return [((), f"has {error.error_count()} problems, too many to list: restore the file")]
     problems = []
     for line in error.errors(include_url=False):
-        kind, place = line["type"], ".".join(map(str, line["loc"])) or "the whole"
+        kind = line["type"]
         what = _PLAIN.get(kind, line["msg"].removeprefix("Value error, "))
-        shown = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {_shown(line['input'])}"
-        problems.append(" ".join(f"{place}: {what}{shown}".splitlines()))
+        found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
+        problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
     return problems
 
 
@@ -40,25 +60,93 @@ def list_problems(problems: list[str], name: str) -> str:
     return "\n  ".join([f"{name} is not valid, {count}:", *shown])
 
 
+def read_json(path: str | Path, most: int = MOST_DOCUMENT) -> Any:
+    """Read a file of one JSON value; raises as `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
 def parse_json(data: bytes, name: str) -> object:
-    """Parse strict JSON: UTF-8, finite numbers, no key twice in one object.
+    """Parse strict JSON: UTF-8, finite numbers, whole ones of 64 bits, no key twice, no half of a surrogate pair.
 
     Raises:
-        UsageError: anything else, with line and column where the parser knows them.
+        UsageError: anything else, or more nesting than `limits.MOST_NESTING`; with line and column where the parser
+            knows them, or else the place.
     """
+    text = decoded(data, name)
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        _refuse_values(found, _SURROGATE.search(text) is not None)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
         hint = "the file ends too early, write it again" if cut else error.msg
         raise UsageError(f"{name} is not valid JSON at {where}: {hint}") from error
     except RecursionError as error:
-        raise UsageError(f"{name} is not valid JSON: brackets are nested too deeply") from error
+        raise UsageError(f"{name} is not valid JSON: {DEEP}") from error
     except ValueError as error:
-        raise UsageError(f"{name} is not valid JSON: {error}") from error
+        raise UsageError(f"{name} is not valid JSON{_long_number(text) or f': {error}'}") from error
+    return found
+
+
+def integer(text: str) -> int:
+    """Read a whole number; ValueError if it has more than 64 bits."""
+    number = int(text) if len(text) <= MOST_DIGITS + 1 else None
+    if number is None or abs(number) > MOST_NUMBER:
+        raise ValueError(f"{shown(text)} is too large: {MOST_NUMBER} is the most")
+    return number
+
+
+def is_text(value: str) -> bool:
+    """Tell whether a text can be written as UTF-8: it has no half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value) if not value.isascii() else True
+
+
+def _refuse_values(found: object, surrogates: bool) -> None:
+    """Raise ValueError for a number that is too large and for too much nesting; with `surrogates`, look for these, too.
+
+    Level by level, so that depth costs no stack.
+    """
+    level: list[tuple[Any, Any]] = [(None, [found])]  # what holds more, each after its place: that around it, and a key
+    for _ in range(MOST_NESTING + 1):
+        deeper = []
+        for place, holder in level:
+            is_object = type(holder) is dict
+            if is_object and surrogates and not all(map(is_text, holder)):
+                raise _refused(place, f"a key has {_HALF}")
+            for key, value in holder.items() if is_object else enumerate(holder):
+                kind = type(value)
+                if kind is dict or kind is list:
+                    deeper.append(((place, key), value))
+                elif kind is int:
+                    if not -MOST_NUMBER <= value <= MOST_NUMBER:
+                        raise _refused((place, key), f"{shown(value)} is too large: {MOST_NUMBER} is the most")
+                elif kind is float:
+                    if not math.isfinite(value):
+                        raise _refused((place, key), "a number is too large to be finite")
+                elif surrogates and kind is str and not is_text(value):
+                    raise _refused((place, key), f"has {_HALF}")
+        level = deeper
+    if level:
+        raise ValueError(DEEP)
+
+
+def _refused(place: Any, what: str) -> ValueError:
+    """Return an error at a place of `_refuse_values`, below the list that it puts around everything."""
+    keys: list[str] = []
+    while place is not None:
+        place, key = place
+        keys.insert(0, str(key))
+    return ValueError(f"{'.'.join(keys[1:]) or 'the whole'}: {what}")
+
+
+def _long_number(text: str) -> str:
+    """Say where a number stands that has too many digits for Python to read it; nothing if none has."""
+    for found in _STRING_OR_NUMBER.finditer(text):
+        if found[0][0] != '"' and len(found[0]) > _MOST_READ:
+            line = text.count("\n", 0, found.start()) + 1
+            column = found.start() - text.rfind("\n", 0, found.start())
+            return f" at line {line} column {column}: {shown(found[0])} is too large: {MOST_NUMBER} is the most"
+    return ""
 
 
 def require_header(data: object, kind: str, version: int, name: str) -> dict[str, Any]:
@@ -68,19 +156,22 @@ def require_header(data: object, kind: str, version: int, name: str) -> dict[str
         UsageError: another kind of file, or one written by a newer kvsearch.
     """
     if not isinstance(data, dict) or data.get("format") != kind:
-        found = f"its format is {_shown(data.get('format'))}" if isinstance(data, dict) else "it holds no object"
+        found = f"its format is {shown(data.get('format'))}" if isinstance(data, dict) else "it holds no object"
         raise UsageError(f'{name} is not a {kind} file: {found} where "format": "{kind}" is expected')
     given = data.get("version")
     if type(given) is not int or given < 1:
-        raise UsageError(f'{name} has no valid version: found {_shown(given)} where "version": {version} is expected')
+        raise UsageError(f'{name} has no valid version: found {shown(given)} where "version": {version} is expected')
     if given > version:
         raise UsageError(f"{name} was written by a newer kvsearch (version {given}, this one reads {version}): upgrade")
     return data
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value for a message: short, without what is in it."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
+        return "a number of very many digits"
     text = "null" if value is None else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 

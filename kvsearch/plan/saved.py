@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.files import atomic_write, check_target, read_bytes
-from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.plan.files import atomic_write, check_target
+from kvsearch.plan.parsing import describe_validation_error, read_json, require_header
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
 from kvsearch.plan.weights import find_weights, put_weights
 
@@ -30,7 +30,7 @@ def load_plan(path: str | Path) -> Plan:
     """
     path = _located(path)
     name = str(path)
-    data = require_header(parse_json(read_bytes(path), name), PLAN_FORMAT, PLAN_VERSION, name)
+    data = require_header(read_json(path), PLAN_FORMAT, PLAN_VERSION, name)
     plan = _checked(data, name)
     find_weights(plan.policies, path)
     return plan

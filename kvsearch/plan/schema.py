@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.fields import Count, Entries, Floor, Record, ScalarField, Text, refuse
+from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
 from kvsearch.plan.origin import Provenance
 
@@ -112,7 +112,7 @@ class Plan(Record):
     floor: Floor
     prefill: PhasePlan | None = None
     decode: PhasePlan | None = Field(default=None, validate_default=True)
-    total: Count
+    total: Total
     provenance: Provenance
 
     def phase(self, name: Phase) -> PhasePlan:

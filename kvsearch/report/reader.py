@@ -18,8 +18,8 @@ from kvsearch.errors import UsageError
 from kvsearch.papers.catalog import TABLES
 from kvsearch.papers.table import STAGES
 from kvsearch.plan import Plan, Profile
-from kvsearch.plan.files import read_bytes, read_text
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.files import read_bytes
+from kvsearch.plan.parsing import read_json
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
@@ -179,7 +179,7 @@ def _search(path: Path, begun: Opened) -> Opened:
     trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
     for name in (REPORT, FRONT):
         if (path / name).exists():
-            data = parse_json(read_bytes(path / name), str(path / name))
+            data = read_json(path / name)
             result, plans = read_search(data, path / name), _there(sorted(path.glob("plan*.json")))
             content = StoredSearch(result, trace)
             return replace(begun, kind="search", content=content, model=result.model, data=data, places=plans)
@@ -207,25 +207,24 @@ def _cache(path: Path) -> Opened:
 
 
 def _yaml(path: Path) -> Opened:
-    import yaml
+    from kvsearch.plan.limits import MOST_YAML
+    from kvsearch.plan.yaml_document import parse_yaml
+    from kvsearch.strategies.from_yaml import plan_of_document
 
-    from kvsearch.strategies.from_yaml import plan_from_yaml
-
-    text = read_text(path)
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    document = parse_yaml(read_bytes(path, MOST_YAML), str(path))
+    found = document.data
     if not isinstance(found, dict):
         raise _unknown(path)
     if found.get("format") != STRATEGY_FORMAT:
+        if document.problems:
+            raise document.refusal()
         return Opened(path, "recipe", Recipe(None, found), _text(found.get("model")), found)
-    plan = plan_from_yaml(text, str(path))
+    plan = plan_of_document(document)
     return Opened(path, "plan", plan, plan.model.name)
 
 
 def _json(path: Path) -> Opened:
-    data = parse_json(read_bytes(path), str(path))
+    data = read_json(path)
     if not isinstance(data, dict):
         raise _unknown(path)
     if data.get("format") == PLAN_FORMAT:

@@ -15,8 +15,8 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.contexts import Use
 from kvsearch.plan.fields import Record, Sha256
-from kvsearch.plan.files import atomic_write, read_bytes
-from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.plan.files import atomic_write
+from kvsearch.plan.parsing import describe_validation_error, read_json, require_header
 
 CONTEXTS = "contexts.json"
 CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1
@@ -46,7 +46,7 @@ def read_contexts(directory: Path) -> ContextsFile:
         EnvironmentFault: it cannot be read.
     """
     path = directory / CONTEXTS
-    data = require_header(parse_json(read_bytes(path), str(path)), CONTEXTS_FORMAT, CONTEXTS_VERSION, str(path))
+    data = require_header(read_json(path), CONTEXTS_FORMAT, CONTEXTS_VERSION, str(path))
     try:
         return ContextsFile.model_validate(data)
     except ValidationError as error:

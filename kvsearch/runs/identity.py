@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.fields import Record
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import describe_validation_error, parse_json
+from kvsearch.plan.parsing import describe_validation_error, parse_json, read_json
 from kvsearch.runs.lock import this_command
 
 METRICS = "metrics"  # of what a run executes with: what scores each task, which makes no other run
@@ -68,7 +67,7 @@ def read_config(directory: Path) -> RunConfig | None:
     path = directory / CONFIG
     if not path.exists():
         return None
-    found = parse_json(read_bytes(path), str(path))
+    found = read_json(path)
     if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
         return None
     try:

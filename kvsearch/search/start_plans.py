@@ -17,7 +17,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.contexts import ContextRecord
-from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.limits import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC

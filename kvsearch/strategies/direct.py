@@ -16,7 +16,7 @@ from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.contexts import ContextRecord
-from kvsearch.plan.fields import MOST_ENTRIES
+from kvsearch.plan.limits import MOST_ENTRIES
 from kvsearch.plan.origin import provenance
 from kvsearch.policies import Policy
 from kvsearch.strategies.build import Chosen, build_plan

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan, Provenance
-from kvsearch.plan.parsing import list_problems, problems_of, require_header
+from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS
+from kvsearch.plan.parsing import located_problems, require_header
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
+from kvsearch.plan.yaml_document import Place, YamlDocument, parse_yaml
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.runtime.plan_checks import check_plan
 
@@ -24,12 +25,10 @@ _KEYS = (
     "fingerprint", "provenance",
 )  # fmt: skip
 _FINGERPRINT = [name for name in ModelFingerprint.model_fields if name != "name"]
-_LAYERS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
-
-Place = tuple[str | int, ...]
+_LAYERS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 
 
-def plan_from_yaml(text: str, name: str) -> Plan:
+def plan_from_yaml(text: bytes | str, name: str) -> Plan:
     """Read and check a plan in YAML; `name` is what to call it, usually its file.
 
     Raises:
@@ -37,65 +36,19 @@ def plan_from_yaml(text: str, name: str) -> Plan:
             with a line for each.
         EnvironmentFault: a policy comes from a package that cannot be imported.
     """
-    document = _Document.parse(text, name)
-    require_header(document.data, STRATEGY_FORMAT, STRATEGY_VERSION, name)
-    return _Reader(document).plan(name)
+    return plan_of_document(parse_yaml(text, name))
 
 
-@dataclass
-class _Document:
-    """YAML as plain data with text keys, the line of every place in it, and what is wrong with it."""
-
-    data: Any = None
-    lines: dict[Place, int] = field(default_factory=dict)
-    problems: list[tuple[int, str]] = field(default_factory=list)
-
-    @classmethod
-    def parse(cls, text: str, name: str) -> _Document:
-        """Read `text`; UsageError if it is no YAML."""
-        document = cls()
-        try:
-            loader = yaml.SafeLoader(text)
-            node = loader.get_single_node()
-            document.data = None if node is None else document._read(node, (), loader)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            where = f" at line {mark.line + 1}" if mark else ""
-            raise UsageError(f"{name} is not valid YAML{where}: {error.problem or error.context}") from error
-        except (yaml.YAMLError, ValueError) as error:  # letters that YAML forbids, a date that does not exist
-            raise UsageError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
-        except RecursionError as error:
-            raise UsageError(f"{name} is not valid YAML: brackets are nested too deeply") from error
-        return document
-
-    def _read(self, node: yaml.Node, place: Place, loader: yaml.SafeLoader) -> Any:
-        self.lines[place] = node.start_mark.line + 1
-        if isinstance(node, yaml.SequenceNode):
-            return [self._read(item, (*place, index), loader) for index, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return loader.construct_object(node)
-        found: dict[str, Any] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                self.problems.append((line, f"{_shown(place)}: a key must be a word or number"))
-            elif key.value in found:
-                self.problems.append((line, f"{_shown((*place, key.value))}: is given twice: remove one"))
-            else:
-                found[key.value] = self._read(value, (*place, key.value), loader)
-                self.lines[(*place, key.value)] = line
-        return found
-
-    def tell(self, place: Place, what: str) -> None:
-        """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
-        known = next(place[:end] for end in range(len(place), -1, -1) if place[:end] in self.lines)
-        self.problems.append((self.lines[known], f"{_shown(place)}: {what}"))
+def plan_of_document(document: YamlDocument) -> Plan:
+    """Make a plan of YAML that was parsed; errors as `plan_from_yaml`."""
+    require_header(document.data, STRATEGY_FORMAT, STRATEGY_VERSION, document.name)
+    return _Reader(document).plan()
 
 
 class _Reader:
     """Turns a document into the data of a plan file, and what is wrong with that into problems of the document."""
 
-    def __init__(self, document: _Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self.document = document
         self.tell = document.tell
         self.data = self._known((), document.data, _KEYS)
@@ -103,19 +56,18 @@ class _Reader:
         self.rows: dict[Place, Place] = {}  # where layers of the plan come from
         self.told: set[Place] = set()  # places of the plan of which all has been said
 
-    def plan(self, name: str) -> Plan:
+    def plan(self) -> Plan:
         data, plan = self._plan_data(), None
         try:
             plan = Plan.model_validate(data)
         except ValidationError as error:
-            for detail, problem in zip(error.errors(include_url=False), problems_of(error), strict=True):
-                if detail["loc"] not in self.told:
-                    self.tell(self._source(detail["loc"]), problem.removeprefix(f"{_shown(detail['loc'])}: "))
+            for place, problem in located_problems(error):
+                if place not in self.told:
+                    self.tell(self._source(place), problem)
         if plan is not None and not self.document.problems:
             self._check_budgets(plan)
         if plan is None or self.document.problems:
-            found = sorted(dict.fromkeys(self.document.problems), key=lambda problem: problem[0])
-            raise UsageError(list_problems([f"line {line}: {what}" for line, what in found], name))
+            raise self.document.refusal()
         return plan
 
     def _plan_data(self) -> dict[str, Any]:
@@ -155,9 +107,12 @@ class _Reader:
         """An item for every layer of the model."""
         place, before = (phase, "layers"), len(self.document.problems)
         given = self._known((phase,), self.data[phase], ("layers",)).get("layers", {})
-        count, heads = (_positive(model.get(key)) for key in ("layers", "kv_heads"))
+        count, heads = _up_to(MOST_LAYERS, model.get("layers")), _up_to(MOST_HEADS, model.get("kv_heads"))
         rows: dict[int, tuple[str, Any]] = {}
-        for key, value in self._mapping(place, given, f"such as 0-7: {EXAMPLE}").items():
+        entries = self._mapping(place, given, f"such as 0-7: {EXAMPLE}")
+        if len(entries) > MOST_LAYERS:
+            self.tell(place, f"has {len(entries)} entries, and a model at most {MOST_LAYERS} layers")
+        for key, value in islice(entries.items(), MOST_LAYERS):
             entry = self._entry((*place, key), value, heads or 1)
             for layer in self._covered((*place, key), count):
                 if layer in rows:
@@ -181,7 +136,7 @@ class _Reader:
             self.tell(place, "must be a layer or a range of layers, such as 3 or 0-7")
         elif count is not None and last >= count:
             self.tell(place, f"the model has layers 0 to {count - 1}")
-        return range(first, last + 1 if count is None else min(last + 1, count))
+        return range(first, min(last + 1, count or MOST_LAYERS))
 
     def _entry(self, place: Place, value: Any, heads: int) -> dict[str, Any] | None:
         """Return the plan of a layer; None for the whole cache."""
@@ -252,9 +207,5 @@ class _Reader:
         return (*key, *rest)
 
 
-def _positive(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
-
-
-def _shown(place: Place) -> str:
-    return ".".join(map(str, place)) or "the whole"
+def _up_to(most: int, value: Any) -> int | None:
+    return value if type(value) is int and 0 < value <= most else None

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import parse_json
+from kvsearch.plan.parsing import read_json
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def find_template(name: str, shipped: Mapping[str, str], path: Path | None = Non
     own = parse_template(shipped[name], name)
     if path is None:
         return own
-    found = parse_json(read_bytes(path), str(path))
+    found = read_json(path)
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds no object of datasets and their prompts")
     if name not in found:

@@ -77,7 +77,12 @@ FOREIGN: list[tuple[bytes, str]] = [
     (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
     (b'{"a": NaN}', "NaN is not a number JSON knows"),
     (b"[" * 100_000, "nested too deeply"),
-    (b"9" * 10_000, "not valid JSON"),
+    (b"[" * 65 + b"]" * 65, "nested too deeply, 64 are the most"),
+    (b'{"a": [1,\n' + b"9" * 10_000 + b"]}", "at line 2 column 1: '9999.* is too large: 9223372036854775807 is"),
+    (b'{"a": [9223372036854775808]}', "a.0: 9223372036854775808 is too large: 9223372036854775807 is the most"),
+    (b'{"a": {"b": -1e999}}', "a.b: a number is too large to be finite"),
+    (b'{"a": ["\\ud800"]}', "a.0: has half of a surrogate pair"),
+    (b'{"a": {"\\udfff": 1}}', "a: a key has half of a surrogate pair"),
 ]
 
 

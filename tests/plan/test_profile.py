@@ -89,10 +89,10 @@ def test_foreign_files_are_refused(path: Path) -> None:
 
 
 def test_an_unreadable_file_is_the_environments_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> bytes:
+    def refuse(self: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(EnvironmentFault, match="permission denied, check the permissions"):
         load_profile(path)
 

@@ -10,8 +10,8 @@ from typing import Annotated, Final, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import describe_validation_error, parse_json
+from kvsearch.plan.limits import MOST_DATA
+from kvsearch.plan.parsing import describe_validation_error, read_json
 from kvsearch.tasks.fields import Filled, NotEmpty
 
 Parsed = TypeVar("Parsed")
@@ -112,6 +112,6 @@ def read_hotpot(path: Path) -> QaFile:
 
 def _checked(validate: Callable[[object], Parsed], path: Path) -> Parsed:
     try:
-        return validate(parse_json(read_bytes(path), str(path)))
+        return validate(read_json(path, MOST_DATA))
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error

@@ -1,0 +1,30 @@
+"""The ranges of what is read from files and options, stated once; docs/plan-format.md lists them.
+
+They are far above what models and runs have, and low enough that a wrong file is refused before memory or time is spent
+on it. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+MOST_ENTRIES = 2**31 - 1  # entries, tokens and positions: these are stored as int32
+MOST_NUMBER = 2**63 - 1  # any other whole number, a seed among them: what int64 holds
+MOST_DIGITS = 19  # of a whole number in a text, those of MOST_NUMBER
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+MOST_LAYERS = 1024  # of a model
+MOST_HEADS = 1024  # kv heads of a layer
+MOST_WIDTH = 65_536  # dimensions of a head
+MOST_TOTAL = MOST_LAYERS * MOST_HEADS * MOST_ENTRIES  # entries of a plan
+MOST_DIMENSIONS = 8  # of an array
+
+# --- texts and files --------------------------------------------------------------------------------------------------
+
+MOST_NESTING = 64  # lists and objects within each other, in JSON and YAML
+MOST_YAML = 1 << 20  # a recipe or strategy
+MOST_DOCUMENT = 1 << 25  # a plan, a configuration, a result: what is one JSON value
+MOST_DATA = 1 << 33  # texts, tasks, calibration data and ledgers
+MOST_ARRAYS = 1 << 36  # profiles, weights and samples
+MOST_HEADER = 100_000_000  # of a safetensors file, as that format has it
