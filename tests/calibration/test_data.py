@@ -138,14 +138,14 @@ def test_a_file_that_cannot_be_read_is_not_a_mistake_in_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, {"name": "x", "contexts": [text(text_file="locked.txt", text=None)]})
-    read = Path.read_bytes
+    opened = Path.open
 
-    def locked(self: Path) -> bytes:
+    def locked(self: Path, mode: str) -> Any:
         if self.name == "locked.txt":
             raise PermissionError(13, "Permission denied")
-        return read(self)
+        return opened(self, mode)
 
-    monkeypatch.setattr(Path, "read_bytes", locked)
+    monkeypatch.setattr(Path, "open", locked)
     with pytest.raises(EnvironmentFault, match=r"cannot read .*locked\.txt: permission denied"):
         load_calibration_data(path)
 
