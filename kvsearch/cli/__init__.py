@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from kvsearch.printed import visible_line
 
 # what the list of commands says of each: the first sentence of its own help
 VERBS = {
@@ -34,6 +38,7 @@ VERBS = {
     "doctor": "Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache.",
     "plan": "Make plans without calibration, change plans, compare them.",
 }
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
 WITHOUT_ARGUMENTS = ("policies", "tasks", "doctor")  # these do something when nothing else is typed
 
 
@@ -45,6 +50,26 @@ class Verbs(TyperGroup):
         if args and args[0] in VERBS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        """Read what stands before the command."""
+        with _shown_as_data():
+            return super().make_context(*given, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the rest, and run the command."""
+        with _shown_as_data():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _shown_as_data() -> Iterator[None]:
+    """Make what was typed visible in complaints about it."""
+    try:
+        yield
+    except UsageError as error:
+        error.message = visible_line(error.message)  # type: ignore[attr-defined]
+        raise
 
 
 def load_command(verb: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -26,10 +25,11 @@ from kvsearch.cli.log import LOGGER, SHOWN, set_up
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.models.memory import is_out_of_memory
+from kvsearch.printed import visible, visible_line, visible_reply
 from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console as RichConsole
+    from kvsearch.cli.screen import Screen
 
 GENERAL = "General"
 BUG = 1
@@ -62,34 +62,28 @@ class Console:
     )
 
     @functools.cached_property
-    def talk(self) -> RichConsole:
+    def talk(self) -> Screen:
         """The console for people, on standard error."""
-        from rich.console import Console as RichConsole
+        from kvsearch.cli.screen import Screen
 
-        return RichConsole(stderr=True, quiet=self.quiet, highlight=False)
+        return Screen(stderr=True, quiet=self.quiet)
 
     @functools.cached_property
-    def out(self) -> RichConsole:
+    def out(self) -> Screen:
         """The console for results, on standard output; as wide as any table where it is not a terminal."""
-        from rich.console import Console as RichConsole
-
+        from kvsearch.cli.screen import Screen
         from kvsearch.report.fitting import WIDEST
 
-        class Output(RichConsole):
-            def on_broken_pipe(self) -> None:  # rich would exit with 1
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                raise BrokenPipeError
-
-        return Output(highlight=False, width=None if sys.stdout.isatty() else WIDEST)
+        return Screen(width=None if sys.stdout.isatty() else WIDEST)
 
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""
-        self.talk.print(text, markup=False, soft_wrap=True)
+        self.talk.print(visible_line(text), soft_wrap=True)
         LOGGER.info("%s", text, extra=SHOWN)
 
     def warn(self, text: str) -> None:
         """Tell the user of something doubtful, on one line."""
-        self.talk.print(f"kvsearch: warning: {text}", markup=False, soft_wrap=True)
+        self.talk.print(visible_line(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
     def next(self, *words: object) -> None:
@@ -100,7 +94,13 @@ class Console:
 
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
-        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)  # ASCII, all but one of it visible
+        sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")
+
+    def print_reply(self, text: str) -> None:
+        """Print what a model has written: as it is where a program reads it, made visible on a terminal."""
+        shown = visible_reply(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode()
+        sys.stdout.write(f"{shown}\n")
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Console:
     def _failed(self, message: str, error: BaseException, code: int) -> int:
         LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
         if self.debug:
-            traceback.print_exception(error)
+            sys.stderr.write(visible("".join(traceback.format_exception(error))))
         _complain(message)
         return code
 
@@ -201,4 +201,4 @@ class Console:
 
 def _complain(message: str) -> None:
     # errors are shown even when talk is not wanted
-    sys.stderr.write(f"kvsearch: error: {message}\n")
+    sys.stderr.write(f"{visible_line(f'kvsearch: error: {message}')}\n")

@@ -42,8 +42,6 @@ def doctor(options: DoctorOptions, console: Console) -> None:
 
 
 def _parts(facts: Mapping[str, Any]) -> Iterator[Any]:
-    from rich.text import Text
-
     from kvsearch.report.screen import facts as lines_of
     from kvsearch.report.screen import listing
 
@@ -53,5 +51,5 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[Any]:
     titles = ("family", "verdict", "planned layers", "why")
     table = listing(f"families, with transformers {facts['transformers']} and torch {facts['torch']}", titles)
     for row in facts["families"]:
-        table.add_row(*(Text(row[name]) for name in ("family", "verdict", "planned_layers", "why")))
+        table.add_row(*(row[name] for name in ("family", "verdict", "planned_layers", "why")))
     yield table

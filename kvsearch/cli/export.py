@@ -21,15 +21,13 @@ def list_targets(asked: bool) -> None:
     """Say which targets there are and what of a plan they keep."""
     if not asked:
         return
-    from rich.text import Text
-
     from kvsearch.exporters import TARGETS, exporter_of
     from kvsearch.report.screen import listing
 
     table = listing("targets of export --to", ["target", "read by", "keeps"])
     for name in TARGETS:
         target = exporter_of(name)
-        table.add_row(*map(Text, (name, target.tool, target.keeps)))
+        table.add_row(name, target.tool, target.keeps)
     Console().out.print(table)
     raise typer.Exit
 

@@ -29,7 +29,7 @@ def generate(options: GenerateOptions, console: Console) -> None:
         return
     for prompt, reply in zip(options.read().prompts, replies, strict=True):
         console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
-        console.out.print(reply.text, markup=False, soft_wrap=True)
+        console.print_reply(reply.text)
     if options.context is None and not options.prompt:
         console.say(f"expected to begin with: {expected_reply(options.seed)}")
     last, most = replies[-1], max(reply.most for reply in replies)

@@ -33,7 +33,7 @@ def _show(results: dict[str, Any], console: Console) -> None:
 
     for column in ("results", "groups"):
         if results.get(column):
-            console.out.print(make_table(results, column), markup=False, soft_wrap=True)
+            console.out.print(make_table(results, column), soft_wrap=True)
     made = results["kvsearch"]
     console.out.print(f"plan {made['plan_sha256'][:12]}, {made['protocol']}; the cache held, mean per prompt:")
     for task, held in made["held"].items():

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from kvsearch.plan.files import Kind, check_target, require_kind
+from kvsearch.printed import visible, visible_line
 from kvsearch.runs.lock import this_command
 
 LOGGER = logging.getLogger("kvsearch")
 BEGUN = "kvsearch began"
 LOG_FILE = Kind("a log of kvsearch", BEGUN.encode())
 SHOWN = {"shown": True}  # of a record that is on the screen already
+
+
+class Lines(logging.Formatter):
+    """Records that are shown as data: no message begins a line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        """Return the line of a record."""
+        return visible_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Return a traceback."""
+        return visible(super().formatException(ei))
 
 
 def set_up(verbose: bool, path: Path | None) -> None:
@@ -28,12 +42,12 @@ def set_up(verbose: bool, path: Path | None) -> None:
     if verbose:
         screen = logging.StreamHandler()
         screen.addFilter(lambda record: not getattr(record, "shown", False))
-        screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        screen.setFormatter(Lines("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(screen)
     if path is not None:
         check_target(path)
         require_kind(path, LOG_FILE)
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
         LOGGER.info("%s: %s", BEGUN, " ".join(this_command()), extra=SHOWN)

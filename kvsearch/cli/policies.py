@@ -66,12 +66,10 @@ def policies(options: PoliciesOptions, console: Console) -> None:
     if not wide:
         console.say(f"needs and parameters: kvsearch policies NAME, or a terminal of {WIDE} columns")
     for fault in faults:
-        console.out.print(f"{fault.name} ({fault.package}): {fault.error}", markup=False, soft_wrap=True)
+        console.out.print(f"{fault.name} ({fault.package}): {fault.error}", soft_wrap=True)
 
 
 def _listing(known: list[PolicyFacts], wide: bool) -> Table:
-    from rich.text import Text
-
     from kvsearch.report.screen import listing
 
     more = ("needs", "parameters") if wide else ()
@@ -82,7 +80,7 @@ def _listing(known: list[PolicyFacts], wide: bool) -> Table:
             facts.name, " ".join(facts.phases) or "-", facts.decode.rule if facts.decode else OPEN,
             *((_needs(facts), parameters or "-") if wide else ()), facts.source, facts.package,
         )  # fmt: skip
-        table.add_row(*map(Text, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -92,7 +90,7 @@ def _show(facts: PolicyFacts, console: Console) -> None:
 
     for text in (facts.title, facts.formula):
         if text:
-            console.out.print(text, markup=False, soft_wrap=True)
+            console.out.print(text, soft_wrap=True)
             console.out.print()
     prompt = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}[facts.stages]
     lines: dict[str, Any] = {

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvsearch.printed import visible_line
 from kvsearch.progress import Progress, clock_words
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def bar(count: Count, console: RichConsole) -> Iterator[Progress]:
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     with Bars(*columns, console=console) as bars:
-        task = bars.add_task(count.what, total=None)
+        task = bars.add_task(visible_line(count.what), total=None)
 
         def show(done: int, total: int) -> None:
             count(done, total)

@@ -48,8 +48,6 @@ def ls(options: ListOptions, console: Console) -> None:
 
     Example: kvsearch recipes ls run
     """
-    from rich.text import Text
-
     from kvsearch.config.recipes import FOLDERS, about, shipped_recipes
     from kvsearch.errors import UsageError
     from kvsearch.naming import suggest
@@ -65,7 +63,7 @@ def ls(options: ListOptions, console: Console) -> None:
         return
     table = listing("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"])
     for name, text in found.items():
-        table.add_row(*map(Text, (name, text)))
+        table.add_row(name, text)
     console.out.print(table)
 
 
@@ -82,7 +80,7 @@ def show(options: ShowOptions, console: Console) -> None:
     if console.as_json:
         console.print_json({"name": name, "recipe": text})
     else:
-        console.out.print(text.rstrip(), markup=False, soft_wrap=True)
+        console.out.print(text.rstrip(), soft_wrap=True)
 
 
 @command(CopyOptions)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvsearch.printed import visible_line
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -24,6 +26,6 @@ def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
     """Print lines, which are never broken, and tables."""
     for part in parts:
         if isinstance(part, str):
-            console.out.print(part, markup=False, soft_wrap=True)
+            console.out.print(visible_line(part), soft_wrap=True)
         else:
             console.out.print(part)

@@ -57,15 +57,13 @@ def tasks(options: TasksOptions, console: Console) -> None:
 
 
 def _listing(found: list[TaskFacts]) -> Table:
-    from rich.text import Text
-
     from kvsearch.report.screen import listing
 
     table = listing("tasks", ["task", "category", "metric", "packages", "texts from"])
     for one, following in zip(found, [*found[1:], None], strict=True):
         cells = (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source)
         last = following is not None and _kind(following) != _kind(one)
-        table.add_row(*map(Text, cells), end_section=last)
+        table.add_row(*cells, end_section=last)
     return table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, check_target
+from kvsearch.printed import csv_text
 
 CSV, PARQUET = ".csv", ".parquet"
 
@@ -96,28 +96,21 @@ def check_samples_file(path: Path) -> None:
 def write_samples(samples: Sequence[Sample], path: Path, overwrite: bool = True) -> None:
     r"""Write a row per reply, all fields of `Sample`, as CSV or parquet by the suffix; see `check_samples_file`.
 
-    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`.
+    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; CSV is that of
+    `csv_text`.
     """
     check_samples_file(path)
-    rows = [
-        {**asdict(sample), "key": _utf8(sample.key), "id": _utf8(sample.id), "reply": _utf8(sample.reply)}
-        for sample in samples
-    ]
-    if path.suffix == PARQUET:
-        import pandas
-
-        data = io.BytesIO()
-        pandas.DataFrame(rows).to_parquet(data, index=False)
-        atomic_write(path, data.getvalue(), overwrite)
+    names = [column.name for column in fields(Sample)]
+    rows = [asdict(sample) for sample in samples]
+    if path.suffix == CSV:
+        atomic_write(path, csv_text([names, *([row[name] for name in names] for row in rows)]).encode(), overwrite)
         return
-    text = io.StringIO()
-    # all text in quotes: readers take a lone carriage return outside of them for the end of a row
-    writer = csv.DictWriter(
-        text, [column.name for column in fields(Sample)], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC
-    )
-    writer.writeheader()
-    writer.writerows(rows)
-    atomic_write(path, text.getvalue().encode(), overwrite)
+    import pandas
+
+    data = io.BytesIO()
+    encoded = [{name: _utf8(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+    pandas.DataFrame(encoded, columns=names).to_parquet(data, index=False)
+    atomic_write(path, data.getvalue(), overwrite)
 
 
 def _utf8(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from kvsearch.plan.contexts import USES
 from kvsearch.plan.parsing import parse_json
 from kvsearch.plan.saved import FOLDER_PLAN
 from kvsearch.plan.weights import WEIGHTS, known_weights, weights_file
+from kvsearch.printed import command_line, markdown_text
 
 SCRIPT = '''\
 """Answer a prompt under the plan of this folder: python generate.py --prompt "..." [--context @FILE] [--model NAME]."""
@@ -68,8 +70,9 @@ class Folder(PlanExporter):
 def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
     """Yield the lines of a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
     origin, model = plan.provenance, plan.model
-    yield from ("---", "library_name: kvsearch", f"base_model: {_quoted(model.name)}", "tags:", "- kv-cache", "---", "")
-    yield from (f"# KV-cache plan for {model.name}", "")
+    yield from ("---", "library_name: kvsearch", f"base_model: {json.dumps(model.name)}")
+    yield from ("tags:", "- kv-cache", "---", "")
+    yield from (f"# KV-cache plan for {markdown_text(model.name)}", "")
     first = plan.prefill or plan.decode
     assert first is not None
     heads = len(first.planned_layers) * model.kv_heads
@@ -77,11 +80,11 @@ def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
     where = f"for prompts of {plan.length:,} tokens" if plan.length else "for prompts of any length"
     follows = "; budgets follow the prompt" if plan.scaling == "proportional" else ""
     phases = " and ".join(name for name in ("prefill", "decode") if getattr(plan, name) is not None)
-    policies = ", ".join(spec.name for spec in plan.policies)
+    policies = markdown_text(", ".join(spec.name for spec in plan.policies))
     yield from (f"Keeps {size}, {where}{follows}. Phases: {phases}. Policies: {policies}.", "")
-    yield from (f"Model: {model.short()}.", "")
+    yield from (f"Model: {markdown_text(model.short())}.", "")
     versions = f"kvsearch {origin.kvsearch}, torch {origin.torch}, transformers {origin.transformers}"
-    yield from ("## How it was made", "", f"Method {origin.method}, seed {origin.seed}, {versions}.", "")
+    yield from ("## How it was made", "", f"Method {markdown_text(origin.method)}, seed {origin.seed}, {versions}.", "")
     if origin.contexts is not None:
         yield from ("| contexts | number |", "| --- | --- |")
         for use in USES:
@@ -91,7 +94,8 @@ def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
     if origin.settings:
         yield from ("| setting | value |", "| --- | --- |")
         for name, value in sorted(origin.settings.items()):
-            yield f"| {_cell(name)} | {_cell(value)} |"
+            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            yield f"| {markdown_text(name)} | {markdown_text(shown)} |"
         yield ""
     if scores is not None:
         yield from ("## What it scores", "", scores.strip(), "")
@@ -99,13 +103,4 @@ def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
     yield from ("import kvsearch", "", 'with kvsearch.attach(model, kvsearch.load_plan("FOLDER")) as planned:')
     yield from ("    output = planned.generate(**inputs)", "```", "")
     yield from ("What it costs on your tasks, beside the full cache and other methods:", "", "```")
-    yield from (f"kvsearch evaluate {model.name} --plan FOLDER --tasks YOUR.jsonl", "```")
-
-
-def _cell(value: object) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    yield from (command_line(["kvsearch", "evaluate", model.name, "--plan", "FOLDER", "--tasks", "YOUR.jsonl"]), "```")

@@ -16,6 +16,7 @@ from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import policy_of
+from kvsearch.printed import markdown_text
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 STATISTICS = "statistics.safetensors"
@@ -116,7 +117,8 @@ class TriAttention(ProfileExporter):
             "sampled_heads": [[layer, head] for layer in range(mean.shape[0]) for head in range(mean.shape[1])],
         }  # fmt: skip
         told = {"metadata": json.dumps(about)}
-        files = {STATISTICS: save(named, told), CARD: _CARD.format(model=profile.metadata.model.name).encode()}
+        card = _CARD.format(model=markdown_text(profile.metadata.model.name))
+        files = {STATISTICS: save(named, told), CARD: card.encode()}
         return Exported(files, (), 0, ("the script in {path}/README.md makes the .pt file that the tools read",))
 
     def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvsearch.config.options import JobOptions
 from kvsearch.jobs.groups import Asking, Loading, TaskDetails
+from kvsearch.printed import command_line
 
 
 def following(*words: object) -> str:
     """Return the line that offers a command, given without the word kvsearch."""
-    return f"next: {shlex.join(['kvsearch', *map(str, words)])}"
+    return f"next: {command_line(['kvsearch', *map(str, words)])}"
 
 
 def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:

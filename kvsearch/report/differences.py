@@ -86,6 +86,4 @@ def _numbers(values: list[int | None]) -> list[str]:
 
 
 def _add(table: Table, *cells: str, style: str | None = None) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
+    table.add_row(*cells, style=style)

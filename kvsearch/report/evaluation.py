@@ -5,8 +5,6 @@ Beside the tables: CSV with every number, JSON for programs, and the plain table
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +19,7 @@ from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.naming import suggest
 from kvsearch.plan.files import atomic_write
 from kvsearch.plan.protocol import Protocol
+from kvsearch.printed import csv_text
 from kvsearch.report import table
 from kvsearch.report.asked import asked_words
 from kvsearch.report.files.evaluation import SECTIONS
@@ -256,9 +255,7 @@ def held_table(result: Compared) -> Table:
 
 def csv_rows(result: Compared) -> str:
     """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
+    rows: list[Sequence[object]] = [CSV_HEADER]
     for block in result.blocks:
         size = "" if block.size is None else str(block.size)
         for name, label in {FULL: FULL, **block.methods}.items():
@@ -267,10 +264,9 @@ def csv_rows(result: Compared) -> str:
                 known = label != block.subject
                 compared = asdict(block.difference(row, label)).values() if known else [""] * 6
                 asked = (result.held[label].entries, result.protocol, result.phases)
-                writer.writerow(
-                    [size, name, row.task, row.kind, row.questions, *score, result.subject, *compared, *asked]
-                )
-    return text.getvalue()
+                named = (size, name, row.task, row.kind, row.questions)
+                rows.append([*named, *score, result.subject, *compared, *asked])
+    return csv_text(rows)
 
 
 def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> ScreenTable:

@@ -6,12 +6,15 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
+
+from kvsearch.printed import visible, visible_line
 
 WIDEST = 10_000  # columns of a page on which any table fits
 
@@ -28,7 +31,7 @@ class FittingTable(Table):
         super().__init__(**{"title": title, "title_justify": "left", "box": SIMPLE, **style})  # type: ignore[arg-type]
         for column in columns:
             # folded: on a narrow page, too, every digit is shown
-            self.add_column(Text(column), justify="left" if column in left else "right", overflow="fold")
+            self.add_column(column, justify="left" if column in left else "right", overflow="fold")
 
     def blocks(self, console: Console, options: ConsoleOptions) -> list[Table]:
         """Return the tables that are shown on a page, without title and caption."""
@@ -48,7 +51,11 @@ class FittingTable(Table):
         for block in self.blocks(console, options):
             yield from Table.__rich_console__(block, console, options)
         if self.caption:
-            yield _line(self.caption, "dim italic")
+            yield from (_line(note, "dim italic") for note in str(self.caption).split("\n"))
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        """Add a row; a text is shown on one line, as it is."""
+        super().add_row(*(visible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
 
     def _of(self, columns: Sequence[Column]) -> Table:
         """Return a plain table of some of the columns."""
@@ -63,5 +70,10 @@ def _width(table: Table, console: Console, options: ConsoleOptions) -> int:
     return Measurement.get(console, options.update(max_width=WIDEST), table).maximum
 
 
+def words(text: str, style: str = "") -> Text:
+    """Return data in a style, all of it visible; rich itself drops what rings, returns or goes back."""
+    return Text(visible_line(text), style)
+
+
 def _line(text: object, style: str) -> Text:
-    return text if isinstance(text, Text) else Text(str(text), style=style)
+    return text if isinstance(text, Text) else words(str(text), style)

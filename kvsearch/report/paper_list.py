@@ -41,16 +41,14 @@ def as_json(name: str = "") -> dict[str, Any]:
 
 def parts(name: str = "") -> Iterator[RenderableType]:
     """Yield the list of tables for the screen, or all of one; UsageError for an unknown one."""
-    from rich.text import Text
-
     from kvsearch.report.screen import listing
 
     if name:
-        yield from map(Text, lines(find_table(name)))
+        yield from lines(find_table(name))
         return
     found = listing("tables of kvsearch reproduce", COLUMNS)
     for row in rows():
-        found.add_row(*map(Text, row))
+        found.add_row(*row)
     yield found
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvsearch.papers.numbers import Key
+from kvsearch.printed import csv_text
 from kvsearch.report.files.stored import stored
 from kvsearch.report.numbers import or_dash
 from kvsearch.report.table import Cell, RowGroup, Table
@@ -114,13 +113,11 @@ class Reproduced:
 
     def csv(self) -> str:
         """Return a line per cell."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(CSV_HEADER)
+        rows: list[Sequence[object]] = [CSV_HEADER]
         for cell in self.cells:
             numbers = (cell.value, cell.low, cell.high, cell.text, cell.paper)
-            writer.writerow([self.name, cell.block, cell.row, cell.column, *numbers])
-        return text.getvalue()
+            rows.append([self.name, cell.block, cell.row, cell.column, *numbers])
+        return csv_text(rows)
 
 
 def _best(cells: Sequence[Measured], column: str) -> str | None:

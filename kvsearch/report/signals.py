@@ -119,17 +119,21 @@ class SignalsView:
         wanted = self.table.preference(measure, phase, budget)[:, rivals]
         return [None if is_constant(row) else rivals[int(row.argmax())] for row in wanted]
 
-    def _by_pattern(self, measure: str, phase: Phase, budget: int) -> dict[str, list[str]]:
+    def _by_pattern(self, measure: str, phase: Phase, budget: int) -> dict[str, list[RenderableType]]:
         """Return the cells of every pattern, layer by layer, the best ones marked."""
+        from kvsearch.report.fitting import words
+
         values, best = self.table.measured(measure, phase, budget), self._best(measure, phase, budget)
         form = "{:+.3g}"
         if measure not in ("ppl", "nll"):  # the largest harm has four digits, as far as the page has room for them
             largest = float((1 - values if measure == "cosine" else values).max())
             decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else MOST_DECIMALS
             form = f"{{:.{min(max(decimals, 0), MOST_DECIMALS)}f}}"
-        columns = {}
+        columns: dict[str, list[RenderableType]] = {}
         for at, name in enumerate(self.table.patterns):
             cells = [form.format(value) for value in np.round(values[:, at], NOISE)]
-            marked = [f"[bold]{BEST}{one}[/bold]" if at == best[row] else one for row, one in enumerate(cells)]
+            marked: list[RenderableType] = [
+                words(f"{BEST}{one}", "bold") if at == best[row] else one for row, one in enumerate(cells)
+            ]
             columns[name.replace("_", "_\n")] = marked
         return columns

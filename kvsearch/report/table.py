@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import atomic_write, check_target
+from kvsearch.printed import markdown_text, visible
 from kvsearch.report.screen import screen_table
 
 if TYPE_CHECKING:
@@ -70,30 +71,32 @@ def write_tables(tables: Iterable[Table], path: Path, overwrite: bool = True) ->
 def on_screen(table: Table) -> Screen:
     """Return a table for the screen, between its title and its notes."""
     from rich.console import Group as Screen
-    from rich.text import Text
+
+    from kvsearch.report.fitting import words
 
     made = screen_table("", table.header, left=table.header[:1])
     for group in table.groups:
         if group.heading:
-            made.add_row(Text(group.heading, style="italic"))
+            made.add_row(words(group.heading, "italic"))
         for row in group.rows:
-            made.add_row(*(Text(text, style="bold" if best else "") for text, best in row))
+            made.add_row(*(words(text, "bold" if best else "") for text, best in row))
         made.add_section()
-    above = (Text(note) for note in table.above)
-    return Screen(Text(table.title, style="italic"), *above, made, *(Text(note) for note in table.notes))
+    return Screen(words(table.title, "italic"), *map(words, table.above), made, *map(words, table.notes))
 
 
 def markdown(table: Table) -> str:
     """Return a Markdown table under its title; the best cells are bold, headings of groups are rows of their own."""
-    rows = [table.header, ["---", *["---:"] * (len(table.header) - 1)]]
+    rows = [list(map(markdown_text, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
     for group in table.groups:
         if group.heading:
-            rows.append([f"*{group.heading}*", *[""] * (len(table.header) - 1)])
-        rows += [[f"**{cell.text}**" if cell.best else cell.text for cell in row] for row in group.rows]
-    lines = ["| " + " | ".join(text.replace("|", r"\|") for text in row) + " |" for row in rows]
-    notes = [f"- {note}" for note in table.notes]
-    above = [line for note in table.above for line in (note, "")]
-    return "\n".join([f"**{table.title}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
+            rows.append([f"*{markdown_text(group.heading)}*", *[""] * (len(table.header) - 1)])
+        for row in group.rows:
+            cells = ((markdown_text(cell.text), cell.best) for cell in row)
+            rows.append([f"**{text}**" if best else text for text, best in cells])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    notes = [f"- {markdown_text(note)}" for note in table.notes]
+    above = [line for note in table.above for line in (markdown_text(note), "")]
+    return "\n".join([f"**{markdown_text(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
 
 
 def latex(table: Table) -> str:
@@ -117,7 +120,7 @@ def latex(table: Table) -> str:
 
 
 def _tex(text: str) -> str:
-    return "".join(SPECIAL.get(mark, mark) for mark in text)
+    return "".join(SPECIAL.get(mark, mark) for mark in visible(text, keep=""))
 
 
 def _tex_row(row: Sequence[Cell]) -> str:

@@ -63,9 +63,10 @@ def verdict_lines(at: AtBudget) -> Iterator[str]:
 def _titled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Group:
     """Return a table between its title and its note."""
     from rich.console import Group
-    from rich.text import Text
+
+    from kvsearch.report.fitting import words
 
     table = screen_table("", columns, left=TEXTS, padding=(0, 1, 0, 0), show_edge=False)
     for row in rows:
         table.add_row(*row)
-    return Group(Text(title, style="italic"), table, Text(note, style="italic"))
+    return Group(words(title, "italic"), table, words(note, "italic"))

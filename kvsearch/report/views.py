@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kvsearch.choose.verdicts import Validation
 from kvsearch.plan import Plan, Profile
+from kvsearch.printed import command_line
 from kvsearch.report import evaluation, run, search, selection, validation
 from kvsearch.report.cache import CacheView
 from kvsearch.report.files.evaluation import StoredEvaluation
@@ -76,13 +76,13 @@ class OpenedView:
         if opened.note is not None:
             yield opened.note
         for place in opened.places:
-            yield f"next: {shlex.join(['kvsearch', 'show', str(place)])}"
+            yield f"next: {command_line(['kvsearch', 'show', str(place)])}"
 
     def _content(self) -> Iterator[RenderableType]:
         """Yield the tables that the command prints, of what it wrote."""
         config, content = self.opened.config, self.opened.content
         if config is not None and self.opened.kind != "recipe":
-            yield from facts({"of": shlex.join(config.command), "model": self.opened.model or "-"})
+            yield from facts({"of": command_line(config.command), "model": self.opened.model or "-"})
         match content:
             case StoredEvaluation():
                 yield from evaluation.parts(content, content.grids, content.losses)

@@ -105,3 +105,16 @@ def test_no_two_of_many_series_look_alike() -> None:
         same = [look for look in looks if look[0] == colour]
         assert len({look[1] for look in same}) == len(same)  # in grey, too
         assert len({look[2] for look in same}) == len(same)
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_names_are_data_for_matplotlib_too() -> None:
+    name = "$x^{$ \\frac{ \x1b[2J {0}"
+    lines = Lines(Axis(name), Axis("y"), (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0))))
+    picture = draw.draw(Figure("f", name, "", lines))
+    picture.draw_without_rendering()
+    (axes,) = picture.axes
+    shown = [axes.get_xlabel(), picture.get_suptitle(), *(text.get_text() for text in axes.get_legend().get_texts())]
+    assert shown[:3] == [r"\$x^{\$ \frac{ \x1b[2J {0}"] * 3  # \$ is a dollar sign
+    for body in (MAPS, NAMES, MEANS):
+        draw.draw(Figure("f", name, "", body)).draw_without_rendering()

@@ -128,7 +128,7 @@ SMALL = Table(
 
 def test_markdown() -> None:
     assert markdown(SMALL).splitlines() == [
-        "**m_1: 50% | more**",
+        r"**m_1: 50% \| more**",
         "",
         "| method | a_1 |",
         "| --- | ---: |",

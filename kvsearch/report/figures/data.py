@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from kvsearch.printed import csv_text
 
 Style = Literal["line", "points", "steps", "level"]
 Cells = Sequence[str | float | None]
@@ -144,6 +144,4 @@ class Figure:
 
     def csv(self) -> str:
         """Return its numbers in full; cells that are not known are empty."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(self.body.table())
-        return text.getvalue()
+        return csv_text(self.body.table())

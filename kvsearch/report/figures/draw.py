@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, write_fault
+from kvsearch.printed import visible
 from kvsearch.report.figures.data import CategoryMap, Figure, HeatMap, Intervals, Lines, Series
 from kvsearch.report.figures.style import COLOURS, MUTED, RAMP, is_light, marks
 
@@ -79,7 +81,7 @@ def draw(figure: Figure) -> Picture:
     from matplotlib.figure import Figure as Picture
 
     picture = Picture(figsize=(WIDTH, HEIGHT), layout="constrained")
-    match figure.body:
+    match _as_shown(figure.body):
         case Lines() as lines:
             _lines(picture, lines)
         case HeatMap() as maps:
@@ -88,8 +90,20 @@ def draw(figure: Figure) -> Picture:
             _names(picture, names)
         case Intervals() as intervals:
             _intervals(picture, intervals)
-    picture.suptitle(figure.title, fontsize=10)
+    picture.suptitle(_as_shown(figure.title), fontsize=10)
     return picture
+
+
+def _as_shown(data: Any) -> Any:
+    """Return data in which every text is shown as it is: nothing in it is a formula of matplotlib, or unseen."""
+    if isinstance(data, str):
+        return visible(data, keep="").replace("$", r"\$")
+    if isinstance(data, tuple):
+        items = map(_as_shown, data)
+        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
+    if is_dataclass(data) and not isinstance(data, type):
+        return replace(data, **{one.name: _as_shown(getattr(data, one.name)) for one in fields(data)})
+    return data
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable
 from urllib.parse import quote
 
 from markupsafe import Markup, escape
 
-UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")  # control, format (bidirectional ones too), private, surrogates, breaks
+from kvsearch.printed import visible
+
 LINK_SAFE = ",;:/?@=+$!*()[]{}|^"  # in a data link, beside letters and digits
-
-
-def visible(text: str) -> str:
-    r"""Return a text in which characters that cannot be seen are escapes like \u202e; line ends stay."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escape(one) if one != "\n" and unicodedata.category(one) in UNSEEN else one for one in text)
-
-
-def _escape(one: str) -> str:
-    code = ord(one)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from kvsearch.printed import visible
 from kvsearch.report.figures.data import Body, CategoryMap, Figure, HeatMap, Lines
 from kvsearch.report.page.categories import category_map
 from kvsearch.report.page.heat import heat_map
 from kvsearch.report.page.intervals import intervals
 from kvsearch.report.page.lines import Key, lines
-from kvsearch.report.page.markup import data_link, visible
+from kvsearch.report.page.markup import data_link
 from kvsearch.report.page.palette import style_sheet
 from kvsearch.report.page.tables import PageTable, page_table
 from kvsearch.report.table import Table

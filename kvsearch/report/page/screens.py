@@ -84,4 +84,4 @@ def _plain(text: object) -> str:
     """Return what is printed of a text, without its style."""
     from rich.text import Text
 
-    return text.plain.strip() if isinstance(text, Text) else Text.from_markup(str(text)).plain.strip()
+    return (text.plain if isinstance(text, Text) else str(text)).strip()

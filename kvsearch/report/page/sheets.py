@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from kvsearch.plan import ModelFingerprint, Plan, Profile
+from kvsearch.printed import command_line
 from kvsearch.report.figures.make import figures_of
 from kvsearch.report.numbers import counted
 from kvsearch.report.page import told_files, told_runs
@@ -57,7 +57,7 @@ def sheet_of(opened: Opened) -> Sheet:
     return Sheet(
         path=str(opened.path), kind=opened.kind, asked=story.asked, answer=story.answer, note=opened.note,
         remarks=[*story.remarks, *remarks], figures=figures_of(opened), tables=_tables([opened, *parts]),
-        commands=[shlex.join(opened.config.command)] if opened.config is not None else [],
+        commands=[command_line(opened.config.command)] if opened.config is not None else [],
         sources=dict(_sources(opened)),
     )  # fmt: skip
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from kvsearch.printed import csv_text
 from kvsearch.report.page.markup import data_link, number, tag
 from kvsearch.report.page.scale import Scale, fitted
 from kvsearch.report.table import Table
@@ -72,13 +71,11 @@ def page_table(table: Table, name: str) -> PageTable:
 
 def table_csv(table: Table) -> str:
     """Return a table as CSV, the headings of its groups in a column of their own where it has any."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     grouped = any(group.heading for group in table.groups)
-    writer.writerow([*["group"] * grouped, *table.header])
+    rows = [[*["group"] * grouped, *table.header]]
     for group in table.groups:
-        writer.writerows([*[group.heading] * grouped, *(cell.text for cell in row)] for row in group.rows)
-    return text.getvalue()
+        rows += [[*[group.heading] * grouped, *(cell.text for cell in row)] for row in group.rows]
+    return csv_text(rows)
 
 
 def sort_key(text: str) -> float | None:

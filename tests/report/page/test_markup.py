@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.report.page.markup import data_link, number, tag, visible
+from kvsearch.printed import visible
+from kvsearch.report.page.markup import data_link, number, tag
 from tests.examples import at_most
 
 

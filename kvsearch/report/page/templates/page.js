@@ -61,7 +61,7 @@
     }
     return rows;
   };
-  const seen = (text) => text.replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu,
+  const seen = (text) => text.replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\uffa0\u{e0100}-\u{e01ef}]/gu,
     (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
   const short = (text) => /^-?\d*\.\d{6,}(e-?\d+)?$/.test(text) ? String(Number(Number(text).toPrecision(5))) : seen(text);
   const told = (figure, row) => {

@@ -1,0 +1,93 @@
+r"""What is printed is data: no name, reply or path can act where it is shown. One function per place, used by all.
+
+`visible` is for screens and pages, `csv_text` for CSV, `markdown_text` for Markdown, `command_line` for commands that
+are to be pasted. Files of our own formats, --json and ledgers hold texts as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+# control, format (bidirectional and zero-width ones too), private, surrogates, breaks of lines and paragraphs
+UNSEEN = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
+# letters and marks without a shape: fillers, joiners of marks, selectors of variants but those of emoji
+BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\uffa0\U000e0100-\U000e01ef]")
+PROSE = "\n\t\u200c\u200d"  # what text is made of beside letters: joiners are part of scripts and of emoji
+# spreadsheets take a cell for a formula that begins with one of these, their wide forms included
+FORMULA = frozenset("=+-@\t\r\uff1d\uff0b\uff0d\uff20")
+_NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|inf|nan)(?:[eE][+-]?\d+)?%?"
+# what begins with a sign and is none: "-", a number, or one with its interval and how often it won
+PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: \[{_NUMBER}, {_NUMBER}\])?(?: \d+ / \d+ / \d+)?")
+_BARE = re.compile(r"[A-Za-z0-9][\w .:%/-]*|[-+][\d.eE+-]*|", re.ASCII)  # needs no quotes in CSV
+# of Markdown; a bracket around numbers is an interval, and an underscore within a word is part of it
+_MARKS = re.compile(r"[\\`*<|~$]|\[(?![-+\d.,% ]*\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
+
+
+def visible(text: str, keep: str = "\n") -> str:
+    r"""Return a text in which characters that cannot be seen are escapes like \u202e, all but those of `keep`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(one if one in keep or not _is_unseen(one) else _escape(one) for one in text)
+
+
+def visible_line(text: str) -> str:
+    """Return `visible` of a line; what goes on below it is indented, so no data can begin a line of its own."""
+    return re.sub(r"\n(?! |\Z)", r"\\x0a", visible(text))
+
+
+def visible_reply(text: str) -> str:
+    """Return `visible` of what a model has written: lines, tabs and scripts that need joiners stay."""
+    return visible(text.replace("\r\n", "\n"), PROSE)
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    r"""Return rows as CSV; None is an empty cell.
+
+    Texts are in quotes but for names and numbers: outside of quotes a carriage return, or the separator of another
+    language, would end a cell. A text that a spreadsheet would compute has an apostrophe before it, a number has none.
+    A lone surrogate, which has no place in UTF-8, is an escape such as `\ud800`.
+    """
+    return "".join(",".join(map(_csv_cell, row)) + "\n" for row in rows)
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as Markdown that shows it, on one line and in one cell: no link, HTML, formula or emphasis."""
+    return _MARKS.sub(r"\\\g<0>", visible(text, keep=""))
+
+
+def command_line(words: Iterable[str]) -> str:
+    r"""Return a command to be pasted; a word with unseen characters is quoted as $'\x1b', which bash and zsh know."""
+    return " ".join(map(_shell_word, words))
+
+
+def _csv_cell(cell: object) -> str:
+    if not isinstance(cell, str):
+        return "" if cell is None else str(cell)
+    text = cell.encode(errors="backslashreplace").decode()
+    begins = {text[:1], text.lstrip()[:1]} & FORMULA
+    text = f"'{text}" if begins and not PLAIN.fullmatch(text) else text
+    return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
+
+
+def _shell_word(word: str) -> str:
+    if visible(word, keep="") == word:
+        return shlex.quote(word)
+    shown = (_bytes(one) if _is_unseen(one) else f"\\{one}" if one in "\\'" else one for one in word)
+    return f"$'{''.join(shown)}'"
+
+
+def _bytes(one: str) -> str:
+    errors = "surrogateescape" if "\udc80" <= one <= "\udcff" else "surrogatepass"  # a byte of a file's name, or none
+    return "".join(f"\\x{byte:02x}" for byte in one.encode(errors=errors))
+
+
+def _is_unseen(one: str) -> bool:
+    return unicodedata.category(one) in UNSEEN or BLANK.match(one) is not None
+
+
+def _escape(one: str) -> str:
+    code = ord(one)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

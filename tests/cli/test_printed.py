@@ -1,0 +1,224 @@
+"""Every verb shows what it was given as data: 500 texts that act on terminals and in markup, and none passes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from itertools import cycle
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from kvsearch.cli.console import Console
+from kvsearch.cli.log import LOGGER, set_up
+from kvsearch.errors import UsageError
+from kvsearch.printed import FORMULA, PLAIN, visible, visible_line
+from kvsearch.report.screen import screen_table
+from kvsearch.report.table import Table, on_screen
+from tests.cli.conftest import Run
+from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
+from tests.plan.builders import make_plan
+from tests.tiny import document
+
+PAYLOADS = payloads()
+NEW = ("-o", "/nowhere/new")
+# P is a payload, F a path with it; all of them end before a model is loaded
+COMMANDS = [
+    ("show", "F"), ("show", "P"), ("show", "--P"), ("P",), ("export", "F", *NEW), ("export", "F", "--ratio", "P", *NEW),
+    ("report", "F", *NEW), ("plan", "diff", "F", "F"), ("plan", "P"), ("validate", "F"), ("select", "F"),
+    ("policies", "P"), ("tasks", "P"), ("recipes", "show", "P"), ("recipes", "ls", "P"),
+    ("evaluate", "bundled", "--methods", "P", "--budgets", "8"),
+    ("evaluate", "bundled", "--methods", "uniform", "--budgets", "8", "--tasks", "P"),
+    ("evaluate", "bundled", "--methods", "uniform", "--budgets", "P"), ("evaluate", "bundled", "--recipe", "F"),
+    ("generate", "bundled", "--plan", "F"), ("generate", "bundled", "--prompt", "@F"),
+    ("compress", "bundled", "--plan", "F"),
+    ("calibrate", "bundled", "--policy", "P", *NEW), ("calibrate", "bundled", "--data", "F", *NEW),
+    ("calibrate", "bundled", "--set", "P", *NEW), ("evolve", "bundled", "--recipe", "F", *NEW),
+    ("evolve", "bundled", "--tasks", "P", *NEW), ("run", "bundled", "--recipe", "P", *NEW),
+    ("headroom", "bundled", "--tasks", "P"),
+    ("bench", "bundled", "--plan", "F"), ("reproduce", "P"), ("lm-eval", "bundled", "--plan", "F", "--tasks", "P"),
+    ("generate", "bundled", "--device", "P"), ("generate", "bundled", "--dtype", "P"),
+]  # fmt: skip
+
+
+def test_complaints_of_every_verb(run: Run) -> None:
+    names = list(map(file_name, PAYLOADS))
+    paths = cycle("/".join(("/nowhere", *names[at : at + 50])) for at in range(0, COUNT, 50))
+    for words in COMMANDS:
+        for _ in range(2):
+            place = next(paths)
+            code, out, talk = run(*(word.replace("P", "".join(PAYLOADS)).replace("F", place) for word in words))
+            assert code in (2, 3, 4), (words, talk)
+            assert passed(out) == passed(talk) == set(), words
+            assert len([line for line in talk.splitlines() if line.startswith("kvsearch: error:")]) <= 1
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over questions whose categories, names and texts are payloads, 500 in all."""
+    from tests.cli.conftest import invoke
+
+    folder = tmp_path_factory.mktemp("printed")
+    rows = []
+    for at in range(10):
+        texts = list(map(without_surrogates, PAYLOADS[50 * at : 50 * (at + 1)]))
+        made = document(60, at)
+        context, question = " ".join(made.words[1:]) + texts[0], " ".join(made.questions[0].prompt) + texts[1]
+        told = {"category": "".join(texts[:25]), "id": f"{at}{''.join(texts[25:])}"}
+        rows.append({"context": context, "question": question, "answers": ["x"], "max_new_tokens": 2, **told})
+    tasks = folder / f"[red]{file_name(PAYLOADS[3])}.jsonl"
+    tasks.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ("--tasks", f"jsonl:{tasks}", "--methods", "streaming", "--budgets", "16", "--columns", "categories")
+    output = folder / f"[bold]{file_name(PAYLOADS[4])}"
+    code, out, talk = invoke(
+        "evaluate", "bundled", *arguments, "-o", output, "--table", folder / "table.csv", "--log-file",
+        folder / "log.txt",
+    )  # fmt: skip
+    assert code in (0, 4), talk
+    assert passed(out) == passed(talk) == set()
+    for shown in ("[red]", "[link=http://e.example]", ":warning:", "\\x1b[2J", "\\u202e"):
+        assert shown in "".join(out.split())
+    assert passed((folder / "log.txt").read_text()) == set()
+    return output
+
+
+def test_evaluate_and_its_tables(asked: Path) -> None:
+    for path in (asked.parent / "table.csv", asked / "samples.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            cells = [cell for row in csv.reader(file) for cell in row]
+        assert all(cell[:1] not in FORMULA or PLAIN.fullmatch(cell) for cell in cells), path
+    written = (asked / "tables.md").read_text()
+    assert passed(written) == set()
+    assert "<script>" not in written.replace("\\<script>", "")
+    widths = {line.replace("\\|", "").count("|") for line in written.splitlines() if line.startswith("|")}
+    assert len(widths) <= 3  # a number of columns for every table
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_show(run: Run, asked: Path, colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if colour:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, talk = run("show", asked)
+    assert code == 0
+    plain = out.replace("\x1b[3m", "").replace("\x1b[1m", "").replace("\x1b[2;3m", "").replace("\x1b[0m", "")
+    assert passed(plain) == passed(talk) == set()
+    assert (plain != out) == colour
+    assert "[red]" in plain
+
+
+class Reader(HTMLParser):
+    """The elements of a page, and all that it says."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.names: list[str] = []
+        self.said: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.said += [value or "" for _, value in attrs]
+        assert all(not name.startswith("on") for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def test_report(run: Run, asked: Path, tmp_path: Path) -> None:
+    code, _, talk = run("report", asked, "-o", tmp_path / "report.html")
+    assert code == 0, talk
+    assert passed(talk) == set()
+    page = Reader((tmp_path / "report.html").read_text())
+    assert page.names.count("script") == page.names.count("style") == 1
+    assert not {"img", "iframe"} & set(page.names)
+    assert passed("".join(page.said)) == set()
+
+
+def test_names_in_plans(run: Run, tmp_path: Path) -> None:
+    layer = {"policy": {"name": "streaming", "params": {}}, "budget": [8, 8]}
+    made = make_plan([[8, 8]] * 3, prefill={"layers": [layer] * 3}).model_dump(mode="json")
+    plan = {**made, "model": {**made["model"], "name": without_surrogates("".join(PAYLOADS[:250]))}}
+    plan["provenance"]["settings"] = {"of": without_surrogates("".join(PAYLOADS[250:]))}
+    path = tmp_path / f"{file_name(PAYLOADS[5])}.json"
+    path.write_text(json.dumps(plan))
+    for words in (("show", path), ("show", path, "--json"), ("plan", "diff", path, path),
+                  ("export", path, "--to", "folder", "-o", tmp_path / "folder")):  # fmt: skip
+        code, out, talk = run(*words)
+        assert code == 0, talk
+        assert passed(out) == passed(talk) == set(), words
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert passed(card) == set()
+    assert "<script>" not in card.replace("\\<script>", "").partition("```")[0].partition("# KV")[2]
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[IO[bytes]]:
+    """Put a terminal in the place of a standard stream, and give what it shows."""
+    master, slave = os.openpty()
+    with os.fdopen(master, "rb", 0) as seen, os.fdopen(slave, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, name, stream)
+        yield seen
+
+
+REPLY = "two\nlines\tand \u6771\u4eac [red]x[/red] \x1b[2J\x1b]52;c;eA==\x07\r\u202e end \ud800"
+
+
+def test_a_reply_on_a_terminal_is_shown_and_in_a_pipe_is_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, "stdout") as seen:
+        Console().print_reply(REPLY)
+        sys.stdout.flush()
+        shown = seen.read(4096).decode().replace("\r\n", "\n")
+    assert passed(shown, "\n\t") == set()
+    assert shown.startswith("two\nlines")
+    assert "\u6771\u4eac [red]x[/red] \\x1b[2J\\x1b]52;c;eA==\\x07\\x0d\\u202e end \\ud800" in shown
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    Console().print_reply(REPLY)
+    assert pipe.getvalue() == REPLY.replace("\ud800", "\\ud800") + "\n"
+
+
+@pytest.mark.parametrize("shown_on", ["terminal", "pipe"])
+def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "".join(PAYLOADS)
+    monkeypatch.setenv("TERM", "dumb")  # no colours, and no moves of the cursor
+    stream = io.StringIO()
+    if shown_on == "terminal":
+        stream.isatty = lambda: True  # type: ignore[method-assign]
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    console = Console(verbose=1, debug=True)
+    set_up(True, tmp_path / "log.txt")
+    try:
+        console.say(text)
+        console.warn(text)
+        console.next("show", text)
+        LOGGER.debug("%s", text)
+        for what in (console.progress(text), console.live(text)):
+            with what as tell:
+                tell(1, 2) if what.__class__.__name__ == "none" else None
+        with console.live(text) as facts:
+            facts([text, text])
+        table = screen_table(text, ["a", text], left=["a"], caption=text)
+        table.add_row(text, text)
+        for part in (table, on_screen(Table.plain(text, ["a", text], [[text, text]], (text,)))):
+            console.out.print(part)
+
+        def fail() -> None:
+            raise UsageError(text)
+
+        assert console.run(fail) == 2
+    finally:
+        set_up(False, None)
+    shown = stream.getvalue()
+    assert passed(shown) == set()
+    assert "[red]" in shown and ":warning:" in shown
+    assert visible_line(text).split("\n")[0] in shown.replace("\n", "") or visible(text)[:50] in shown
+    assert passed((tmp_path / "log.txt").read_text()) == set()

@@ -1,0 +1,104 @@
+"""What is printed is data: what acts, or cannot be seen, is an escape; formulas and markup are text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.printed import (
+    FORMULA,
+    PLAIN,
+    command_line,
+    csv_text,
+    markdown_text,
+    visible,
+    visible_line,
+    visible_reply,
+)
+from tests.payloads import passed, payloads
+
+ANY = st.text() | st.text("[]<>|`*_$&;=+-@\t\r\n\\'\" aé0.,")
+
+
+@given(ANY)
+def test_nothing_unseen_is_left_and_what_is_seen_stays(text: str) -> None:
+    for keep in ("", "\n"):
+        shown = visible(text, keep)
+        assert passed(shown, keep) == set()
+        assert visible(shown, keep) == shown
+        if passed(text, "") == set() and text.isascii():
+            assert shown == text
+
+
+@given(ANY)
+def test_no_data_begins_a_line_of_its_own(text: str) -> None:
+    _, *more = visible_line(f"kvsearch: error: {text} .").split("\n")
+    assert all(line.startswith(" ") for line in more)
+
+
+def test_payloads() -> None:
+    for text in payloads():
+        assert passed(visible(text)) == passed(visible_line(text)) == set()
+        assert passed(visible_reply(text), "\n\t\u200c\u200d") == set()
+        assert passed(markdown_text(text), "") == passed(command_line([text]), "") == set()
+
+
+def test_what_replies_are_made_of_stays() -> None:
+    for text in ("two\nlines\tand a tab", "東京, größer, 😀", "می\u200cخواهم", "👨\u200d👩\u200d👧 ❤\ufe0f"):
+        assert visible_reply(text) == text
+    assert visible_reply("a\r\nb\rc\x1b[2J") == "a\nb\\x0dc\\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["=1", "+a", "-a", "@a", "\t1", "\r1", " =1", "\n+cmd", "=", "+1+1", "-1-1", "-2+3", "＝1"],
+)  # fmt: skip
+def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
+    assert next(csv.reader(io.StringIO(csv_text([[text]]), newline=""))) == [f"'{text}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-1", "+0.5", "-1.5e-3", "-", "-inf", "+1,234.5", "-12.5%", "-3.0 points [-4.0, -2.0]", "+1 [-1, +3] 2 / 0 / 1"],
+)  # fmt: skip
+def test_numbers_and_their_intervals_are_none(text: str) -> None:
+    assert next(csv.reader(io.StringIO(csv_text([[text]])))) == [text]
+
+
+def test_numbers_are_as_they_were() -> None:
+    assert csv_text([("name", -1, -0.25, True, None, "")]) == "name,-1,-0.25,True,,\n"
+
+
+@given(st.lists(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=2, max_size=2), max_size=3))
+def test_csv_is_read_again(rows: list[list[str]]) -> None:
+    read = list(csv.reader(io.StringIO(csv_text(rows), newline="")))
+    bare = [[[cell.removeprefix("'") for cell in row] for row in table] for table in (read, rows)]
+    assert bare[0] == bare[1]
+    assert all(cell[:1] not in FORMULA or PLAIN.fullmatch(cell) for row in read for cell in row)
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("task_a: 12.5 [10.0, 15.0]", "task_a: 12.5 [10.0, 15.0]"),
+        ("-1.0 [-2.0, +3.0] 2 / 0 / 1", "-1.0 [-2.0, +3.0] 2 / 0 / 1"),
+        ("a|b\nc", r"a\|b\\x0ac"),
+        ("[x](javascript:alert(1))", r"\[x](javascript:alert(1))"),
+        ("<b> & &lt; `c` _d_ $e$", r"\<b> & \&lt; \`c\` \_d\_ \$e\$"),
+    ],
+)
+def test_markdown(text: str, written: str) -> None:
+    assert markdown_text(text) == written
+
+
+def test_commands_can_be_pasted() -> None:
+    words = ["plain", "two words", "it's", "", "a\x1b[2Jb", "\u202e'\\x", "tab\tand\nline", "\udc9b", "größer"]
+    shown = command_line(words)
+    assert passed(shown, "") == set()
+    ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, check=True)
+    assert ran.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words
