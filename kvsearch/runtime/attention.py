@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvsearch.errors import UsageError
+from kvsearch.kernels import attention as kernels
+from kvsearch.kernels.dispatch import serves
 from kvsearch.policies.decoding import Cached
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.storage import Block, RaggedStore
@@ -124,6 +126,10 @@ def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tenso
 
 def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads: Tensor) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
+    if serves(query, block.keys, block.values):
+        held = kernels.Entries(block.keys, block.values, block.end, positions=block.positions if block.padded else None)
+        made, _ = kernels.attend(query[:, 0], held, how.scaling, how.softcap, how.sinks_of(heads), rows)
+        return made.unsqueeze(1)
     keys, values = block.keys.narrow(1, 0, block.end).unsqueeze(1), block.values.narrow(1, 0, block.end).unsqueeze(1)
     bias = block.bias
     if bias is not None:
@@ -148,6 +154,11 @@ def slot_attention(
     `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
     """
     keys, values = cached.keys, cached.values
+    if serves(query, keys, values):
+        positions = None if empty is None else cached.positions
+        held = kernels.Entries(keys, values, keys.shape[1], positions=positions)
+        sinks = logits.sinks_of(cached.heads)
+        return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row)
     if not want_row and logits.plain:
         mask = None if empty is None else ~empty[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))

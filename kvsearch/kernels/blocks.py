@@ -1,0 +1,42 @@
+"""Sizes of the blocks that a program works on: chosen by head dimension and dtype, without trying any out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+LEAST = 16  # what a matrix product on tensor cores takes
+MOST_ROWS = 64
+
+
+class Blocks(NamedTuple):
+    """Block sizes of attention: all powers of two, 16 at least."""
+
+    rows: int  # queries
+    columns: int  # entries
+    dim: int  # of a query and key, padded
+    value_dim: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, queries: int, dim: int, value_dim: int, dtype: torch.dtype) -> Blocks:
+        """Choose blocks that fit the registers of a program and, with `stages` steps, 99 KiB of shared memory."""
+        padded, padded_values = power_of_two(dim), power_of_two(value_dim)
+        widest = max(padded, padded_values) * dtype.itemsize  # bytes: 512 for 128 numbers of fp32 or 256 of bf16
+        most = MOST_ROWS if dtype.itemsize == 2 else LEAST  # fp32 is not for tensor cores
+        rows = min(most, power_of_two(queries))
+        columns = 64 if widest <= 256 else 32
+        warps = 8 if rows > 32 or widest > 512 else 4
+        return cls(rows, columns, padded, padded_values, warps, 3 if widest <= 256 else 2)
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below `size`, 16 at least."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def whole_blocks(size: int, block: int) -> int:
+    """Return how many blocks hold `size` columns."""
+    return -(-size // block)

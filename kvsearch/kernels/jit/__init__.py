@@ -1,0 +1,1 @@
+"""Code that runs on the device, in Triton's language: imported only where it is going to run."""

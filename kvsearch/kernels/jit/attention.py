@@ -1,0 +1,172 @@
+"""Attention of a few queries to ragged segments: partial softmaxes over chunks of a segment, then their merger.
+
+A segment's queries [M, D] are those of its query group, token by token within a head: query m is token m % ROWS. The
+last ROWS entries are these tokens' own. Softmax statistics are in units of log2.
+"""
+
+import triton
+import triton.language as tl
+
+from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product
+
+
+@triton.jit
+def attend_chunks(
+    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit,
+    scale, softcap, columns, chunk, M, splits,
+    q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, l_col,
+    ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    FLAT: tl.constexpr, RAGGED: tl.constexpr, HOLES: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
+    """Attend to one chunk of one segment; grid (S, splits, tiles of queries).
+
+    WHOLE: there is one chunk, and the output is written at once; else `Acc` [S, splits, M, DV] and `Stat`
+    [S, splits, 2, M] (maximum, sum) are. LOGITS: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
+    """
+    seg = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    d, dv, n = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
+    stop = columns
+    if RAGGED:
+        stop = tl.load(Lengths + seg).to(tl.int32)
+    if FLAT:
+        start = tl.load(Starts + seg).to(tl.int64)
+        K += start * k_col
+        V += start * v_col
+        Positions += start
+    else:
+        K += seg * k_seg
+        V += seg * v_seg
+        Positions += seg * p_seg
+    q = tl.load(Q + seg * q_seg + m[:, None] * q_row + d[None, :], mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
+    limit = stop - (ROWS - 1) + m % ROWS  # what is at or behind it is later than the query
+    peak = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BDV), tl.float32)
+    first = split * chunk
+    last = tl.minimum(first + chunk, stop)
+    for c in range(first, last, BN):
+        there = c + n < last
+        if HOLES:
+            there = there & (tl.load(Positions + c + n, mask=there, other=-1) >= 0)
+        far = tl.cast(c, tl.int64)
+        k = tl.load(
+            K + far * k_col + n[:, None] * k_col + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+        )
+        s = logits_of(q, k, scale, softcap, SOFTCAP)
+        s = tl.where(there[None, :] & ((c + n)[None, :] < limit[:, None]), s, float("-inf"))
+        if LOGITS:
+            tl.store(Logit + (seg * M + m[:, None]) * l_col + (c + n)[None, :], s,
+                     mask=(m < M)[:, None] & (c + n < last)[None, :])  # fmt: skip
+        now = tl.maximum(peak, tl.max(s, 1))
+        p = tl.exp2(s - finite(now)[:, None])
+        shrink = tl.exp2(peak - finite(now))
+        v = tl.load(
+            V + far * v_col + n[:, None] * v_col + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        acc = acc * shrink[:, None] + product(p.to(v.dtype), v)
+        total = total * shrink + tl.sum(p, 1)
+        peak = now
+    if LOGITS or not WHOLE:
+        stat = Stat + (seg * splits + split) * 2 * M
+        tl.store(stat + m, peak, mask=m < M)
+        tl.store(stat + M + m, total, mask=m < M)
+    own = (m < M)[:, None] & (dv < DV)[None, :]
+    if WHOLE:
+        if SINKS:
+            sink = tl.load(Sinks + seg * (M // ROWS) + m // ROWS, mask=m < M, other=0.0) * LOG2E
+            most = tl.maximum(peak, sink)
+            acc = acc * tl.exp2(peak - most)[:, None]
+            total = total * tl.exp2(peak - most) + tl.exp2(sink - most)
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(Out + (seg * M + m[:, None]) * DV + dv[None, :], out.to(Out.dtype.element_ty), mask=own)
+    else:
+        tl.store(Acc + ((seg * splits + split) * M + m[:, None]) * DV + dv[None, :], acc, mask=own)
+
+
+@triton.jit
+def merge_chunks(
+    Acc, Stat, Logit, Sinks, Out, Row, Starts, Lengths,
+    columns, M, splits, l_col, r_seg,
+    ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr, OUTPUT: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of a segment; grid (S, M + blocks of columns): one query's output, or a block of the row.
+
+    OUTPUT: the first M programs of a segment write `Out` [S, M, DV]. LOGITS: the others write the mean softmax of all M
+    queries to `Row`, BN columns each, 0 where hidden.
+    """
+    seg = tl.program_id(0).to(tl.int64)
+    job = tl.program_id(1)
+    if OUTPUT:
+        if job < M:
+            merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, ROWS, DV, BDV, SP, SINKS)
+        else:
+            if LOGITS:
+                merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, job - M, columns, M, splits, l_col, r_seg,
+                          SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
+    else:
+        merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, job, columns, M, splits, l_col, r_seg,
+                  SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
+
+
+@triton.jit
+def merge_output(
+    Acc, Stat, Sinks, Out, seg, m, M, splits,
+    ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the output of query `m` of a segment."""
+    sp, dv = tl.arange(0, SP), tl.arange(0, BDV)
+    stat = Stat + (seg * splits + sp) * 2 * M + m
+    peaks = tl.load(stat, mask=sp < splits, other=float("-inf"))
+    totals = tl.load(stat + M, mask=sp < splits, other=0.0)
+    peak = tl.max(peaks, 0)
+    beside = 0.0
+    if SINKS:
+        sink = tl.load(Sinks + seg * (M // ROWS) + m // ROWS) * LOG2E
+        peak = tl.maximum(peak, sink)
+        beside = tl.exp2(sink - peak)
+    share = tl.exp2(peaks - finite(peak))
+    total = tl.sum(totals * share, 0) + beside
+    acc = tl.load(
+        Acc + ((seg * splits + sp[:, None]) * M + m) * DV + dv[None, :],
+        mask=(totals > 0)[:, None] & (dv < DV)[None, :],  # a chunk where nothing is visible wrote zeros
+        other=0.0,
+    )
+    out = tl.sum(acc * share[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(Out + (seg * M + m) * DV + dv, out.to(Out.dtype.element_ty), mask=dv < DV)
+
+
+@triton.jit
+def merge_row(
+    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg,
+    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write one block of the mean softmax of a segment's M queries."""
+    sp, m, c = tl.arange(0, SP), tl.arange(0, BM), block * BN + tl.arange(0, BN)
+    stat = Stat + (seg * splits + sp[None, :]) * 2 * M + m[:, None]
+    known = (m < M)[:, None] & (sp < splits)[None, :]
+    peaks = tl.load(stat, mask=known, other=float("-inf"))
+    totals = tl.load(stat + M, mask=known, other=0.0)
+    peak = tl.max(peaks, 1)
+    beside = tl.zeros((BM,), tl.float32)
+    if SINKS:
+        sink = tl.load(Sinks + seg * M + m, mask=m < M, other=0.0) * LOG2E
+        peak = tl.maximum(peak, sink)
+        beside = tl.exp2(sink - peak)
+    total = tl.sum(totals * tl.exp2(peaks - finite(peak)[:, None]), 1) + beside
+    stop = columns
+    if RAGGED:
+        stop = tl.load(Lengths + seg).to(tl.int32)
+    there = c < stop
+    s = tl.load(Logit + (seg * M + m[:, None]) * l_col + c[None, :], mask=(m < M)[:, None] & there[None, :],
+                other=float("-inf"))  # fmt: skip
+    row = tl.sum(tl.exp2(s - finite(peak)[:, None]) / tl.where(total > 0, total, 1.0)[:, None], 0) / M
+    if FLAT:
+        tl.store(Row + tl.load(Starts + seg).to(tl.int64) + c, row, mask=there)
+    else:
+        tl.store(Row + seg * r_seg + c, row, mask=c < columns)

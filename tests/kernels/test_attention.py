@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.errors import KvsearchWarning
+from kvsearch.kernels import dispatch
+from kvsearch.kernels.attention import Entries, attend
+from kvsearch.kernels.dispatch import serves
+from tests.examples import at_most
+from tests.kernels.reference import NAN, Case, relative_error
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def check(case: Case, want_row: bool) -> None:
+    held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
+    given_to = case.query, held, case.scaling, case.softcap, case.sink, case.rows
+    output, row = attend(*given_to, want_row=want_row)
+    expected, expected_row = case.expected()
+    assert output.dtype == case.dtype
+    assert relative_error(output, expected) < BOUNDS[case.dtype]
+    assert (row is not None) == want_row
+    if row is not None:
+        assert row.dtype == fp32
+        assert relative_error(row, expected_row) < 1e-5  # rows are fp32, whatever the entries are
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 1, 64, 64, 1),
+        Case(2, 4, 128, 128, 63, dtype=bf16, holes=True),
+        Case(1, 7, 80, 96, 700, dtype=fp16, ragged=True, softcap=30.0),
+        Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True),
+        Case(1, 8, 192, 128, 600, dtype=bf16, sinks=True),
+        Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
+        Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True),
+        Case(1, 20, 40, 33, 513, dtype=fp16, holes=True),
+    ],
+    ids=str,
+)
+def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
+    check(case, want_row=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 64, 64, 300, rows=5, holes=True),
+        Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True),
+        Case(1, 3, 256, 256, 40, rows=40, softcap=5.0),
+    ],
+    ids=str,
+)
+def test_several_tokens_see_each_other_causally(case: Case) -> None:
+    check(case, want_row=False)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(fp16, 300.0), (bf16, 3000.0), (fp32, 100.0)], ids=str)
+def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, scale: float) -> None:
+    """Products of fp16 above 65504 are infinite and those of bf16 are off by whole units; accumulated in fp32 not."""
+    case = Case(2, 2, 64, 64, 200, dtype=dtype, scale=scale)
+    output, row = attend(case.query, Entries(case.keys, case.values, 200), case.scaling, want_row=True)
+    expected, expected_row = case.expected()
+    assert row is not None
+    assert relative_error(output, expected) < 1e-2
+    assert relative_error(row, expected_row) < 1e-2
+
+
+@at_most(25)
+@given(
+    st.builds(
+        Case, st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(4, 80),
+        st.integers(1, 4), st.sampled_from([fp16, bf16, fp32]), st.sampled_from([None, 3.0]), st.booleans(),
+        st.booleans(), st.booleans(), seed=st.integers(0, 99),
+    ),
+)  # fmt: skip
+def test_any_segments(case: Case) -> None:
+    check(case, want_row=case.rows == 1)
+
+
+def test_nothing_to_see_gives_nothing() -> None:
+    case = Case(2, 3, 16, 16, 40, holes=True)
+    case.positions = torch.full((2, 40), -1)
+    held = Entries(torch.full_like(case.keys, NAN), torch.full_like(case.values, NAN), 40, case.positions)
+    output, row = attend(case.query, held, 1.0, want_row=True)
+    assert row is not None
+    assert not bool(output.any())
+    assert not bool(row.any())
+
+
+@pytest.mark.parametrize("columns", [40, 900])
+def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
+    """Segments behind one another, in any order, with what is nobody's between them."""
+    case = Case(4, 3, 32, 48, columns, ragged=True, holes=True)
+    assert case.lengths is not None
+    assert case.positions is not None
+    starts = torch.tensor([2, 0, 3, 1]) * (columns + 3)
+    keys = torch.full((4 * (columns + 3), 32), NAN)
+    values = torch.full((4 * (columns + 3), 48), NAN)
+    positions = torch.zeros(len(keys), dtype=torch.int32)
+    for segment, start in enumerate(starts.tolist()):
+        rows = slice(start, start + columns)
+        keys[rows], values[rows] = case.keys[segment], case.values[segment]
+        positions[rows] = case.positions[segment].int()
+    block = Entries(case.keys, case.values, columns, case.positions, case.lengths)
+    flat = Entries(keys, values, columns, positions, case.lengths, starts)
+    output, row = attend(case.query, block, 0.3, want_row=True)
+    found, found_row = attend(case.query, flat, 0.3, want_row=True)
+    assert row is not None
+    assert found_row is not None
+    assert torch.equal(found, output)
+    for segment, start in enumerate(starts.tolist()):
+        length = int(case.lengths[segment])
+        assert torch.equal(found_row[start : start + length], row[segment, :length])
+
+
+def test_views_of_larger_blocks_are_read_as_they_are() -> None:
+    case = Case(2, 2, 16, 16, 50)
+    keys, values = torch.full((2, 80, 24), NAN), torch.full((2, 80, 24), NAN)
+    keys[:, :50, :16], values[:, :50, 8:] = case.keys, case.values
+    held = Entries(keys[:, :50, :16], values[:, :50, 8:], 50)
+    output, _ = attend(case.query, held, case.scaling)
+    torch.testing.assert_close(output, case.expected()[0].float(), atol=1e-6, rtol=1e-5)
+
+
+class TestServed:
+    def test_nothing_on_the_cpu_by_itself(self) -> None:
+        state = torch.zeros(1, 1, 8)
+        assert serves(state)
+        token = dispatch._interpreting.set(False)
+        assert not serves(state)
+        dispatch._interpreting.reset(token)
+
+    @pytest.mark.parametrize(
+        ("states", "why"),
+        [
+            ((torch.zeros(1, 1, 8, dtype=torch.float64),), "float64"),
+            ((torch.zeros(1, 1, 8), torch.zeros(1, 1, 8, dtype=bf16)), "bfloat16 and float32"),
+            ((torch.zeros(1, 1, 320),), "heads of 320 numbers"),
+            ((torch.zeros(1, 1, 8, requires_grad=True),), "no backward"),
+        ],
+    )
+    def test_what_is_not_is_said_once(
+        self,
+        states: tuple[torch.Tensor, ...],
+        why: str,
+        monkeypatch: pytest.MonkeyPatch,
+        recwarn: pytest.WarningsRecorder,
+    ) -> None:
+        monkeypatch.setattr(dispatch, "_said", set())
+        with pytest.warns(KvsearchWarning, match=why):
+            assert not serves(*states)
+        assert not serves(*states)
+        assert not recwarn.list
+
+    def test_nothing_where_triton_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch, "_said", set())
+        monkeypatch.setattr(dispatch, "_installed", lambda: False)
+        with pytest.warns(KvsearchWarning, match=r"kvsearch\[gpu\]"):
+            assert not serves(torch.zeros(1, 1, 8))

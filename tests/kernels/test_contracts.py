@@ -1,0 +1,63 @@
+"""What holds for PyTorch's own path holds with kernels in its place: the runtime's own tests, an example of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvsearch.kernels import attention, dispatch
+from kvsearch.policies import create_policy
+from tests.runtime import test_eviction, test_families
+from tests.runtime.layers import Layer, Scene, held
+from tests.runtime.test_decode_rule import begin, feed
+from tests.runtime.test_storage import Pair
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Count the calls of the kernels: a test without any would be one of PyTorch's path again."""
+    calls, attend = [], attention.attend
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return attend(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attend", counted)
+    yield
+    assert calls
+
+
+def test_a_store_with_a_history() -> None:
+    pair = Pair(2, 2, 30, 0)
+    pair.append(4, 2)
+    pair.check(4, 2.0)
+    pair.crop(2)
+    pair.select([1, 0, 1])
+    pair.append(1, 0)
+    pair.check(1)
+
+
+@pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "cake", "scissorhands", "cam", "d2o", "vatp", "snapkv"])
+def test_decode_rules(name: str) -> None:
+    """A padded batch with padding among its tokens ends with the entries that PyTorch's path leaves."""
+    policy = create_policy(name, {"window": 3} if name in ("snapkv", "cake") else {})
+    layer = Layer(Scene(2, 2, 12, (0, 4), 5, (5, 8), 3, softcap=2.0 if name == "h2o" else None))
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    valid[0, 1:3] = False
+    token = dispatch._interpreting.set(False)
+    expected = begin(layer, policy, policy)
+    outputs = feed(layer, expected, 0, 5, valid)
+    dispatch._interpreting.reset(token)
+    holder = begin(layer, policy, policy)
+    torch.testing.assert_close(feed(layer, holder, 0, 5, valid), outputs, atol=1e-5, rtol=1e-5)
+    assert held(holder) == held(expected)
+
+
+def test_models_under_eviction_equal_masking() -> None:
+    test_eviction.test_a_padded_second_turn_equals_masking("gemma2", "cpu")
+
+
+def test_learned_sinks_stay() -> None:
+    test_families.test_a_family_does_what_it_should("gpt_oss")
