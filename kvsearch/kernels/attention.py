@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Blocks, power_of_two, whole_blocks
-from kvsearch.kernels.dispatch import processors
-
-MOST_CHUNKS = 64  # of a segment
-LEAST_CHUNK = 256  # columns
-WAVES = 4  # programs for each multiprocessor: segments are of different lengths
+from kvsearch.kernels.blocks import Blocks, chunks, power_of_two, whole_blocks
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ def attend(
     value_dim, device = values.shape[-1], query.device
     blocks = Blocks.of(count, dim, value_dim, query.dtype)
     tiles = -(-count // blocks.rows)
-    splits, chunk = _chunks(columns, segments * tiles, blocks.columns, device)
+    splits, chunk = chunks(columns, segments * tiles, blocks.columns, device)
     query = query if query.stride(-1) == 1 else query.contiguous()
     output = query.new_empty(segments, count, value_dim)
     whole = splits == 1
@@ -115,11 +110,3 @@ def _empty_row(entries: Entries, segments: int) -> Tensor:
     if entries.flat:  # places between segments are nobody's
         return _fp32(device, len(entries.keys)).zero_()
     return _fp32(device, segments, entries.columns)
-
-
-def _chunks(columns: int, programs: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Return how many chunks to cut segments into and how many columns each has, by what the host knows."""
-    wanted = -(-WAVES * processors(device) // programs)
-    most = min(MOST_CHUNKS, max(1, columns // LEAST_CHUNK))
-    chunk = whole_blocks(-(-columns // max(1, min(wanted, most))), block) * block
-    return max(1, -(-columns // chunk)), chunk

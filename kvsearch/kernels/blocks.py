@@ -6,8 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from kvsearch.kernels.dispatch import processors
+
 LEAST = 16  # what a matrix product on tensor cores takes
 MOST_ROWS = 64
+MOST_CHUNKS = 64  # of a segment
+LEAST_CHUNK = 256  # columns
+WAVES = 4  # programs for each multiprocessor: segments are of different lengths
 
 
 class Blocks(NamedTuple):
@@ -40,3 +45,11 @@ def power_of_two(size: int) -> int:
 def whole_blocks(size: int, block: int) -> int:
     """Return how many blocks hold `size` columns."""
     return -(-size // block)
+
+
+def chunks(columns: int, programs: int, block: int, device: torch.device) -> tuple[int, int]:
+    """Return how many chunks to cut segments into and how many columns each has, by what the host knows."""
+    wanted = -(-WAVES * processors(device) // programs)
+    most = min(MOST_CHUNKS, max(1, columns // LEAST_CHUNK))
+    chunk = whole_blocks(-(-columns // max(1, min(wanted, most))), block) * block
+    return max(1, -(-columns // chunk)), chunk

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.scoring import candidate_mask, pool_positions, window_rows
+from kvsearch.policies.scoring import candidate_mask, pool_positions, served_rows, window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -68,6 +68,8 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     """
 
     def compute() -> tuple[Tensor, Tensor]:
+        if (served := served_rows(observation, window)) is not None:
+            return served.moments()
         batch, heads, length, _ = observation.keys.shape
         mean = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
         scatter = torch.zeros_like(mean)

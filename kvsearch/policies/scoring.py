@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvsearch.policies.base import Observation
 from kvsearch.policies.tensors import F, Tensor, torch
+
+if TYPE_CHECKING:
+    from kvsearch.kernels.scoring import Rows
 
 SCRATCH_BYTES = 48 * 2**20
 CACHE_BYTES = 8 * 2**20  # scratch of a chunk that a CPU's cache can hold
@@ -22,7 +26,7 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
     batch, heads, length, dim = keys.shape
     group = observation.group
     queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
-    at = observation.seen[:, None] - rows + torch.arange(rows, device=keys.device)  # index of every row's token
+    at = _places(observation, rows)
     column = observation.index[:, None]
     visible = ((column >= 0) & (column <= at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
     real_row = visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
@@ -39,6 +43,25 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
             sinks = observation.sinks_of(part)
             probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some], sinks)
             yield part, probability.masked_fill_(~real_row[:, :, :, some], 0.0)
+
+
+def _places(observation: Observation, rows: int) -> Tensor:
+    """Return the index of the token of each of the last `rows` query rows, [B, rows]; negative where padding."""
+    return observation.seen[:, None] - rows + torch.arange(rows, device=observation.keys.device)
+
+
+def served_rows(observation: Observation, window: int) -> Rows | None:
+    """Return the last `window` query rows for the kernels; None where these do not run."""
+    from kvsearch.kernels.dispatch import serves
+    from kvsearch.kernels.scoring import Rows
+
+    queries, keys = observation.last_queries, observation.keys
+    if not serves(queries, keys):
+        return None
+    queries = queries[:, :, -window:]
+    places, sinks = _places(observation, queries.shape[2]), observation.sinks
+    sinks = sinks if sinks is None or sinks.dim() == 3 else sinks[None]
+    return Rows(queries, keys, observation.index, places, observation.scaling, observation.softcap, sinks)
 
 
 def attention(
@@ -76,14 +99,22 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
 
     def compute() -> Tensor:
         heads, length = observation.keys.shape[1:3]
-        summed = window_sums(observation, window).view(-1, heads, observation.group, length)
-        return aggregate(summed, group, dim=2) / window_size(observation, window)[:, None, None]
+        if (rows := served_rows(observation, window)) is not None:
+            received = rows.received("max" if group == "max" else "mean")
+        else:
+            received = aggregate(_window_sums(observation, window).view(-1, heads, observation.group, length), group, 2)
+        return received / window_size(observation, window)[:, None, None]
 
     return observation.shared(("window", window, group), compute)
 
 
 def window_sums(observation: Observation, window: int) -> Tensor:
     """Return the attention received from the last `window` query rows by every query head, [B, Hq, T] fp32."""
+    rows = served_rows(observation, window)
+    return _window_sums(observation, window) if rows is None else rows.received("heads")
+
+
+def _window_sums(observation: Observation, window: int) -> Tensor:
     batch, heads, length, _ = observation.keys.shape
     total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
     for part, probability in window_rows(observation, window):
@@ -105,7 +136,14 @@ def column_sums(
     logits that take their share of every row. Works in chunks of query rows and only on the keys each chunk can see, so
     nothing of size T x T is made.
     """
+    from kvsearch.kernels.dispatch import serves
+    from kvsearch.kernels.scoring import Rows
+
     batch, heads, length, _ = keys.shape
+    if serves(queries, keys):
+        index = torch.arange(length, device=keys.device).masked_fill(~valid, -1)
+        places, beside = index[:, -queries.shape[2] :], None if sinks is None else sinks[None]
+        return Rows(queries, keys, index, places, scaling, softcap, beside, causal=True).received("mean")
     rows, width = queries.shape[2], queries.shape[1] // heads
     packed = queries.reshape(batch * heads, width, rows, -1)
     transposed = keys.flatten(0, 1).transpose(-1, -2)

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from kvsearch.kernels.attention import Entries, attend
 from tests.kernels.reference import Case
+from tests.kernels.test_scoring import Prompt
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
@@ -77,14 +78,30 @@ ATTENTION = [
     (80, Case(1, 4, 64, 64, 128, dtype=torch.float16)),
 ]
 
+SCORING = [
+    (90, Prompt(8, 4, 32, 4096, 128, dtype=torch.bfloat16)),
+    (80, Prompt(1, 2, 256, 256, 256, softcap=30.0)),
+    (80, Prompt(1, 8, 64, 1024, 80, dtype=torch.float16)),
+]
+
 
 def main() -> None:
     for architecture, case in ATTENTION:
         with compiling(architecture) as found:
             held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
             attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows, want_row=case.rows == 1)
-        for each in found:
-            print(json.dumps(each))  # noqa: T201
+        report(found)
+    for architecture, prompt in SCORING:
+        with compiling(architecture) as found:
+            rows = prompt.given(causal=prompt.rows == prompt.length)
+            rows.received("mean")
+            rows.moments()
+        report(found)
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        print(json.dumps(each))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""What entries receive from query rows: the normaliser of every row, then sums over rows for a block of entries.
+
+Rows [B, Hq, rows, D] see the entries whose position is not negative and not later than their own. CAUSAL: none is
+missing, so that row r sees no column behind T - rows + r. Nothing of size rows x T is made.
+"""
+
+import triton
+import triton.language as tl
+
+from kvsearch.kernels.jit.common import LOG2E, finite, logits_of
+
+
+@triton.jit
+def normalise_rows(
+    Q, K, Columns, Places, Lse, scale, softcap, heads, rows, length, chunk,
+    q_batch, q_head, q_row, k_batch, k_head, k_col, c_batch, p_batch, splits,
+    G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Write log sum exp of a chunk of columns, `Lse` [B * Hkv, splits, rows * G]; grid (B * Hkv, tiles, splits).
+
+    The rows of the query group are taken together: m is row m // G of head m % G of the group.
+    """
+    segment = tl.program_id(0).to(tl.int64)
+    batch, head = segment // heads, segment % heads
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    row, known = m // G, m < rows * G
+    d, n = tl.arange(0, BD), tl.arange(0, BN)
+    query = Q + batch * q_batch + (head * G + m % G)[:, None] * q_head + row.to(tl.int64)[:, None] * q_row
+    q = tl.load(query + d[None, :], mask=known[:, None] & (d < D)[None, :], other=0.0)
+    place = tl.load(Places + batch * p_batch + row, mask=known, other=-1)
+    first = tl.program_id(2) * chunk
+    last = tl.minimum(first + chunk, length)
+    if CAUSAL:
+        last = tl.minimum(last, length - rows + ((tl.program_id(1) + 1) * BM - 1) // G + 1)
+    peak = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    for c in range(first, last, BN):
+        column = tl.load(Columns + batch * c_batch + c + n, mask=c + n < last, other=-1)
+        key = K + batch * k_batch + head * k_head + tl.cast(c, tl.int64) * k_col + n[:, None] * k_col
+        k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
+        seen = (column >= 0)[None, :] & (column[None, :] <= place[:, None])
+        s = tl.where(seen, logits_of(q, k, scale, softcap, SOFTCAP), float("-inf"))
+        now = tl.maximum(peak, tl.max(s, 1))
+        total = total * tl.exp2(peak - finite(now)) + tl.sum(tl.exp2(s - finite(now)[:, None]), 1)
+        peak = now
+    lse = (peak + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2E  # -inf where nothing is seen
+    tl.store(Lse + (segment * splits + tl.program_id(2)) * rows * G + m, lse, mask=known)
+
+
+@triton.jit
+def probabilities(
+    query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return the attention of rows r to r + BM of one head to a block of entries, [BM, BN], and which rows see any."""
+    row, d = r + tl.arange(0, BM), tl.arange(0, BD)
+    at = query + row.to(tl.int64)[:, None] * q_row + d[None, :]
+    q = tl.load(at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
+    place = tl.load(place_at + row, mask=row < rows, other=-1)
+    lse = tl.load(lse_at + row, mask=row < rows, other=float("inf"))  # as of a row that sees nothing
+    seen = (column >= 0)[None, :] & (column[None, :] <= place[:, None])
+    s = tl.where(seen, logits_of(q, k, scale, softcap, SOFTCAP), float("-inf"))
+    return tl.exp2(s - lse[:, None] * LOG2E), lse < float("inf")
+
+
+@triton.jit
+def add_columns(
+    Q, K, Columns, Places, Lse, Counts, Out, Scatter, scale, softcap, heads, rows, length,
+    q_batch, q_head, q_row, k_batch, k_head, k_col, c_batch, p_batch,
+    G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """Add up what a block of entries receives from all rows; grid (B * Hkv, blocks of columns).
+
+    `Lse` [B * Hkv, G, rows], +inf where a row sees nothing. HOW: "heads" writes sums [B * Hkv, G, T], "mean" and "max"
+    those over the query group [B * Hkv, T], "moments" the mean over `Counts` [B * Hkv] rows and `Scatter`, the sum of
+    squares about it, [B * Hkv, G, T] each. All in fp32.
+    """
+    segment = tl.program_id(0).to(tl.int64)
+    batch, head = segment // heads, segment % heads
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    column = tl.load(Columns + batch * c_batch + c, mask=c < length, other=-1)
+    key = K + batch * k_batch + head * k_head + c.to(tl.int64)[:, None] * k_col
+    k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
+    first = 0
+    if CAUSAL:
+        first = tl.maximum(0, tl.program_id(1) * BN - (length - rows)) // BM * BM
+    found = tl.zeros((BN,), tl.float32)
+    for g in range(G):
+        query = Q + batch * q_batch + (head * G + g) * q_head
+        place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
+        one = tl.zeros((BN,), tl.float32)
+        for r in range(first, rows, BM):
+            p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
+            one += tl.sum(p, 0)
+        if HOW == "mean":
+            found += one / G
+        elif HOW == "max":
+            found = tl.maximum(found, one)
+        elif HOW == "heads":
+            tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
+        else:
+            one = one / tl.load(Counts + segment)
+            scatter = tl.zeros((BN,), tl.float32)
+            for r in range(0, rows, BM):  # rows that do not see an entry are apart from its mean, too
+                p, real = probabilities(
+                    query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP
+                )
+                apart = tl.where(real[:, None], p - one[None, :], 0.0)
+                scatter += tl.sum(apart * apart, 0)
+            tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
+            tl.store(Scatter + (segment * G + g) * length + c, scatter, mask=c < length)
+    if HOW == "mean" or HOW == "max":
+        tl.store(Out + segment * length + c, found, mask=c < length)

@@ -1,0 +1,95 @@
+"""What entries receive from query rows, without a matrix of rows x entries and without fp32 copies of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvsearch.kernels.blocks import Blocks, chunks, whole_blocks
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows and the entries they look at: those with a position that is not negative and not behind their own."""
+
+    queries: Tensor  # [B, Hq, rows, D], of the dtype of the keys
+    keys: Tensor  # [B, Hkv, T, D]
+    columns: Tensor  # [B, T] int64 positions, -1 where there is no entry
+    places: Tensor  # [B, rows] int64 positions of the rows, -1 where padding
+    scaling: float  # logits = scaling * q.k
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [B or 1, Hkv, G] fp32, logits that are no entry
+    causal: bool = False  # row r sees no column behind T - rows + r
+
+    @property
+    def group(self) -> int:
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def normalisers(self) -> Tensor:
+        """Return log sum exp of every row, [B * Hkv, G, rows] fp32; +inf for those that see nothing."""
+        from kvsearch.kernels.jit.scoring import normalise_rows
+
+        batch, heads, length, _ = self.keys.shape
+        rows, group = self.queries.shape[2], self.group
+        states, strides, blocks = self._shape(rows * group)
+        tiles = whole_blocks(rows * group, blocks.rows)
+        splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
+        found = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
+        normalise_rows[(batch * heads, tiles, splits)](
+            *states, self.columns, self.places, found, *self._numbers(), heads, rows, length, chunk, *strides, splits,
+            G=group, CAUSAL=self.causal, SOFTCAP=self.softcap is not None, **_launch(blocks, self.keys),
+        )  # fmt: skip
+        found = found.logsumexp(1).transpose(1, 2)
+        seen = found > float("-inf")
+        if self.sinks is not None:
+            beside = self.sinks.expand(batch, heads, group).reshape(batch * heads, group, 1)
+            found = torch.logaddexp(found, beside)
+        return found.masked_fill(~seen, float("inf")).contiguous()
+
+    def received(self, how: Literal["heads", "mean", "max"]) -> Tensor:
+        """Return what every entry receives from all rows, fp32: [B, Hq, T], or [B, Hkv, T] over the query group."""
+        batch, heads, length, _ = self.keys.shape
+        of_group = (batch, heads, length) if how in ("mean", "max") else (batch, heads * self.group, length)
+        found = self.keys.new_empty(of_group, dtype=torch.float32)
+        self._add(self.normalisers(), found, found, found, how)
+        return found
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return the mean and unbiased variance over the rows that see anything, [B, Hkv, G, T] fp32 each."""
+        batch, heads, length, _ = self.keys.shape
+        normalisers = self.normalisers()
+        counts = (normalisers[:, 0] < float("inf")).sum(-1).clamp(min=1).float()
+        mean = self.keys.new_empty(batch, heads, self.group, length, dtype=torch.float32)
+        scatter = torch.empty_like(mean)
+        self._add(normalisers, counts, mean, scatter, "moments")
+        return mean, scatter / (counts - 1).clamp(min=1).view(batch, heads, 1, 1)
+
+    def _add(self, normalisers: Tensor, counts: Tensor, found: Tensor, scatter: Tensor, how: str) -> None:
+        from kvsearch.kernels.jit.scoring import add_columns
+
+        batch, heads, length, _ = self.keys.shape
+        rows = self.queries.shape[2]
+        states, strides, blocks = self._shape(rows)
+        add_columns[(batch * heads, whole_blocks(length, blocks.columns))](
+            *states, self.columns, self.places, normalisers, counts, found, scatter, *self._numbers(),
+            heads, rows, length, *strides,
+            G=self.group, CAUSAL=self.causal, SOFTCAP=self.softcap is not None, HOW=how, **_launch(blocks, self.keys),
+        )  # fmt: skip
+
+    def _shape(self, rows: int) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], Blocks]:
+        states = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (self.queries, self.keys))
+        strides = tuple(stride for state in states for stride in state.stride()[:3])
+        dim = self.keys.shape[-1]
+        blocks = Blocks.of(rows, dim, dim, self.keys.dtype)
+        return (states[0], states[1]), (*strides, self.columns.stride(0), self.places.stride(0)), blocks
+
+    def _numbers(self) -> tuple[float, float]:
+        return self.scaling, 1.0 if self.softcap is None else self.softcap
+
+
+def _launch(blocks: Blocks, keys: Tensor) -> dict[str, Any]:
+    sizes = {"D": keys.shape[-1], "BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim}
+    return {**sizes, "num_warps": blocks.warps, "num_stages": blocks.stages}

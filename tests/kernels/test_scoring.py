@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.kernels import dispatch
+from kvsearch.kernels.scoring import Rows
+from kvsearch.policies.scoring import served_rows
+from tests.kernels.reference import relative_error
+from tests.policies import test_cake, test_scoring
+from tests.policies.contract import Case, observe
+from tests.runtime.policies import SMALL
+
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclass
+class Prompt:
+    """The last rows of a prompt with padding on the left of its first sequence."""
+
+    heads: int
+    group: int
+    rows: int
+    length: int
+    dim: int
+    dtype: torch.dtype = fp32
+    pads: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+    batch: int = 2
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        # as projections make them: heads are next to each other in memory, not tokens
+        self.queries = normal(self.batch, self.rows, self.heads * self.group, self.dim).transpose(1, 2)
+        self.keys = normal(self.batch, self.length, self.heads, self.dim).transpose(1, 2)
+        index = torch.arange(self.length)[None] - torch.tensor([self.pads, *[0] * (self.batch - 1)])[:, None]
+        self.columns = index.clamp(min=-1)
+        self.sink = normal(1, self.heads, self.group).float() if self.sinks else None
+
+    def given(self, causal: bool) -> Rows:
+        places = self.columns[:, -self.rows :]
+        how = self.dim**-0.5, self.softcap, self.sink, causal
+        return Rows(self.queries, self.keys, self.columns, places, *how)
+
+    def expected(self) -> Tensor:
+        """The attention of every row, [B, Hkv, G, rows, T] fp64."""
+        queries = self.queries.double().unflatten(1, (self.heads, self.group))
+        logits = torch.einsum("bhgrd,bhtd->bhgrt", queries, self.keys.double()) * self.dim**-0.5
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        places = self.columns[:, -self.rows :, None]
+        seen = (self.columns[:, None] >= 0) & (self.columns[:, None] <= places)
+        logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+        if self.sink is not None:
+            logits = torch.cat([logits, self.sink.double()[..., None, None].expand(*logits.shape[:-1], 1)], -1)
+        return logits.softmax(-1)[..., : self.length].nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Prompt(1, 4, 32, 600, 80, dtype=bf16, batch=1),
+        Prompt(2, 2, 5, 40, 16, pads=37, sinks=True),
+        Prompt(1, 3, 100, 100, 32, dtype=fp16, pads=9, softcap=5.0),
+        Prompt(1, 1, 1, 1, 256),
+    ],
+    ids=str,
+)
+def test_what_entries_receive_is_that_of_a_dense_softmax(prompt: Prompt, causal: bool) -> None:
+    rows, weights = prompt.given(causal), prompt.expected()
+    received = weights.sum(-2)
+    assert relative_error(rows.received("heads"), received.flatten(1, 2)) < 1e-5
+    assert relative_error(rows.received("mean"), received.mean(2)) < 1e-5
+    assert relative_error(rows.received("max"), received.amax(2)) < 1e-5
+    real = weights.any(-1, keepdim=True)
+    count = real.sum(-2).clamp(min=1)
+    mean, variance = rows.moments()
+    expected = received / count
+    squares = ((weights - expected[..., None, :]) * real).square().sum(-2)
+    assert relative_error(mean, expected) < 1e-5
+    assert relative_error(variance, squares / (count - 1).clamp(min=1)) < 1e-5
+
+
+def test_what_policies_compute_is_what_their_own_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_scoring.test_attention_of_the_window_is_that_of_a_dense_softmax()
+    test_scoring.test_column_sums_are_those_of_a_dense_softmax(monkeypatch, 9, 2.0, 10**9)
+    test_cake.test_moments_do_not_depend_on_the_chunks(monkeypatch, 10**9)
+    test_cake.test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch, 10**9)
+    test_cake.test_rows_of_padding_do_not_count(monkeypatch, 10**9)
+
+
+@pytest.mark.parametrize("name", [name for name, policy in SMALL.items() if policy.needs().query_rows])
+def test_scores_are_those_of_pytorchs_path(name: str) -> None:
+    policy, case = SMALL[name], Case(2, 2, 14, (0, 6), 1)
+    token = dispatch._interpreting.set(False)
+    expected = policy.score(observe(policy, case))
+    dispatch._interpreting.reset(token)
+    observation = observe(policy, case)
+    assert served_rows(observation, 3) is not None
+    found = policy.score(observation)
+    real = observation.valid[:, None].expand_as(found)
+    torch.testing.assert_close(found[real], expected[real], atol=1e-6, rtol=1e-5)
