@@ -17,10 +17,10 @@ from collections.abc import Callable
 from operator import truediv
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvsearch.evaluation.bench_programs import skewed_budgets
 from kvsearch.evaluation.speed import decode_seconds
 from kvsearch.policies import keep_mask
 from kvsearch.policies.full import FullKV
@@ -73,18 +73,6 @@ def planned_cache(model: Any, prompt: list[tuple[torch.Tensor, torch.Tensor]], b
     return cache
 
 
-def ragged_budgets(mean: int) -> Budgets:
-    """Budgets between about a fifth and two and a half times `mean`, other ones in every layer, `mean` on average."""
-
-    def of_layer(layer: int) -> list[int]:
-        drawn = np.exp(np.random.default_rng(layer).uniform(np.log(0.2), np.log(2.5), KV_HEADS))
-        wanted = np.round(drawn * mean * KV_HEADS / drawn.sum()).astype(int)
-        wanted[-1] += mean * KV_HEADS - wanted.sum()
-        return [int(entries) for entries in wanted]
-
-    return of_layer
-
-
 def kept(cache: Any) -> float:
     """Entries per layer and kv head."""
     if isinstance(cache, PlanCache):
@@ -114,11 +102,11 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     model = build(args.length, args.device, dtype)
     prompt = draw_prompt(args.batch, args.length, args.device, dtype)
-    ragged = ragged_budgets(args.kept)
+    ragged = skewed_budgets(LAYERS, KV_HEADS, args.kept).tolist()
     caches = {
         "DynamicCache, full": ("sdpa", stock_cache(model, prompt)),
         "kvsearch, full": (NAME, planned_cache(model, prompt, lambda _: [args.length] * KV_HEADS)),
-        "kvsearch, ragged": (NAME, planned_cache(model, prompt, ragged)),
+        "kvsearch, ragged": (NAME, planned_cache(model, prompt, ragged.__getitem__)),
         "kvsearch, uniform": (NAME, planned_cache(model, prompt, lambda _: [args.kept] * KV_HEADS)),
     }
     del prompt
@@ -130,7 +118,7 @@ def main() -> None:
             if round_index > 0:  # the first round allocates and warms up
                 times[name].append(seconds / args.steps)
 
-    budgets = [entries for layer in range(LAYERS) for entries in ragged(layer)]
+    budgets = [entries for layer in ragged for entries in layer]
     print(f"{LAYERS} layers, {QUERY_HEADS}/{KV_HEADS} heads of {HEAD_DIM}, {args.dtype}, {args.device}, "
           f"{args.threads} threads, batch {args.batch}; {args.length:,} tokens, ragged budgets {min(budgets):,} to "
           f"{max(budgets):,}; median of {args.rounds} rounds of {args.steps} steps")  # fmt: skip

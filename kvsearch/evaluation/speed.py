@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from kvsearch.evaluation.cache_costs import CacheCosts
+from kvsearch.evaluation.launches import Launches, count_launches
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.progress import Progress
 from kvsearch.runtime import PlanCache, Program
@@ -52,30 +54,6 @@ class Workload:
     length: int
     steps: int
     rounds: int
-
-
-@dataclass(frozen=True)
-class CacheCosts:
-    """What one kind of cache cost under one workload.
-
-    Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
-    head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
-    was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is what
-    reading weights and cache once takes at the bandwidth of a copy.
-    """
-
-    cache: str
-    batch: int
-    length: int
-    entries: float
-    held_bytes: int
-    peak_bytes: int
-    prefill_seconds: float
-    prefill_speedup: float
-    token_seconds: float
-    tokens_per_second: float
-    token_speedup: float
-    floor_seconds: float
 
 
 @dataclass
@@ -143,10 +121,11 @@ def measure(
             turn(kind)
             seconds = decode_seconds(model, caches[kind.name], work.batch, work.steps)
             times[kind.name].token.append(seconds / work.steps)
+        launched = {kind.name: _launched(model, kind, caches[kind.name], work.batch) for kind in kinds}
     finally:
         model.set_attn_implementation(before)
     counted = {name: _Times(taken.prefill[1:], taken.token[1:]) for name, taken in times.items()}
-    return _costs(model, work, counted, held, peaks)
+    return _costs(model, work, counted, held, peaks, launched)
 
 
 def _costs(
@@ -155,6 +134,7 @@ def _costs(
     times: Mapping[str, _Times],
     held: Mapping[str, tuple[float, int]],
     peaks: Mapping[str, int],
+    launched: Mapping[str, Launches | None],
 ) -> list[CacheCosts]:
     """Put together what was measured; the first of the `times` is what the others are compared with."""
     bandwidth, weights, first = copy_bandwidth(model.device), read_weights(model), next(iter(times.values()))
@@ -172,6 +152,8 @@ def _costs(
             tokens_per_second=work.batch / statistics.median(taken.token),
             token_speedup=statistics.median(map(truediv, first.token, taken.token)),
             floor_seconds=(weights + held[name][1]) / bandwidth,
+            kernels=None if (calls := launched[name]) is None else calls.kernels,
+            waits=None if calls is None else calls.waits,
         )
         for name, taken in times.items()
     ]
@@ -202,14 +184,20 @@ def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
 @torch.no_grad()
 def decode_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
     """Return the seconds that `steps` greedy decode steps of a batch take; the cache forgets them again."""
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     with _forgotten(cache):
-        synchronise(model.device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
-        synchronise(model.device)
-        return time.perf_counter() - start
+        return step_seconds(model, cache, batch, steps)
+
+
+@torch.no_grad()
+def step_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+    """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    synchronise(model.device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    synchronise(model.device)
+    return time.perf_counter() - start
 
 
 @contextmanager
@@ -227,13 +215,23 @@ def _forgotten(cache: Any) -> Iterator[None]:
             layer.cumulative_length.fill_(length)
 
 
+def _launched(model: Any, kind: CacheKind, cache: Any, batch: int) -> Launches | None:
+    model.set_attn_implementation(kind.implementation)
+    return count_launches(model.device, lambda steps: decode_seconds(model, cache, batch, steps))
+
+
 def _held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
     """Return entries per kv head and bytes after the prompt."""
     if not isinstance(cache, PlanCache):
-        return float(work.length), sum(map(stock_nbytes, cache.layers))
+        return float(work.length), cache_nbytes(cache)
     shape = describe(model)
     entries = sum(held_entries(model, cache, [work.length] * work.batch))
-    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache.nbytes()
+    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache_nbytes(cache)
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Return the bytes that a cache of any kind holds."""
+    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(stock_nbytes, cache.layers))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -10,16 +11,19 @@ from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated
 from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.jobs.groups import Loading, Numbers
+from kvsearch.jobs.groups import GIGABYTE, Loading, Numbers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
+from kvsearch.plan.size import Size
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.cache_costs import CacheCosts
     from kvsearch.models.loading import LoadedModel
     from kvsearch.report.speed import SpeedView
     from kvsearch.runtime import Program
 
 LENGTH = 1024
+GPU_SHARE = 0.95  # of what is free, for the largest batch
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Numbers, Field(min_length=1)]
 
 
@@ -40,6 +44,21 @@ class BenchOptions(Loading):
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", repeated=True)] = ()
     policy: Annotated[str, Option("With --budget: the policy that keeps so many entries.")] = "snapkv"
     budget: Annotated[int | None, Field(ge=1), Option("Entries per kv head, in place of a plan.")] = None
+    ratio: Annotated[
+        float | None, Field(gt=0, lt=1), Option("In place of --budget: share of the cache to evict, at every length.")
+    ] = None
+    phases: Annotated[str, Option("With --policy: when to evict, prefill, decode or both.")] = "prefill"
+    skewed: Annotated[
+        bool, Option("With --policy: budgets of kv heads that differ as calibrated ones do, from a fifth to 2.5 times.")
+    ] = False
+    largest_batch: Annotated[
+        bool, Option("Measure the largest batch that fits, too, for every cache and length, and its tokens per second.")
+    ] = False
+    max_memory: Annotated[
+        float | None,
+        Field(gt=0),
+        Option("With --largest-batch: gigabytes for caches.", shown="8 on a CPU, what a GPU has free"),
+    ] = None
     batch: Annotated[Sizes, Option("Prompts at a time; several are measured in turn.", metavar="N[,N...]")] = (1,)
     length: Annotated[
         Sizes | None,
@@ -53,6 +72,11 @@ class BenchOptions(Loading):
         """The lengths of prompts, in tokens."""
         return self.length or (LENGTH,)
 
+    @property
+    def size(self) -> Size | None:
+        """The size of what is measured in place of a plan."""
+        return None if self.budget is None and self.ratio is None else Size(self.budget, self.ratio)
+
     def check(self) -> None:
         """Raise UsageError unless there is one model, and something to measure on it."""
         if (self.model is None) == (self.shape is None):
@@ -64,8 +88,14 @@ class BenchOptions(Loading):
                 "a plan is of one model, and a --shape has random weights: give the MODEL of the plan, or --policy and "
                 "--budget in place of the plan"
             )
-        if not self.plan and self.budget is None:
-            raise UsageError("there is nothing to compare with the full cache: give --plan, or --budget")
+        if self.budget is not None and self.ratio is not None:
+            raise UsageError("--budget and --ratio are two sizes: give one of them")
+        if not self.plan and self.size is None:
+            raise UsageError("there is nothing to compare with the full cache: give --plan, --budget or --ratio")
+        if self.size is None and (self.skewed or self.phases != "prefill"):
+            raise UsageError("--skewed and --phases are of --policy: give its --budget or --ratio")
+        if self.max_memory is not None and not self.largest_batch:
+            raise UsageError("--max-memory is for --largest-batch, which is not given")
 
 
 @job(BenchOptions)
@@ -91,19 +121,50 @@ def bench(options: BenchOptions, talk: Talk) -> SpeedView:
         IncompatibleError: the model and a plan do not fit, or a prompt is too long for it.
         EnvironmentFault: there is too little memory for the weights, or for all caches at once.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read as torch is loaded: its profiler talks on standard error
+    for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
     loaded, programs = _prepared(options, talk)
     _required_memory(options, loaded, programs)
     from kvsearch.evaluation.speed import Workload, cache_kinds, measure
     from kvsearch.report.speed import SpeedView
 
-    steps, found = options.new_tokens, []
+    found: list[CacheCosts] = []
+    steps = options.new_tokens
     with talk.progress("measurements") as progress:
         for length in options.lengths:
             kinds = cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
                 found += measure(loaded.model, kinds, Workload(batch, length, steps, options.rounds), progress)
+    if options.largest_batch:
+        found = _with_capacities(options, loaded, programs, found, talk)
     return SpeedView.of(loaded, found, steps, options.rounds)
+
+
+def _with_capacities(
+    options: BenchOptions, loaded: LoadedModel, programs: dict[str, Program], costs: list[CacheCosts], talk: Talk
+) -> list[CacheCosts]:
+    """Return costs with the largest batch of each cache at each length; EnvironmentFault if none fits."""
+    from kvsearch.evaluation.capacity import PROBED, largest_batch
+    from kvsearch.evaluation.speed import Workload, cache_kinds
+    from kvsearch.models.memory import default_memory
+    from kvsearch.runtime.attention import using
+
+    model, steps = loaded.model, options.new_tokens
+    given = None if options.max_memory is None else int(options.max_memory * GIGABYTE)
+    memory = default_memory(model.device, gpu_share=GPU_SHARE) if given is None else given
+    kinds = [
+        (length, kind) for length in options.lengths for kind in cache_kinds(model, programs, length + steps + PROBED)
+    ]
+    found = {}
+    with talk.progress("largest batches") as progress, using(model, model.config._attn_implementation):
+        for number, (length, kind) in enumerate(kinds, 1):
+            found[length, kind.name] = largest_batch(model, kind, Workload(1, length, steps, options.rounds), memory)
+            progress(number, len(kinds))
+    return [
+        replace(one, largest_batch=at.batch, largest_tokens_per_second=at.tokens_per_second)
+        for one in costs
+        for at in [found[one.length, one.cache]]
+    ]
 
 
 def _prepared(options: BenchOptions, talk: Talk, *, weights: bool = True) -> tuple[LoadedModel, dict[str, Program]]:
@@ -116,8 +177,8 @@ def _prepared(options: BenchOptions, talk: Talk, *, weights: bool = True) -> tup
     from kvsearch.runtime import Program
 
     programs = {name: Program.from_plan(loaded.model, plan) for name, plan in plans.items()}
-    if options.budget is not None:
-        programs[f"{options.policy}, {options.budget} per head"] = _uniform(loaded, options.policy, options.budget)
+    if options.size is not None:
+        programs |= _in_place_of_a_plan(options, loaded, options.size)
     _check_length(loaded, max(options.lengths) + options.new_tokens)
     return loaded, programs
 
@@ -151,14 +212,15 @@ def _required_memory(options: BenchOptions, loaded: LoadedModel, programs: dict[
     return {"bytes": caches, "needed_bytes": needed, "free_bytes": free}
 
 
-def _uniform(loaded: LoadedModel, policy: str, budget: int) -> Program:
+def _in_place_of_a_plan(options: BenchOptions, loaded: LoadedModel, size: Size) -> dict[str, Program]:
+    from kvsearch.evaluation.bench_programs import program_at
+    from kvsearch.plan import phases_of
     from kvsearch.policies import create_policy
-    from kvsearch.runtime import Program
 
-    made = create_policy(policy)
-    if budget < made.floor:
-        raise UsageError(f"--budget {budget} is below the {made.floor} entries that {policy} always keeps")
-    return Program.uniform(loaded.model, made, lambda _: budget)
+    at = f"{size.budget} per head" if size.ratio is None else f"{100 * size.ratio:g}% evicted"
+    phases = phases_of(options.phases)
+    name = ", ".join([options.policy, at, *["skewed"] * options.skewed, *[options.phases] * (phases != ("prefill",))])
+    return {name: program_at(loaded.model, create_policy(options.policy), size, phases, options.skewed)}
 
 
 def _check_length(loaded: LoadedModel, tokens: int) -> None:

@@ -39,18 +39,19 @@ if TYPE_CHECKING:
     from kvsearch.report.files.selection import StoredRun
     from kvsearch.report.headroom import HeadroomResult
     from kvsearch.report.reproduced import Reproduced
+    from kvsearch.report.speed import SpeedView
     from kvsearch.runtime.cache_file import CacheHeader
 
 Kind = Literal[
     "plan", "profile", "evaluation", "perplexity", "headroom", "validation", "selection", "search", "run", "replies",
-    "contexts", "recipe", "reproduction", "cache",
+    "contexts", "recipe", "reproduction", "cache", "speed",
 ]  # fmt: skip
 REPORT, FRONT, SELECTION, WHOLE_RUN = "report.json", "front.json", "selection.json", "run.json"
 CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
-    "selection, search, run or reproduction, the files in these, a compressed cache (.kv), and what evaluate, headroom "
+    "selection, search, run or reproduction, the files in these, a compressed cache (.kv), and what evaluate, bench "
     "and others print with --json"
 )
 
@@ -66,7 +67,7 @@ class Recipe:
 if TYPE_CHECKING:
     Content = (
         Plan | Profile | StoredEvaluation | StoredPerplexity | HeadroomResult | Validation | tuple[SelectionResult, ...]
-        | StoredSearch | StoredRun | Replies | ContextsFile | Recipe | Reproduced | CacheHeader
+        | StoredSearch | StoredRun | Replies | ContextsFile | Recipe | Reproduced | CacheHeader | SpeedView
     )  # fmt: skip
 
 
@@ -268,6 +269,14 @@ def _headroom(data: dict[str, Any], path: Path) -> Opened:
     return Opened(path, "headroom", found, found.model, data)
 
 
+def _speed(data: dict[str, Any], path: Path) -> Opened:
+    from kvsearch.report.files.stored import stored
+    from kvsearch.report.speed import SpeedView
+
+    found = stored(SpeedView, data, path)
+    return Opened(path, "speed", found, _text(found.machine.get("model")), data)
+
+
 def _validation(data: dict[str, Any], path: Path) -> Opened:
     from kvsearch.choose.verdicts import load_validation
 
@@ -309,6 +318,7 @@ READERS: Mapping[str, Callable[[dict[str, Any], Path], Opened]] = {
     "kvsearch.evaluation": _evaluation,
     "kvsearch.perplexity": _perplexity,
     "kvsearch.headroom": _headroom,
+    "kvsearch.speed": _speed,
     "kvsearch.validation": _validation,
     "kvsearch.selection": _selection,
     "kvsearch.selections": _selection,

@@ -24,6 +24,7 @@ from kvsearch.report.profile import profile_view
 from kvsearch.report.reader import Opened, Recipe
 from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.screen import View, facts, screen_table
+from kvsearch.report.speed import SpeedView
 from kvsearch.report.table import on_screen
 from kvsearch.runs.contexts import ContextsFile
 
@@ -88,7 +89,7 @@ class OpenedView:
                 yield from evaluation.parts(content, content.grids, content.losses)
             case StoredPerplexity():
                 yield perplexity_table(content.result, content.rows, content.phases)
-            case HeadroomResult():
+            case HeadroomResult() | SpeedView():
                 yield from content.parts()
             case Validation():
                 for at in content.budgets:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.evaluation.speed import CacheCosts
+from kvsearch.evaluation.cache_costs import CacheCosts
 from kvsearch.models import memory, shapes
 from kvsearch.models.architecture import describe
 from kvsearch.report.speed import SpeedView
@@ -81,6 +81,34 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.random_model("llama-3.1-8b")
 
 
+def test_the_largest_batch_and_what_show_and_report_read(run: Run, tmp_path: Path) -> None:
+    arguments = ("bench", "bundled", "--ratio", 0.75, "--policy", "knorm", "--phases", "both", "--skewed", *SHORT)
+    code, out, talk = run(*arguments, "--length", "32,64", "--largest-batch", "--max-memory", 0.005, "--json")
+    assert code == 0, talk
+    costs = {(row["cache"], row["length"]): row for row in json.loads(out)["costs"]}
+    ours = "knorm, 75% evicted, skewed, both"
+    assert (costs[ours, 64]["entries"], costs[ours, 32]["entries"]) == (16, 8)
+    # a sequence of 66 tokens in 6 layers of 2 heads: 12 * 2 * 32 * 4 bytes a token, beside it what a step takes
+    assert 1 < costs["StaticCache", 64]["largest_batch"] < 5e6 / (66 * 3072)
+    assert costs[ours, 64]["largest_batch"] > costs["DynamicCache", 64]["largest_batch"]
+    assert all(row["largest_tokens_per_second"] > 0 and row["kernels"] is None for row in costs.values())
+    assert 0 < costs[ours, 64]["floor_share"] == costs[ours, 64]["floor_seconds"] / costs[ours, 64]["token_seconds"]
+    found = tmp_path / "speed.json"
+    found.write_text(out)
+    code, shown, talk = run("show", found)
+    assert code == 0, talk
+    assert "batch 1, 64 tokens" in shown
+    assert "largest batch" in shown
+    code, _, talk = run("report", found, "-o", tmp_path / "report.html")
+    assert code == 0, talk
+    page = (tmp_path / "report.html").read_text()
+    assert f"{ours} decodes" in page
+    assert "Time per token, batch 1" in page
+    code, _, talk = run(*arguments, "--length", 64, "--largest-batch", "--max-memory", 0.0001)
+    assert (code, talk.count("\n")) == (3, 1)
+    assert "may be used: give a shorter --length or more --max-memory" in talk
+
+
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_shapes_are_those_of_the_models(name: str) -> None:
     import torch
@@ -107,7 +135,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
         assert words in talk
 
     refused("give a MODEL or a --shape", "bundled", "--shape", "llama-3.1-8b", "--budget", 9)
-    refused("give --plan, or --budget", "bundled")
+    refused("give --plan, --budget or --ratio", "bundled")
     refused("--layers is of a --shape", "bundled", "--layers", 2, "--budget", 9)
     refused(
         "give the MODEL of the plan, or --policy and --budget",
@@ -118,4 +146,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     )
     refused("is below the 32 entries that snapkv always keeps", "bundled", "--budget", 9)
     refused("takes 4096 tokens, not 4128", "bundled", "--budget", 40, "--length", 4096, expected=4)
+    refused("two sizes", "bundled", "--budget", 40, "--ratio", 0.5)
+    refused("--skewed and --phases are of --policy", "bundled", "--plan", tmp_path / "plan.json", "--skewed")
+    refused("--max-memory is for --largest-batch", "bundled", "--budget", 40, "--max-memory", 1)
     refused("--batch", "bundled", "--budget", 40, "--batch", "0")

@@ -13,12 +13,14 @@ from kvsearch.report.figures.plans import plan_figures
 from kvsearch.report.figures.profiles import profile_figures
 from kvsearch.report.figures.scores import row_figure, score_figures, selection_figures, validation_figures
 from kvsearch.report.figures.searches import search_figures
+from kvsearch.report.figures.speeds import speed_figures
 from kvsearch.report.files.evaluation import StoredEvaluation
 from kvsearch.report.files.perplexity import StoredPerplexity
 from kvsearch.report.files.search import StoredSearch
 from kvsearch.report.files.selection import StoredRun
 from kvsearch.report.headroom import HeadroomResult
 from kvsearch.report.reader import Opened
+from kvsearch.report.speed import SpeedView
 
 
 def figures_of(opened: Opened, *, with_parts: bool = True) -> list[Figure]:
@@ -47,6 +49,8 @@ def _own(opened: Opened) -> Iterator[Figure]:
         case HeadroomResult() as room:
             title = f"Score with {100 * room.ratio:g}% evicted"
             yield row_figure("headroom", title, f"{room.model}: {asked_words(room.asked)}", room.rows)
+        case SpeedView() as speed:
+            yield from speed_figures(speed)
         case Validation() as judged:
             yield from validation_figures(judged)
         case tuple() as selections:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STORIES: Mapping[Kind, Callable[[Any], Story]] = {
     "plan": told_files.plan_story, "profile": told_files.profile_story, "evaluation": told_runs.evaluation_story,
     "perplexity": told_runs.perplexity_story, "headroom": told_runs.headroom_story,
+    "speed": told_runs.speed_story,
     "validation": told_runs.validation_story, "selection": told_runs.selection_story, "run": told_runs.run_story,
     "search": told_runs.search_story, "replies": told_runs.replies_story,
 }  # fmt: skip

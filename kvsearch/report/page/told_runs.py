@@ -18,6 +18,8 @@ from kvsearch.report.headroom import MEANING, HeadroomResult
 from kvsearch.report.numbers import bounds, counted, interval, percent
 from kvsearch.report.page.story import Story, sentence
 from kvsearch.report.selection import decision, gap
+from kvsearch.report.speed import MEANING as MEANING_OF_SPEED
+from kvsearch.report.speed import SpeedView
 from kvsearch.report.validation import verdict_lines
 from kvsearch.runs.estimates import Estimate
 from kvsearch.search.names import EVOLVED
@@ -72,6 +74,18 @@ def headroom_story(found: HeadroomResult) -> Story:
     listed = ", ".join(f"{name} {percent(share, 0)}%" for name, share in shares.items())
     asked = f"How much of the score can be kept with {percent(found.ratio, 0)}% evicted? {asked_words(found.asked)}"
     return Story(asked, f"Of the full cache's score: {listed}.", MEANING)
+
+
+def speed_story(found: SpeedView) -> Story:
+    """Return what each cache but the one they are compared with gains at the largest workload."""
+    batch, length = max((one.batch, one.length) for one in found.costs)
+    gains = [
+        f"{one.cache} decodes {one.token_speedup:.2f} times as fast and holds {one.held_bytes / 1e6:,.1f} MB"
+        for one in found.costs
+        if (one.batch, one.length) == (batch, length)
+    ][1:]
+    asked = f"What do caches cost beside {found.costs[0].cache}? {found.measured()}"
+    return Story(asked, sentence(f"Batch {batch}, {length:,} tokens: {'; '.join(gains)}"), MEANING_OF_SPEED)
 
 
 def validation_story(found: Validation) -> Story:
