@@ -74,8 +74,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64, help="entries per kv head on average")
     parser.add_argument("--population", type=int, default=8)
     parser.add_argument("--naive", type=int, default=5, help="candidates judged by the papers' procedure")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    loaded = load("bundled", LoadOptions())
+    loaded = load("bundled", LoadOptions(device=args.device))
     policy = create_policy("snapkv", {"window": 8})
     task = encode_tasks(loaded, [OneQuestion(args.task, args.length)], args.samples)[0]
     print(f"bundled model, {args.samples} samples of {args.length:,} tokens ({args.task}), budget {args.budget}")

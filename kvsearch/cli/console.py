@@ -95,12 +95,12 @@ class Console:
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
         text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)  # ASCII, all but one of it visible
-        sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")
+        _write(text.replace("\x7f", "\\u007f"))
 
     def print_reply(self, text: str) -> None:
         """Print what a model has written: as it is where a program reads it, made visible on a terminal."""
         shown = visible_reply(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode()
-        sys.stdout.write(f"{shown}\n")
+        _write(shown)
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
@@ -202,3 +202,9 @@ class Console:
 def _complain(message: str) -> None:
     # errors are shown even when talk is not wanted
     sys.stderr.write(f"{visible_line(f'kvsearch: error: {message}')}\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard output at once, so that it stands before what follows on either stream."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
