@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint interop wheel bench train clean
+.PHONY: setup demo test quick ci lint fuzz interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -33,6 +33,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Mutated files of every kind that is read, CASES of them over all cores: hours. What fails is saved in runs/fuzz.
+CASES ?= 100000
+fuzz: setup
+	$(BIN)/python -m tests.robustness --cases $(CASES)
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup

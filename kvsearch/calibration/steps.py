@@ -60,7 +60,7 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     data = read_bytes(path)
     try:
         arrays: dict[str, NDArray[Any]] = load(data)
-    except (SafetensorError, KeyError) as error:  # KeyError: a type that numpy does not have
+    except (SafetensorError, KeyError, ValueError) as error:  # a type that numpy does not have, too many dimensions
         raise damaged(path, " ".join(str(error).split())) from error
     size = int.from_bytes(data[:8], "little")  # `load` has checked it
     return arrays, json.loads(data[8 : 8 + size]).get("__metadata__") or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -129,7 +129,8 @@ class JobOptions(Record):
                 needed = {name for name, field in cls.model_fields.items() if field.is_required()}
                 cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
             except ValidationError as alone:
-                shared = [problem for problem in problems_of(alone) if problem in problems_of(error)]
+                known = set(problems_of(error))
+                shared = [problem for problem in problems_of(alone) if problem in known]
                 if shared:
                     return UsageError(list_problems(shared, str(path)))
         offered, problems = cls.offered(), []
@@ -220,6 +221,18 @@ def above_zero(gigabytes: float | None) -> float | None:
 def as_repeated(value: object) -> object:
     """Return the one value of an option that may be repeated, or of a recipe's key, as a list."""
     return value if isinstance(value, list | tuple) else [value]
+
+
+def asked_by_name(find: Callable[[Any], object]) -> BeforeValidator:
+    """Return a validator that looks a value up; what `find` refuses with a UsageError is a problem of the field."""
+
+    def check(value: object) -> object:
+        try:
+            return find(value)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(check)
 
 
 Listed = BeforeValidator(_listed)

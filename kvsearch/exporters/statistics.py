@@ -59,7 +59,7 @@ class KvpressEA(ProfileExporter):
         layers, heads, size = arrays[QUERY_MEAN].shape
         config = {
             "num_layers": layers, "num_heads": heads, "head_dim": size, "model_name": metadata.model.name,
-            "dataset_name": str(metadata.provenance.settings["data"]), "num_samples": metadata.questions,
+            "dataset_name": str(metadata.provenance.settings.get("data")), "num_samples": metadata.questions,
             "sample_seq_len": metadata.length, "n_sink": policy.sinks,
         }  # fmt: skip
         files = {

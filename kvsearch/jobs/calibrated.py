@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
-
 from kvsearch.calibration.directory import HOW, calibrated_model
-from kvsearch.config.options import Option, one_of
+from kvsearch.config.options import Option, asked_by_name, one_of
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
 from kvsearch.plan.protocol import Protocol, find_protocol
@@ -41,7 +39,7 @@ class OnSignals(WithTasks, Batching, Loading):
     ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1, in place of a budget.")] = None
     protocol: Annotated[
         Protocol | None,
-        BeforeValidator(find_protocol),
+        asked_by_name(find_protocol),
         Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
     ] = None
 

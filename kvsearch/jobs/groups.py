@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo
 
-from kvsearch.config.options import JobOptions, Option, Seeded, above_zero
+from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, asked_by_name
 from kvsearch.errors import UsageError
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
@@ -255,7 +255,7 @@ class Asking(Batching):
 
     protocol: Annotated[
         Protocol,
-        BeforeValidator(find_protocol),
+        asked_by_name(find_protocol),
         Option(
             "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
             "context and question are compressed as one.",

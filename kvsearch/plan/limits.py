@@ -19,6 +19,7 @@ MOST_HEADS = 1024  # kv heads of a layer
 MOST_WIDTH = 65_536  # dimensions of a head
 MOST_TOTAL = MOST_LAYERS * MOST_HEADS * MOST_ENTRIES  # entries of a plan
 MOST_DIMENSIONS = 8  # of an array
+MOST_MEASURED = 1e12  # a value of an array, above or below 0: squares of it have room in fp32
 
 # --- texts and files --------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def describe_validation_error(error: ValidationError, name: str) -> str:
 
 def problems_of(error: ValidationError) -> list[str]:
     """List the problems of `error` as `path.to.field: what`, one line each."""
-    return [f"{'.'.join(map(str, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
+    return [f"{'.'.join(map(_key, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
 
 
 def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
@@ -50,6 +50,12 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
         found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
         problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
     return problems
+
+
+def _key(key: str | int) -> str:
+    """Return a part of a place for a message: short, as `shown` has values."""
+    text = str(key)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def list_problems(problems: list[str], name: str) -> str:

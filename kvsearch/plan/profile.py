@@ -27,6 +27,8 @@ from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.fields import Count, Entries, Floor, Index, Record, Text, refuse
 from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.limits import MOST_DIMENSIONS, MOST_MEASURED
+from kvsearch.plan.measured import measured_problems
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
 from kvsearch.plan.schema import PolicySpec
@@ -252,7 +254,9 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     problems = [f"header.{key}: unknown key: remove it" for key in sorted(header.keys() - {_HEADER_KEY})]
     arrays: dict[str, Array] = {}
     for key, tensor in sorted(tensors.items()):
-        if tensor["dtype"] in _DTYPES:
+        if len(tensor["shape"]) > MOST_DIMENSIONS:
+            problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
+        elif tensor["dtype"] in _DTYPES:
             arrays[key] = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
             problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(_DTYPES)}")
@@ -266,10 +270,14 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
             yield f"arrays.{name}: has type {array.dtype}, must be float32, float64, int32 or int64"
         elif not np.isfinite(array).all():
             yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
+        elif array.dtype.kind == "f" and array.size and max(array.max(), -array.min()) > MOST_MEASURED:
+            yield f"arrays.{name}: has values beyond {MOST_MEASURED:g}, which nothing measures"
     if EVICTED_RATIO in arrays:
         yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
     elif metadata is not None and metadata.method in TABLED:
         yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
+    if metadata is not None and metadata.method in TABLED:
+        yield from measured_problems(arrays, metadata.questions, metadata.shape)
     if metadata is not None and (metadata.policies is not None or KEPT in arrays):
         yield from _kept_problems(arrays, metadata)
     if metadata is not None and metadata.method == QUERIES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.parsing import read_json
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.fitted import Fitted
@@ -145,10 +145,7 @@ def _check_config(path: Path, found: list[Steps]) -> None:
     config = path.parent / CONFIG
     if not config.is_file():
         return  # beside a plan there is none: the shapes say it all
-    try:
-        stated = json.loads(config.read_text())
-    except ValueError as error:
-        raise UsageError(f"{config} is no JSON: {error}") from error
+    stated = read_json(config)
     steps = found[0]
     hidden = steps[0][0].shape[0] if len(steps) > 1 else None
     sizes = dict(zip(SIZES, (steps[0][0].shape[1], hidden, steps[-1][0].shape[0], len(found)), strict=True))

@@ -47,8 +47,9 @@ class QueryStatisticsView:
     def parts(self) -> Iterator[RenderableType]:
         """Yield where they come from, and a row per layer."""
         metadata = self.profile.metadata
-        queries = f"{metadata.provenance.settings['queries']:,} of every head"
-        yield from facts({**origin(metadata, "contexts"), "queries": queries})
+        count = metadata.provenance.settings.get("queries")
+        queries = {"queries": f"{count:,} of every head"} if isinstance(count, int) else {}
+        yield from facts({**origin(metadata, "contexts"), **queries})
         table = screen_table("queries before their rotary embedding, mean over heads", ["layer", "|mean|", "spread"])
         for layer, mean, spread in zip(metadata.layers, self.mean.mean(1), self.spread.mean(1), strict=True):
             table.add_row(str(layer), f"{mean:.3g}", f"{spread:.3g}")

@@ -28,6 +28,7 @@ from kvsearch.plan.parsing import describe_validation_error, parse_json, require
 from kvsearch.plan.weights import find_weights, put_weights
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.layer_state import Given, Whole, fill_planned, fill_stock, of_holder, of_stock
+from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.runtime.tensor_file import read_about, read_tensors, write_tensors
 
 CACHE_FORMAT = "kvsearch.cache"
@@ -166,9 +167,11 @@ def read_header(path: str | Path) -> CacheHeader:
 def _header(about: str, path: str | Path) -> CacheHeader:
     data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
     try:
-        return CacheHeader.model_validate(data)
+        header = CacheHeader.model_validate(data)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
+    check_plan(header.plan, f"the plan in {path}")
+    return header
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -76,6 +76,7 @@ class ComputedLine(Line):
     def _a_row_each(self) -> ComputedLine:
         if self.values is not None and len(self.values) != len(self.keys):
             refuse([(("values",), f"has {len(self.values)} rows for {len(self.keys)} candidates")])
+        refuse(_ragged("values", self.values or []))
         return self
 
     @cached_property
@@ -89,9 +90,14 @@ class ComputedLine(Line):
 class BestLine(Line):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
-    candidate: list[list[Floor]]
+    candidate: list[list[Floor]] = Field(min_length=1)
     value: Finite
     where: Text
+
+    @model_validator(mode="after")
+    def _a_table(self) -> BestLine:
+        refuse(_ragged("candidate", self.candidate))
+        return self
 
     @property
     def table(self) -> Ints:
@@ -105,6 +111,13 @@ class StageLine(Line):
     name: Text
     begins: bool
     settings: dict[str, Any] = Field(default_factory=dict)
+
+
+def _ragged(name: str, rows: Sequence[Sequence[object]]) -> Iterator[tuple[tuple[str], str]]:
+    """Find rows of different lengths: they are no table."""
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        yield (name,), f"has rows of {lengths[0]} to {lengths[-1]} items: they must be alike"
 
 
 LINES: dict[str, type[Line]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -58,8 +59,8 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
             for member in members:
                 if member in archive.namelist():
                     return parse_rows(archive.read(member), f"{path}/{member}")
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise UsageError(f"{path} is no readable zip archive: fetch it again ({error})") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
+        raise UsageError(f"{path} is no readable zip archive: fetch it again ({_short(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")
 
 

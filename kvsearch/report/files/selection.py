@@ -13,7 +13,7 @@ from kvsearch.choose.selection import PhaseResult, Reported, SelectionResult
 from kvsearch.errors import UsageError
 from kvsearch.plan import Size
 from kvsearch.plan.protocol import Protocol
-from kvsearch.report.files.stored import Stored, stored
+from kvsearch.report.files.stored import Stored, reading, stored
 from kvsearch.runs.estimates import Difference
 
 NAN = float("nan")
@@ -39,7 +39,8 @@ def read_selection(data: Any, path: Path) -> SelectionResult:
     """Return what a selection found at one size; UsageError if the file at `path` is damaged."""
     found = stored(_SelectionFile, data, path)
     # older files have no bytes
-    held = {name: {"bytes": NAN, **one} for name, one in dict(found.report.get("held", {})).items()}
+    with reading(path):
+        held = {name: {"bytes": NAN, **one} for name, one in dict(found.report.get("held", {})).items()}
     results = tuple(stored(PhaseResult, {**one, "methods": one.get("standings")}, path) for one in found.outcomes)
     chosen = [one for one in results if one.phases == found.written.phases]
     if not chosen:
