@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 # what their attention or their other layers need is tested on these
 SPECIAL = ("gpt_oss", "jamba", "lfm2", "llama4", "minimax", "qwen3_5", "qwen3_next")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+if (asked := os.environ.get("KVSEARCH_TEST_DEVICE")) is not None:  # tests of the runtime on another device only
+    DEVICES = [asked]
+    if asked.startswith("fakegpu"):
+        from tests.device.accelerator import backend
+
+        backend()
 
 
 def prompts(batch: int, length: int, pads: int = 0, device: str = "cpu", seed: int = 0) -> tuple[Any, Any]:

@@ -133,6 +133,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
+    c10::DeviceGuard guard(storage.device());
     auto made = allocator.allocate(bytes);
     std::memcpy(made.get(), impl->data(), std::min(bytes, impl->nbytes()));
     impl->set_data_ptr_noswap(std::move(made));
@@ -158,6 +159,11 @@ Tensor empty_like_strided(c10::IntArrayRef size, c10::IntArrayRef stride, c10::S
   c10::DeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, &allocator,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+}
+
+void resize_to(const Tensor& tensor, c10::IntArrayRef size) {
+  c10::DeviceGuard guard(tensor.device());
+  at::native::resize_(tensor, size);
 }
 
 Tensor to_device(const Tensor& host, Device device) {
@@ -276,7 +282,7 @@ struct Translation {
   void grown() const {  // results that were given too small
     for (const auto& [mine, view] : views) {
       if (view.sizes() == mine.sizes()) continue;
-      at::native::resize_(mine, view.sizes());
+      resize_to(mine, view.sizes());
       host_view(mine).copy_(view);
     }
   }
@@ -347,7 +353,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
 }
 
 Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
-  if (target.sizes() != source.sizes()) at::native::resize_(target, source.sizes());
+  if (target.sizes() != source.sizes()) resize_to(target, source.sizes());
   return copy_from(source, target, false);
 }
 
@@ -367,7 +373,8 @@ Tensor reshape_alias(const Tensor& t, c10::SymIntArrayRef size, c10::SymIntArray
 }
 
 const Tensor& resize(const Tensor& t, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
-  return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(size));
+  resize_to(t, C10_AS_INTARRAYREF_SLOW(size));
+  return t;
 }
 
 Tensor& set_storage(Tensor& t, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {

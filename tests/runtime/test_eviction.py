@@ -116,7 +116,9 @@ def test_prompts_of_one_token(policy: str, device: str) -> None:
     pieces = [(ids, mask), *one_by_one(prompts(2, 4, device=device, seed=1)[0])]
     with running(model, NAME):
         planned = feed(model, PlanCache(model, program), pieces)
-    stock = feed(model, None, [(torch.cat([piece for piece, _ in pieces], 1), torch.ones(2, 5, dtype=torch.long))])
+    stock = feed(
+        model, None, [(torch.cat([piece for piece, _ in pieces], 1), torch.ones(2, 5, dtype=torch.long, device=device))]
+    )
     assert_close(torch.cat(planned, 1), stock[0])
 
 

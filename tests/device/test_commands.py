@@ -1,0 +1,96 @@
+"""Every command that loads a model, on the second device: results are those of the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.plan import load_profile
+from tests.cli.conftest import invoke
+from tests.cli.test_calibrate_dynamic import short
+from tests.device.accelerator import NAME, backend
+
+__all__ = ["short"]
+
+TOLERANCE = 1e-3
+# keys, and all that end in one of them
+NOT_RESULTS = {"seconds", "at", "device", "versions", "speedup", "per_second", "peak_bytes"}
+ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single")
+WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
+# in this order: later ones use what earlier ones wrote, in the folder {}
+COMMANDS = {
+    "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "-o", "{}/lukv"),
+    "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
+    "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, "--option", "exponents=fit",
+             "--fit-ratio", 0.8, *TWO, "-o", "{}/cake"),
+    "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
+               *TWO, "-o", "{}/polykv"),
+    "probe": ("calibrate", "bundled", "--method", "probe", "--form", "linear", "--entries", 100, "-o", "{}/probe"),
+    "export": ("export", "{}/lukv", "--ratio", 0.8, "-o", "{}/plan.json"),
+    "generate": ("generate", "bundled", "--plan", "{}/plan.json", "--max-new-tokens", 4),
+    "compress": ("compress", "bundled", "--plan", "{}/plan.json", "-o", "{}/cache.safetensors"),
+    "ask": ("generate", "bundled", "--cache", "{}/cache.safetensors", "--max-new-tokens", 4),
+    "bench": ("bench", "bundled", "--plan", "{}/plan.json", "--length", 64, "--rounds", 1, "--new-tokens", 2),
+    "evaluate": ("evaluate", "bundled", "--methods", "uniform,h2o,lava,probe={}/probe", "--phases", "both",
+                 "--budgets", 48, *ASKED, "--losses", "-o", "{}/evaluation"),
+    "perplexity": ("evaluate", "bundled", "--methods", "uniform", "--ratios", 0.8, *WINDOW, "--length", 256,
+                   "--tasks", "ppl:data/calibration/novel.txt", "--continuation", 16, "--samples", 1),
+    "headroom": ("headroom", "bundled", *ASKED),
+    "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
+               *ASKED, "--group-size", 6, "-o", "{}/evolve"),
+    "select": ("select", "{}/polykv", "--budget", 64, *ASKED, "--top", 1, "-o", "{}/selected.json"),
+    "validate": ("validate", "{}/polykv", "--budget", 64, *ASKED, "--phases", "prefill", "--signals", "route:cosine"),
+}  # fmt: skip
+WITH_DATA = ("lukv", "lava", "cake", "probe")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {place: tmp_path_factory.mktemp("on") for place in ("cpu", f"{NAME}:1")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_results(name: str, folders: dict[str, Path], short: Path) -> None:
+    backend().reset_peak(1)
+    found: list[Any] = []
+    for place, folder in folders.items():
+        command = [str(word).replace("{}", str(folder)) for word in COMMANDS[name]]
+        command += [] if name == "export" else ["--device", place]
+        code, out, talk = invoke(*command, *(("--data", short) if name in WITH_DATA else ()), "--json")
+        assert code == 0, talk
+        found.append(json.loads(out.replace(str(folder), "")))
+    if name != "export":
+        assert backend().peak_bytes(1) > 10**6  # it was there
+    assert different(*found) == []
+
+
+def test_profiles(folders: dict[str, Path]) -> None:
+    """What was calibrated, to the last number, and the plan that was searched."""
+    cpu, other = folders.values()
+    if not (cpu / "evolve").exists():
+        pytest.skip("made by the tests above")
+    for name in ("lukv", "lava", "cake", "polykv"):
+        expected, made = (load_profile(folder / name / "profile.safetensors").arrays for folder in (cpu, other))
+        assert sorted(made) == sorted(expected)
+        for key, array in expected.items():
+            assert np.allclose(made[key], array, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True), (name, key)
+    assert (other / "evolve/plan.json").read_text() == (cpu / "evolve/plan.json").read_text()
+
+
+def different(made: Any, expected: Any, at: str = "") -> list[str]:
+    """Where two JSON values are not the same, numbers up to the tolerance."""
+    if isinstance(made, dict) and isinstance(expected, dict):
+        keys = {key for key in made | expected if not any(key == end or key.endswith(f"_{end}") for end in NOT_RESULTS)}
+        return [one for key in sorted(keys) for one in different(made.get(key), expected.get(key), f"{at}.{key}")]
+    if isinstance(made, list) and isinstance(expected, list) and len(made) == len(expected):
+        pairs = enumerate(zip(made, expected, strict=True))
+        return [one for place, (mine, other) in pairs for one in different(mine, other, f"{at}[{place}]")]
+    if isinstance(made, float) and isinstance(expected, float | int):
+        close = math.isclose(made, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return [] if close or made == expected else [f"{at}: {made} and {expected}"]
+    return [] if made == expected else [f"{at}: {made!r} and {expected!r}"]

@@ -1,0 +1,125 @@
+"""Every policy on a model that is spread over two devices: it keeps and computes what it does on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch import Tensor
+
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.policies import Policy
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME
+from tests.device.accelerator import device, events, recording
+from tests.families import FAMILIES, build, prompts
+from tests.runtime.helpers import assert_close, feed, held_tokens, random_eviction, running
+from tests.runtime.policies import SMALL, for_model
+
+LENGTH, TOLERANCE = 20, 1e-4
+# whose steps the host may wait for: many entries leave at once, or heads' own projections are looked up
+WAIT = ("scissorhands", "criticalkv", "query_bank")
+Budgets = list[list[int]]
+EVEN, RAGGED = [[9, 9], [9, 9]], [[6, 13], [11, 5]]  # of two layers and two heads
+
+
+@cache
+def on_cpu() -> Any:
+    return build("llama", num_hidden_layers=2)
+
+
+@cache
+def on_both() -> Any:
+    """The same model, its first layer on one device, its second on the other."""
+    places = {f"model.{name}": device(0) for name in ("embed_tokens", "rotary_emb", "layers.0")}
+    places |= {"model.layers.1": device(1), "model.norm": device(1), "lm_head": device(1)}
+    return dispatch_model(build("llama", num_hidden_layers=2), places)
+
+
+MODELS = (on_both, on_cpu)
+
+
+def program(of: Any, policy: Policy, budgets: Budgets, *, decode: bool) -> Program:
+    table = np.array(budgets)
+    return Program.of_policy(
+        of, policy, dict.fromkeys(("prefill", "decode") if decode else ("prefill",), lambda _: table)
+    )
+
+
+@pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_policy(name: str, budgets: Budgets) -> None:
+    policy = for_model(SMALL[name])
+    for decode in (False, True):
+        if decode and policy.no_decode_rule() is not None:
+            continue
+        (logits, held), (expected, wanted) = (follow(one, policy, budgets, decode=decode) for one in MODELS)
+        assert_close(logits[:, LENGTH - 1 :], expected[:, LENGTH - 1 :], TOLERANCE)
+        assert held == wanted
+
+
+def follow(model: Callable[[], Any], policy: Policy, budgets: Budgets, *, decode: bool) -> tuple[Tensor, list[Any]]:
+    """Logits of a padded prompt and of the tokens after it, and what is held then."""
+    ids, mask = prompts(2, LENGTH, pads=5, device=str(model().device))
+    answers = prompts(2, 4, seed=1, device=str(ids.device))[0]
+    with running(model(), NAME):
+        cache = PlanCache(model(), program(model(), policy, budgets, decode=decode))
+        logits = feed(model(), cache, [(ids, mask)])
+        with recording():
+            logits += steps(model(), cache, answers)
+    waits = [(kind, what) for kind, what in events() if kind != "kernel"]
+    assert not waits or (policy.name in WAIT and decode)
+    return torch.cat([one.cpu() for one in logits], 1), [held_tokens(cache, layer, 2, 2) for layer in cache.planned]
+
+
+@torch.no_grad()
+def steps(model: Any, cache: PlanCache, tokens: Tensor) -> list[Tensor]:
+    """Logits of tokens [B, n], one after the other."""
+    return [model(input_ids=tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_wait_for_nothing(family: str, exact: bool) -> None:
+    model = build(family).to(device(1))
+    ids, mask = prompts(2, 30, pads=5, device="fakegpu:1")
+    with running(model, NAME):
+        cache = PlanCache(model, random_eviction(model, mask).program, exact=exact)
+        feed(model, cache, [(ids, mask)])
+        steps(model, cache, ids[:, :1])
+        with recording():
+            steps(model, cache, ids[:, :4])
+    assert {kind for kind, _ in events()} == {"kernel"}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3"])
+def test_families_generate(family: str) -> None:
+    policy = for_model(SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"])
+    found = []
+    for place in ("cpu", device(1)):
+        model = build(family).to(place)
+        ids, mask = prompts(2, LENGTH, pads=5, device=str(model.device))
+        with attach(model, Program.uniform(model, policy, lambda length: length // 2)) as planned:
+            made = planned.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, num_beams=2)
+        found.append(made.tolist())
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("name", ["lava", "cake", "adakv"])
+def test_budgets_that_are_shared(name: str) -> None:
+    """Entries go where the prompt wants them, from one device to the other."""
+    policy = SMALL["lava{'window': 3, 'kernel': 3}" if name == "lava" else "cake{'window': 3, 'kernel': 3}"]
+    held = []
+    for model in (on_both(), on_cpu()):
+        shared = Program.uniform(model, policy, lambda _: 9, create_allocation(name))
+        ids, mask = prompts(2, LENGTH, pads=5, device=str(model.device))
+        with running(model, NAME):
+            cache = PlanCache(model, shared)
+            feed(model, cache, [(ids, mask)])
+        held.append([held_tokens(cache, layer, 2, 2) for layer in cache.planned])
+    assert held[0] == held[1]
