@@ -36,6 +36,7 @@ from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.origin import provenance
 from kvsearch.runs.directory import LEDGER, begin, write_json
 from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.lock import locked
 from kvsearch.search.ledger import SearchLedger
 
 LENGTH, BUDGET, POPULATION, QUESTIONS = 8192, 512, 8, 24
@@ -57,7 +58,8 @@ def main() -> None:
             weights_sha256=sha256_of("weights"), layers=args.layers, kv_heads=args.heads, head_dim=128,
         )  # fmt: skip
         save_profile(make_profile(rng, model), place / "profile.safetensors", overwrite=True)
-        make_search(rng, model, place / "search", args.candidates)
+        with locked(place / "search"):
+            make_search(rng, model, place / "search", args.candidates)
         page = place / "report.html"
         command = ["kvsearch", "report", place / "profile.safetensors", place / "search", "-o", page]
         print(f"{args.layers} layers x {args.heads} kv heads, {args.candidates} candidates")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvsearch.calibration.sample_files import SAMPLES, has_samples, sample_files
 from kvsearch.errors import UsageError
 from kvsearch.plan.files import TEMPORARY
 from kvsearch.plan.parsing import read_json
 from kvsearch.plan.saved import PROFILE
+from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import other_kind
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 
+State = Literal["new", "unfinished", "finished"]
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
@@ -78,22 +80,46 @@ def kept_words(directory: Path) -> str:
     return "1 step" if len(files) == 1 else f"{len(files)} steps"
 
 
-def goes_on_in(directory: Path, config: RunConfig) -> bool:
-    """Tell whether an unfinished calibration is in `directory`, with the same configuration.
+def state_of(directory: Path, config: RunConfig, resumes: bool, force: bool) -> State:
+    """Return how far the calibration of this configuration is in `directory`: "new" where it begins anew.
+
+    `resumes`: it can go on where it was stopped. `force`: it is to begin in place of what is there.
 
     Raises:
-        UsageError: it has another configuration.
+        UsageError: another calibration is there and `force` is off, or something else is.
     """
-    if not has_samples(directory) or not (directory / CONFIG).exists():
-        return False
+    if not force:
+        there = read_config(directory)
+        if resumes and has_samples(directory) and (directory / CONFIG).exists():
+            found = "it was begun by another version of kvsearch" if there is None else config.difference(there)
+            if found is None:
+                return "unfinished"
+            raise UsageError(
+                f"{directory} holds another unfinished calibration: {found}; repeat its command to go on with it, "
+                "choose another --output, or --force to start anew"
+            )
+        if there is not None and is_finished(directory):
+            found = config.difference(there)
+            if found is None:
+                return "finished"
+            raise UsageError(
+                f"{directory} holds another calibration: {found}; choose another --output, or --force to start anew"
+            )
+    check_new(directory, force)
+    return "new"
+
+
+def is_finished(directory: Path) -> bool:
+    """Tell whether a finished calibration is in `directory`: what it writes last is there.
+
+    An old profile of PolyKV stays until it is replaced; those of other methods go when another calibration begins.
+    """
     there = read_config(directory)
-    found = "it was begun by another version of kvsearch" if there is None else config.difference(there)
-    if found is not None:
-        raise UsageError(
-            f"{directory} holds another unfinished calibration: {found}; repeat its command to go on with it, choose "
-            "another --output, or --force to start anew"
-        )
-    return True
+    if there is None or there.job != "calibrate" or has_samples(directory) or not (directory / PROFILE).exists():
+        return False
+    recipe = there.content.get("recipe")
+    replaces = isinstance(recipe, dict) and recipe.get("method") == "polykv"
+    return (directory / CONTEXTS).exists() or not replaces
 
 
 def _is_temporary(path: Path) -> bool:
@@ -118,7 +144,7 @@ def check_new(directory: Path, force: bool) -> None:
     nameless = not names or has_samples(directory) or (PROFILE in names and CONFIG not in names)  # ours all the same
     if not nameless if there is None else there.job != "calibrate":
         raise other_kind(directory, "calibrate")
-    if not force and names - {CONFIG}:
+    if not force and names - {CONFIG, CONTEXTS}:
         raise UsageError(
             f"{directory} exists and is not empty: choose another directory, or --force to replace its results"
         )

@@ -78,7 +78,7 @@ def require_same(path: Path, there: Mapping[str, str], identity: Mapping[str, st
 
 def write_arrays(path: Path, arrays: Arrays, identity: Mapping[str, str]) -> None:
     """Write what was measured of `identity`; it is on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # and none above it: a directory that was removed is not made again
     atomic_write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(identity)))
 
 

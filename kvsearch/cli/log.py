@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsearch.plan.files import Kind, check_target, require_kind
 from kvsearch.printed import visible, visible_line
-from kvsearch.runs.lock import this_command
+from kvsearch.runs.holder import this_command
 
 LOGGER = logging.getLogger("kvsearch")
 BEGUN = "kvsearch began"

@@ -69,6 +69,11 @@ class JobOptions(Record):
     recipes: ClassVar[str | None] = None
     example: ClassVar[str] = "samples: 20"
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories that the job writes into: it has their locks from its beginning to its end."""
+        return ()
+
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the fields that are options, by name: those of the job first, then those it shares with others."""

@@ -207,9 +207,9 @@ def open_run(
         UsageError: another run is there, a damaged ledger, or another process writes to it; see `check_run`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    check_run(directory, reuse)
-    lent = None if reuse is None or not (reuse / LEDGER).exists() else read_replies(reuse / LEDGER)
     with locked(directory):
+        check_run(directory, reuse)
+        lent = None if reuse is None or not (reuse / LEDGER).exists() else read_replies(reuse / LEDGER)
         there = run_in(directory, config.job)
         if there is not None and not force:
             if found := config.difference(there):

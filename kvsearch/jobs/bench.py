@@ -98,7 +98,7 @@ class BenchOptions(Loading):
             raise UsageError("--max-memory is for --largest-batch, which is not given")
 
 
-@job(BenchOptions)
+@job(BenchOptions, dry=True)
 def dry_run(options: BenchOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be measured and the bytes that it takes at most, as JSON; errors as `bench`.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.directory import check_new, goes_on_in, kept_words
+from kvsearch.calibration.directory import State, check_new, is_finished, kept_words, state_of
 from kvsearch.calibration.options import (
     AdakvOptions,
     CakeOptions,
@@ -32,15 +32,15 @@ from kvsearch.jobs.following import loading_flags
 from kvsearch.jobs.foretell import foretold, measured_tflops
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import on_interruption
+from kvsearch.jobs.stages import FINISHED, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.naming import suggest
 from kvsearch.plan.parsing import list_problems
 from kvsearch.plan.saved import PROFILE
 from kvsearch.progress import Progress
+from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import begin
-from kvsearch.runs.identity import RunConfig, read_config
-from kvsearch.runs.lock import locked
+from kvsearch.runs.identity import RunConfig
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -157,6 +157,11 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         """What `with_texts` was given."""
         return cast("CalibrationData | None", self._texts)
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`."""
+        return (self.output,)
+
     def used(self) -> ContextSet | None:
         """Return contexts in whose place others are drawn from tasks."""
         return None
@@ -165,10 +170,8 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         """Return the configuration of the run, on `texts`."""
         content: dict[str, Any] = {
             "model": self.model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
-            "recipe": self.resolved(), "seed": self.seed,
+            "recipe": self.resolved(), "seed": self.seed, "dtype": self.dtype, "revision": self.revision,
         }  # fmt: skip
-        if isinstance(self, PolykvOptions):
-            content |= {"dtype": self.dtype, "revision": self.revision}  # a run that goes on must find them the same
         return RunConfig(job="calibrate", options=self.recorded(), content=content)
 
 
@@ -211,7 +214,7 @@ METHODS: dict[str, type[CalibrateOptions]] = {
 }  # fmt: skip
 
 
-@job(CalibrateOptions)
+@job(CalibrateOptions, dry=True)
 def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], CostEstimate | RankingCost | None]:
     """Return the configuration of the run and, of PolyKV and rankings, what it would cost; say how long others take.
 
@@ -221,7 +224,9 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     if isinstance(options, RankingOptions):
         options = options.without_weights(options.model)
     texts, config, loaded = _checked(options, talk, tflops=True)
-    goes_on = _goes_on(options, config)
+    state = _state(options, config)
+    if state == "finished":
+        talk.say(FINISHED)
     loaded = loaded or options.load(options.model, talk)
     for policy in options.policies():
         policy.check_model(loaded.fingerprint)
@@ -243,7 +248,7 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     prompts = checked_prompts(loaded, texts, options, policies)
     rate = measured_tflops(loaded) if options.tflops is None else options.tflops
     found = estimate(ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options), rate, options.memory_bytes)
-    if goes_on:
+    if state == "unfinished":
         SampleFiles(options.output / SAMPLES, Measurement.of(loaded, texts, prompts, options, policies))
     return {**config.content, "estimate": found.as_json()}, found
 
@@ -266,39 +271,44 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
 
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe,
-    query_bank: a ranking. A run of these three that was interrupted goes on when the call is repeated.
-    query_statistics: mean and covariance of queries, which `export_to` hands to other tools.
+    query_bank: a ranking. A run of these three that was interrupted goes on when the call is repeated; of a finished
+    one, of any method, the profile is read. query_statistics: mean and covariance of queries, which `export_to` hands
+    to other tools.
 
     Raises:
         UsageError: options that do not go together, unreadable texts, or results of something else in `output`.
         IncompatibleError: the model computes NaN, or a prompt does not fit it.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
+    from kvsearch.plan.profile import load_profile, save_profile
+    from kvsearch.runs.contexts import write_contexts
+
     texts, config, loaded = _checked(options, talk)
-    with locked(options.output):
-        goes_on = _goes_on(options, config)
-        loaded = loaded or options.load(options.model, talk)
+    state, place = _state(options, config), options.output / PROFILE
+    if state == "finished":
+        talk.say(FINISHED)
+        write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration
+        return load_profile(place)
+    loaded = loaded or options.load(options.model, talk)
 
-        from kvsearch.evaluation.identity import environment
-        from kvsearch.plan.profile import save_profile
-        from kvsearch.runs.contexts import write_contexts
-        from kvsearch.runtime.plan_checks import warn_unfit
+    from kvsearch.evaluation.identity import environment
+    from kvsearch.runtime.plan_checks import warn_unfit
 
-        policies = options.policies()
-        for policy in policies:
-            policy.check_model(loaded.fingerprint)
-        warn_unfit(loaded.model, policies)
-        named = ", ".join(policy.name for policy in policies)
-        among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
-        talk.say(f"calibrating {options.model} by {options.method} {among} {named} on {options.scope(texts)} "
-                 f"from {texts.name}")  # fmt: skip
-        config = config.model_copy(update={"execution": environment(loaded)})
-        with _resumable(options, config, goes_on, talk) as start, talk.progress(options.unit) as progress:
-            profile = _measure(options, loaded, texts, progress, start)
-        profile = _checked_table(options, loaded, texts, profile, talk)
-        save_profile(profile, options.output / PROFILE, overwrite=True)
-        write_contexts(options.output, {"fitted": texts.hashes})
-        forget_samples(options.output)
+    policies = options.policies()
+    for policy in policies:
+        policy.check_model(loaded.fingerprint)
+    warn_unfit(loaded.model, policies)
+    named = ", ".join(policy.name for policy in policies)
+    among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
+    talk.say(f"calibrating {options.model} by {options.method} {among} {named} on {options.scope(texts)} "
+             f"from {texts.name}")  # fmt: skip
+    config = config.model_copy(update={"execution": environment(loaded)})
+    with _resumable(options, config, state == "unfinished", talk) as start, talk.progress(options.unit) as progress:
+        profile = _measure(options, loaded, texts, progress, start)
+    profile = _checked_table(options, loaded, texts, profile, talk)
+    save_profile(profile, place, overwrite=True)
+    write_contexts(options.output, {"fitted": texts.hashes})
+    forget_samples(options.output)
     return profile
 
 
@@ -367,30 +377,6 @@ def _reaches(profile: Profile, ratio: float) -> bool:
     return True
 
 
-def kept_profile(options: CalibrateOptions, talk: Talk) -> Profile:
-    """Return what `calibrate` finds, for a job that goes on where it stopped: a finished profile is only read.
-
-    Raises:
-        UsageError: the profile in `output` is of another calibration; see `calibrate`.
-    """
-    from kvsearch.plan.profile import load_profile
-    from kvsearch.runs.contexts import write_contexts
-
-    place = options.output / PROFILE
-    if not place.exists() or has_samples(options.output):
-        return calibrate(options, talk=talk)
-    texts, config, _ = _checked(options.model_copy(update={"force": True}), talk)
-    there = read_config(options.output)
-    found = "it has no configuration" if there is None else config.difference(there)
-    if found is not None:
-        raise UsageError(
-            f"{options.output} holds another calibration: {found}; give --force to start the whole run anew, or choose "
-            "another --output"
-        )
-    write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration
-    return load_profile(place)
-
-
 def _checked(
     options: CalibrateOptions, talk: Talk, *, tflops: bool = False
 ) -> tuple[CalibrationData, RunConfig, LoadedModel | None]:
@@ -426,7 +412,8 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
 
     tasks = find_tasks(options.tasks, options.task_options(options.split))
     refuse_reported(tasks)
-    if not (isinstance(options, RESUMED) and has_samples(options.output)):  # else it may go on
+    may_go_on = isinstance(options, RESUMED) and has_samples(options.output)
+    if not (may_go_on or is_finished(options.output)):
         check_new(options.output, options.force)
     if any(one.split == "all" for one in describe_tasks(options.tasks)):
         talk.say(f"evaluate asks all examples of {options.tasks} by default: give it --split report for fresh ones")
@@ -434,13 +421,9 @@ def _texts(options: CalibrateOptions, talk: Talk) -> tuple[CalibrationData, Load
     return data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length, options.used()), loaded
 
 
-def _goes_on(options: CalibrateOptions, config: RunConfig) -> bool:
-    """Tell whether an unfinished run goes on; UsageError if something else is in the directory."""
-    resumes = isinstance(options, RESUMED) and options.output.is_dir() and not options.force
-    if resumes and goes_on_in(options.output, config):
-        return True
-    check_new(options.output, options.force)
-    return False
+def _state(options: CalibrateOptions, config: RunConfig) -> State:
+    """Return how far the run is; UsageError if something else is in the directory."""
+    return state_of(options.output, config, isinstance(options, RESUMED), options.force)
 
 
 @contextmanager
@@ -456,7 +439,7 @@ def _resumable(options: CalibrateOptions, config: RunConfig, goes_on: bool, talk
         if not goes_on:
             forget_samples(options.output)
         # an old profile beside a new configuration would pass for that of it; unfinished samples tell of themselves
-        begin(options.output, config, () if isinstance(options, PolykvOptions) else (PROFILE,))
+        begin(options.output, config, (CONTEXTS,) if isinstance(options, PolykvOptions) else (CONTEXTS, PROFILE))
         begun = True
 
     def words() -> str:

@@ -57,7 +57,7 @@ class CompressOptions(WithModel, Seeded):
         return plan, example_for(self.model, None, None, self.seed)[0]
 
 
-@job(CompressOptions)
+@job(CompressOptions, dry=True)
 def dry_run(options: CompressOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be read and written, as JSON; UsageError if something is missing."""
     _, context = options.read()

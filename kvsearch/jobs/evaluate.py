@@ -15,7 +15,7 @@ from kvsearch.errors import UsageError
 from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import going_on, on_interruption
+from kvsearch.jobs.stages import FINISHED, going_on, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.progress import Progress
 
@@ -153,6 +153,11 @@ class EvaluateOptions(WithModel, WithTasks, Asking):
     ] = False
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`."""
+        return () if self.output is None else (self.output,)
+
+    @property
     def asks_perplexity(self) -> bool:
         """Whether the perplexity of a text is asked for, and no replies."""
         return self.tasks is not None and self.tasks.startswith(PERPLEXITY)
@@ -211,7 +216,7 @@ class Evaluated:
         return as_json(self.comparison, self.losses)
 
 
-@job(EvaluateOptions)
+@job(EvaluateOptions, dry=True)
 def dry_run(options: EvaluateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, and how long that takes, as JSON; errors as `evaluate` before it asks.
 
@@ -244,13 +249,19 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
         from kvsearch.jobs import perplexity
 
         return perplexity.measure(options, talk)
+    from kvsearch.evaluation.reply_store import REPORT
+
+    was_finished = options.output is not None and not options.force and (options.output / REPORT).exists()
     _, evaluation = _prepared(options, talk)
     tasks = [task.task for task in evaluation.encoded]
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
+        kept = 0 if store is None else len(store.lines)
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, options, progress)
         found = Evaluated(comparison, losses, options.columns_of_tables())
         _write(found, options)
+        if was_finished and store is not None and len(store.lines) == kept:
+            talk.say(FINISHED)
     return found
 
 

@@ -28,7 +28,7 @@ from kvsearch.jobs.groups import (
     default_tasks,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import kept_replies
+from kvsearch.jobs.stages import FINISHED, kept_replies
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
@@ -210,10 +210,10 @@ class Evolution:
         yield following(*evaluation(self.options, self.options.model, first, self.options.tasks))
 
 
-@job(EvolveOptions)
+@job(EvolveOptions, dry=True)
 def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
-    searches = _prepared(options, talk)
+    searches = _prepared(_going_on(options), talk)
     encoded = searches[0].encoded
     questions = {name: sum(task.coverage.questions for task in split) for name, split in encoded.items()}
     how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
@@ -250,6 +250,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     from kvsearch.search.front import search_front
     from kvsearch.search.ledger import FRONT, PLAN, REPORT
 
+    options, was_finished = _going_on(options), _is_finished(options)
     searches, limits = _prepared(options, talk), options.limits
     if not options.resume:
         with talk.progress("batches of the full cache") as progress:
@@ -259,7 +260,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         opened(options, searches, talk) as (searches, executor, run),
         watching(talk, run, limits, len(searches)) as watcher,
     ):
-        keep = _keep(run.directory, talk)
+        kept, keep = len(run.ledger.lines), _keep(run.directory, talk)
         write_contexts(run.directory, searches[0].hashes)
         if options.budgets is not None:
             found = search_front(searches, executor, run.ledger, limits, watcher, keep)
@@ -274,6 +275,8 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
             found = [Evolved(search, outcome, choice, search.report(choice, keep))]
         result = Evolution(options, found, run.ledger.spent)
         write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
+        if was_finished and len(run.ledger.lines) == kept:
+            talk.say(FINISHED)
         return result
 
 
@@ -310,6 +313,18 @@ def opened(
         open_search(options.output, config, options.resume, options.force) as run,
     ):
         yield searches, executor, run
+
+
+def _is_finished(options: EvolveOptions) -> bool:
+    """Tell whether the very search that is asked for is in its directory, finished."""
+    from kvsearch.search.ledger import is_repeated
+
+    return not options.force and is_repeated(options.output, options.recorded())
+
+
+def _going_on(options: EvolveOptions) -> EvolveOptions:
+    """Return the options, with `resume` where there is nothing to go on with: the search is finished."""
+    return options if options.resume or not _is_finished(options) else options.model_copy(update={"resume": True})
 
 
 def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:

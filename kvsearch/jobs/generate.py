@@ -70,7 +70,7 @@ class GenerateOptions(WithModel, Seeded):
         return Texts(plan, context, [first, *prompts[1:]], plain)
 
 
-@job(GenerateOptions)
+@job(GenerateOptions, dry=True)
 def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be read and asked, and how long that takes, as JSON; errors as `generate`."""
     from kvsearch.models.speed import Work

@@ -107,6 +107,11 @@ class WithRun(JobOptions):
     output: Annotated[Path, Option("Directory of the run.", short="-o", recorded=False)]
     force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`."""
+        return (self.output,)
+
 
 def default_tasks(model: str | None) -> str:
     """Return the spec of what a model is asked by default: bundled ones in their own language, others in English.

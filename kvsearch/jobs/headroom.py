@@ -40,7 +40,7 @@ class HeadroomOptions(WithModel, Seeded):
         return find_tasks(self.tasks or default_tasks(self.model), TaskOptions(lengths=lengths))
 
 
-@job(HeadroomOptions)
+@job(HeadroomOptions, dry=True)
 def dry_run(options: HeadroomOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be asked, and how long the full cache takes for it, as JSON; errors as `headroom`."""
     full = _full(options, talk)

@@ -60,7 +60,7 @@ def prepare_harness(offline: bool, quiet: bool, verbose: int) -> None:
     logging.getLogger("lm_eval").setLevel(logging.WARNING if verbose else logging.ERROR)
 
 
-@job(LmEvalOptions)
+@job(LmEvalOptions, dry=True)
 def dry_run(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be run, as JSON; errors as `lm_eval` before a model is loaded."""
     _, names = _checked(options)

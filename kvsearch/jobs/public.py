@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, TypeVar
 
 from kvsearch.config.options import JobOptions
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.offline import stay_offline
+from kvsearch.runs.directory import writing
+from kvsearch.runs.lock import refuse_locked
 
 Result = TypeVar("Result")
 
 
-def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callable[..., Result]]:
+def job(options: type[Any], *, dry: bool = False) -> Callable[[Callable[[Any, Talk], Result]], Callable[..., Result]]:
     """Make a function of the public API of one that takes checked options and somebody to talk to.
 
     It takes either the options as one object or each as a keyword (what the command line takes by its place may come
     first), a `recipe`, and `talk`.
+
+    Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
+    nothing, finds out whether another process has them.
     """
 
     def decorated(function: Callable[[Any, Talk], Result]) -> Callable[..., Result]:
@@ -35,7 +41,12 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Talk], Result]], Callabl
                 if len(arguments) > len(places):
                     raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
                 checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
-            with stay_offline(bool(getattr(checked, "offline", False))):
+            with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
+                for place in sorted(set(checked.directories)):
+                    if dry:
+                        refuse_locked(place)
+                    else:
+                        locks.enter_context(writing(place))
                 return function(checked, talk or Silent())
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]

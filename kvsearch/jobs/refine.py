@@ -132,26 +132,28 @@ def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: i
     is only read.
 
     Raises:
-        UsageError: another search is in the directory; see also `opened`.
+        UsageError: another search is in the directory, or another process writes there; see also `opened`.
         EnvironmentFault, IncompatibleError: see `Search.run` and `opened`.
     """
     from kvsearch.runs.contexts import write_contexts
     from kvsearch.runs.directory import write_json
+    from kvsearch.runs.lock import locked
     from kvsearch.search.ledger import require_same
     from kvsearch.search.settings import SearchLimits
 
-    if (options.output / FOUND).exists():
-        require_same(options.output, configuration(options, searches), unknown=SEARCHED)
+    with locked(options.output):
+        if (options.output / FOUND).exists():
+            require_same(options.output, configuration(options, searches), unknown=SEARCHED)
+            return _read(options.output, searches)
+        with opened(options, searches, talk) as (ready, executor, run), talk.progress("candidates") as progress:
+            write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
+            watcher, found = _Counting(run.ledger, most * len(ready), progress), {}
+            for number, search in enumerate(ready, 1):
+                limits = SearchLimits(evaluations=number * most)  # one ledger has all searches
+                outcome = search.search(executor, run.ledger, limits, watcher, f"budget {search.budget}: ")
+                found[str(search.budget)] = _as_json(search, outcome)
+            write_json(run.directory / FOUND, found)
         return _read(options.output, searches)
-    with opened(options, searches, talk) as (ready, executor, run), talk.progress("candidates") as progress:
-        write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
-        watcher, found = _Counting(run.ledger, most * len(ready), progress), {}
-        for number, search in enumerate(ready, 1):
-            limits = SearchLimits(evaluations=number * most)  # one ledger has all searches
-            outcome = search.search(executor, run.ledger, limits, watcher, f"budget {search.budget}: ")
-            found[str(search.budget)] = _as_json(search, outcome)
-        write_json(run.directory / FOUND, found)
-    return _read(options.output, searches)
 
 
 def _as_json(search: PreparedSearch, outcome: SearchOutcome) -> dict[str, Any]:

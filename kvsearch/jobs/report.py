@@ -40,6 +40,11 @@ class ReportOptions(JobOptions):
     title: Annotated[str, Option("The heading of the page.")] = "kvsearch report"
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`."""
+        return () if self.figures is None else (self.figures,)
+
     def check_output(self) -> None:
         """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""
         from kvsearch.report.page.page import is_ours

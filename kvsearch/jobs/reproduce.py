@@ -17,7 +17,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reproduce_cost import told, work
 from kvsearch.jobs.reproduce_stages import Stages, options_read
 from kvsearch.jobs.run_progress import overall
-from kvsearch.jobs.stages import on_interruption
+from kvsearch.jobs.stages import FINISHED, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.papers.catalog import find_table, model_of
 from kvsearch.papers.table import Ask, PaperTable, Scale
@@ -73,6 +73,11 @@ class ReproduceOptions(WithTasks, Loading, Batches):
     def place(self) -> Path:
         """The directory of the tables."""
         return self.output or RUNS / self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`."""
+        return (self.place,) if self.model else ()
 
     @property
     def is_short(self) -> bool:
@@ -143,7 +148,7 @@ class Reproduction:
         yield following("show", self.files[0])
 
 
-@job(ReproduceOptions)
+@job(ReproduceOptions, dry=True)
 def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:
     """Return the stages with what they cost, as JSON.
 
@@ -185,11 +190,16 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
     found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)
-    return Reproduction(options, found, write(options.place, found))
+    place = options.place / f"{found.name}.json"
+    before = place.read_bytes() if place.exists() else None
+    files = write(options.place, found)
+    if before == place.read_bytes():
+        talk.say(FINISHED)
+    return Reproduction(options, found, files)
 
 
 def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
-    """Write a table in all its forms, in place of what an earlier call has left; return the files."""
+    """Write a table in all its forms, in place of what an earlier call has left; return the files, the last first."""
     from kvsearch.plan.canonical import canonical_json
     from kvsearch.plan.files import atomic_write
     from kvsearch.report.table import latex, markdown
@@ -200,6 +210,6 @@ def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
         ".md": "\n".join(map(markdown, made)).encode(), ".tex": "\n".join(map(latex, made)).encode(),
     }  # fmt: skip
     files = {place / f"{found.name}{suffix}": text for suffix, text in texts.items()}
-    for path, text in files.items():
+    for path, text in reversed(files.items()):
         atomic_write(path, text)
     return tuple(files)

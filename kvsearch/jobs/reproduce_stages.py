@@ -14,6 +14,7 @@ from kvsearch.jobs.groups import Loading, TaskDetails
 from kvsearch.jobs.talk import Talk
 from kvsearch.papers.table import ASKING, STAGES, Stage, StageJob
 from kvsearch.plan.canonical import canonical_json
+from kvsearch.runs.lock import require_lock
 
 if TYPE_CHECKING:
     from kvsearch.jobs.reproduce import ReproduceOptions
@@ -155,8 +156,13 @@ class Stages:
     def made(self, stage: Stage) -> dict[str, Any]:
         """Return the options of a stage that makes a plan in a moment, and makes it again; its folder is there."""
         path = self.place(stage)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.make_folder(path)
         return {**_filled(stage.options, self.outputs), "output": path, "force": True}
+
+    def make_folder(self, path: Path) -> None:
+        """Make the folder of a file, in the directory that is there; errors as for `require_lock`."""
+        require_lock(self.options.place)
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     def shared(self, stage: Stage, **more: Any) -> dict[str, Any]:
         """Return the options of a stage with those that all have, and where earlier stages are."""
@@ -222,11 +228,11 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 
 def _calibrate(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:
     from kvsearch.calibration.polykv.options import PolykvOptions
-    from kvsearch.jobs.calibrate import CalibrateOptions, kept_profile
+    from kvsearch.jobs.calibrate import CalibrateOptions, calibrate
 
     options = CalibrateOptions.of(**stages.shared(stage, output=stages.place(stage)))
     remarks = options.remarks() if isinstance(options, PolykvOptions) else ()
-    return {"profile": kept_profile(options.with_model(loaded), talk), "remarks": remarks}
+    return {"profile": calibrate(options.with_model(loaded), talk=talk), "remarks": remarks}
 
 
 def _evolve(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def _select(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> di
 
     place, plan = stages.place(stage), stages.output(stage)
     if not (place / SELECTION).exists() or not plan.exists():
-        plan.parent.mkdir(parents=True, exist_ok=True)
+        stages.make_folder(plan)
         given = stages.asked(stage, output=plan, run=place, force=plan.exists())
         select(SelectOptions.of(**given).with_model(loaded), talk=talk)
     return {"selection": json.loads((place / SELECTION).read_bytes())}

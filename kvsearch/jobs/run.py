@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from kvsearch.calibration.options import PROTECTED
 from kvsearch.config.options import Option, one_of
 from kvsearch.errors import UsageError
-from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, CalibrateQueryBank, kept_profile
+from kvsearch.jobs.calibrate import CalibrateLukv, CalibrateOptions, CalibrateProbe, CalibrateQueryBank, calibrate
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
 from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
@@ -32,7 +32,7 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.run_progress import Overall, StageTalk, overall
-from kvsearch.jobs.stages import kept_replies, on_interruption
+from kvsearch.jobs.stages import FINISHED, kept_replies, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 
@@ -336,13 +336,13 @@ class Ran:
             yield from sentences(one, several=len(self.found) > 1)
         files = [self.options.plan_file(one.selection.size) for one in self.found]
         if not self.asked:
-            yield "this run was finished: nothing was left to do"
+            yield FINISHED
         yield f"wrote {', '.join(map(str, files))}"
         yield following("show", files[0])
         yield following(*evaluation(self.options, self.options.model, files[0], self.options.tasks))
 
 
-@job(RunOptions)
+@job(RunOptions, dry=True)
 def dry_run(options: RunOptions, talk: Talk) -> dict[str, Any]:
     """Return the stages with their costs, as JSON; errors as `run` before anything is measured."""
     prepared = _Run.prepared(options, talk)
@@ -362,12 +362,11 @@ def run(options: RunOptions, talk: Talk) -> Ran:
         IncompatibleError: the model computes NaN, or its full cache scores next to nothing.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    from kvsearch.runs.directory import begin, check_directory
+    from kvsearch.runs.directory import begin, run_in
     from kvsearch.runs.identity import RunConfig
-    from kvsearch.runs.lock import locked
 
     options.sizes  # noqa: B018 - told before anything is loaded
-    there = check_directory(options.output, "run")
+    there = run_in(options.output, "run")
     prepared = _Run.prepared(options, talk)
     config = RunConfig(job="run", options=options.recorded(), content=prepared.content())
     different = None if there is None else config.difference(there)
@@ -377,7 +376,7 @@ def run(options: RunOptions, talk: Talk) -> Ran:
             "--output, or --force to start anew"
         )
     again = f"what is finished is kept in {options.output}: give the same command again to go on"
-    with locked(options.output), on_interruption(talk, lambda: again):
+    with on_interruption(talk, lambda: again):
         if there is None or options.force:
             begin(options.output, config, WRITTEN if options.force else ())
         return prepared.run(talk)
@@ -552,7 +551,7 @@ class _Run:
         options, rankings = self.options, {}
         for name, fit in options.fits().items():
             with stages.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
-                profile = kept_profile(fit.with_model(self.loaded), stage)
+                profile = calibrate(fit.with_model(self.loaded), talk=stage)
                 if RankingView(profile).is_last:
                     stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
                 else:
@@ -560,7 +559,7 @@ class _Run:
         named = ", ".join((*self.policies, *rankings))
         with stages.stage(CURVES, f"measuring what {named} keep") as stage:
             measuring = options.curves(self.policies, list(rankings)).with_model(self.loaded)
-            return Measured(policy_curves([kept_profile(measuring, stage)]), rankings)
+            return Measured(policy_curves([calibrate(measuring, talk=stage)]), rankings)
 
     def _refined(self, measured: Measured, stages: Overall) -> Refined | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""

@@ -16,7 +16,7 @@ from kvsearch.jobs.following import evaluation
 from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import kept_replies
+from kvsearch.jobs.stages import FINISHED, kept_replies
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Entries, refuse
 
@@ -118,6 +118,29 @@ class SelectOptions(OnSignals):
         """See `JobOptions.merged`; one size takes the place of others."""
         return {**one_of(stated, given, ("budget", "budgets", "ratio")), **given}
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`; the profile says where they are if the options do not."""
+        from kvsearch.evaluation.reply_store import check_place
+
+        places = self.places(load_signals(self.directory))
+        for place in places:
+            check_place(place)
+        return places
+
+    def places(self, profile: Profile) -> tuple[Path, ...]:
+        """Return where replies and results are kept, by size; errors as for `sizes`."""
+        names = [f"{size}-{self.settings(profile).protocol}-{self.phases}" for size in self.sizes(profile)]
+        if self.run is None:
+            return tuple(self.directory / "selection" / name for name in names)
+        return (self.run,) if self.budgets is None else tuple(self.run / name for name in names)
+
+    def outputs(self, profile: Profile) -> tuple[Path, ...]:
+        """Return the plan files, by size."""
+        if self.budgets is None:
+            return (self.output,)
+        return tuple(self.output.with_stem(f"{self.output.stem}-{size}") for size in self.sizes(profile))
+
     def sizes(self, profile: Profile) -> list[Size]:
         """Return the sizes that were given, or the one that was measured; UsageError if there are several of these."""
         from kvsearch.plan import Size
@@ -183,7 +206,7 @@ class Selected:
         return tables(*(one.selection for one in self.found))
 
 
-@job(SelectOptions)
+@job(SelectOptions, dry=True)
 def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
     from kvsearch.models.speed import Work
@@ -211,7 +234,8 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
-    kept, too: the same call goes on where it stopped. With `budgets` there is a plan and a directory for each.
+    kept, too: the same call goes on where it stopped, and of a finished run it repeats the result.
+    With `budgets` there is a plan and a directory for each.
 
     Raises:
         UsageError: no calibration, options that do not go together, or too few questions.
@@ -219,7 +243,11 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
             nothing.
     """
     selections = _prepared(options, talk)
-    return Selected(tuple(_select_at(options, talk, *one) for one in selections), options.budgets is not None)
+    were_finished = not options.force and all(output.exists() for *_, output in selections)
+    found = tuple(_select_at(options, talk, *one) for one in selections)
+    if were_finished:
+        talk.say(FINISHED)
+    return Selected(found, options.budgets is not None)
 
 
 def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[object]]:
@@ -231,12 +259,12 @@ def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[
 
 
 def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
-    """Choose at one size, and write what was found."""
+    """Choose at one size, and write what was found, the plan last: it has its evidence beside it."""
     from kvsearch.plan import canonical_json, save_plan
-    from kvsearch.plan.files import atomic_write
+    from kvsearch.plan.files import read_bytes
     from kvsearch.report.selection import FILE, as_json
     from kvsearch.runs.contexts import write_contexts
-    from kvsearch.runs.lock import locked
+    from kvsearch.runs.directory import write_json
     from kvsearch.runtime.plan_checks import check_plan
 
     def keep(stage: str, evaluation: Evaluation) -> KeptStage:
@@ -246,12 +274,13 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
             what = f"{prepared.size} entries, {what}"
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
 
-    with locked(place):
-        result = prepared.run(keep, answered=True)
-        check_plan(result.plan, f"the plan for {output}")
-        save_plan(result.plan, output, overwrite=options.force)
-        write_contexts(place, prepared.hashes)
-        atomic_write(place / FILE, canonical_json(as_json(result)))
+    result = prepared.run(keep, answered=True)
+    check_plan(result.plan, f"the plan for {output}")
+    if not options.force and output.exists() and read_bytes(output) != canonical_json(result.plan):
+        raise UsageError(f"{output} is another plan than is chosen now: choose another file, or --force to replace it")
+    write_contexts(place, prepared.hashes)
+    write_json(place / FILE, as_json(result))
+    save_plan(result.plan, output, overwrite=options.force)
     return AtSize(result, output, place / FILE)
 
 
@@ -261,33 +290,34 @@ def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelectio
     from kvsearch.choose.candidates import explore
     from kvsearch.choose.select import prepare_selection
     from kvsearch.choose.splits import Questions
-    from kvsearch.evaluation.reply_store import check_place
     from kvsearch.plan.files import PLAN_FILE, check_output
     from kvsearch.runs.directory import CONFIG, other_kind
-    from kvsearch.runs.lock import refuse_locked
 
     profile = load_signals(options.directory)
     rule, sizes, phases = Rule(options.top, margin=options.margin), options.sizes(profile), options.phase_settings()
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
     questions = Questions(*(options.find_tasks(options.measured, split) for split in ("select", "report")))
     settings = options.settings(profile)
-    outputs, places = [options.output], list[Path]()
-    if options.budgets is not None:
-        outputs = [options.output.with_stem(f"{options.output.stem}-{size}") for size in sizes]
-    for size, output in zip(sizes, outputs, strict=True):
-        check_output(output, options.force, PLAN_FILE)
-        name = f"{size}-{settings.protocol}-{options.phases}"
-        place = options.directory / "selection" / name
-        if options.run is not None:
-            place = options.run if options.budgets is None else options.run / name
-        check_place(place)
+    places, outputs = options.places(profile), options.outputs(profile)
+    for place, output in zip(places, outputs, strict=True):
+        if not _is_repeated(options, place):
+            check_output(output, options.force, PLAN_FILE)
         if (place / CONFIG).exists():  # of a run of another kind: here every stage has a directory of its own
             raise other_kind(place, "select")
-        refuse_locked(place)
-        places.append(place)
     loaded = options.load_calibrated(profile, talk)
     selections = [
         prepare_selection(loaded, profile, size, questions, settings, phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)
     ]
     return list(zip(selections, places, outputs, strict=True))
+
+
+def _is_repeated(options: SelectOptions, place: Path) -> bool:
+    """Tell whether a finished selection that was asked for by the same options is in `place`."""
+    from kvsearch.report.selection import FILE
+    from kvsearch.runs.identity import CONFIG, read_config
+
+    if options.force or not (place / FILE).exists():
+        return False
+    there = next(filter(None, (read_config(path.parent) for path in sorted(place.rglob(CONFIG)))), None)
+    return there is not None and there.options == there.with_options(options.recorded()).options

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 AGAIN = "give the same command again to go on"
+FINISHED = "this run was finished: nothing was left to do"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.files import atomic_write
+from kvsearch.runs.lock import locked
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs
@@ -99,7 +100,8 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
     """Write the files of a target at `path`, or into the folder at `path`.
 
     Raises:
-        UsageError: something is there already, and `force` is off, or it is a folder in place of a file or vice versa.
+        UsageError: something is there already, and `force` is off, or it is a folder in place of a file or vice versa;
+            another process is writing to the folder.
         EnvironmentFault: they cannot be written.
     """
     from kvsearch.exporters.base import SINGLE
@@ -109,12 +111,12 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
         return
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
-    taken = [name for name in found.files if (path / name).exists()]
-    if taken and not force:
-        raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
-    path.mkdir(parents=True, exist_ok=True)
-    for name, data in found.files.items():
-        atomic_write(path / name, data)
+    with locked(path):
+        taken = [name for name in found.files if (path / name).exists()]
+        if taken and not force:
+            raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
+        for name, data in found.files.items():
+            atomic_write(path / name, data)
 
 
 def upload(path: Path, repository: str) -> str:

@@ -14,7 +14,7 @@ from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import BUDGET, TASKS, Names
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import kept_replies
+from kvsearch.jobs.stages import FINISHED, kept_replies
 from kvsearch.jobs.talk import Talk
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class ValidateOptions(OnSignals):
         Option("Replace what was found, and replies, about other questions or another profile.", recorded=False),
     ] = False
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """See `JobOptions.directories`; one that is not there is not made."""
+        return (self.directory,) if self.directory.is_dir() else ()
+
 
 @dataclass(frozen=True)
 class Validated:
@@ -81,7 +86,7 @@ class Validated:
         return as_json(self.found)
 
 
-@job(ValidateOptions)
+@job(ValidateOptions, dry=True)
 def dry_run(options: ValidateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be judged and asked, as JSON; errors as `validate` before anything is asked."""
     from kvsearch.models.speed import Work
@@ -120,26 +125,26 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
             nothing.
     """
     from kvsearch.choose.verdicts import FILE, save_validation
-    from kvsearch.runs.lock import locked
 
     prepared = _prepared(options, talk)
     path, protocol = options.directory / FILE, prepared[0].evaluation.settings.protocol
-    with locked(options.directory):
-        found = _found_before(prepared[0], options)
-        for one in prepared:
-            size = str(one.size.budget) if one.size.budget is not None else f"ratio-{one.size.ratio}"
-            replies = one.evaluation.replies
-            many = f"{one.strategies} strategies and the full cache"
-            talk.say(f"{many} at {one.budget:g} entries per kv head: {replies} replies")
-            place = options.directory / REPLIES / f"{size}-{protocol}"
-            with kept_replies(place, one.config().with_options(options.recorded()), replies, options.force, talk) as (
-                store,
-                progress,
-            ):
-                one.evaluation.require_answers(progress, store)
-                result = one.run(progress, store)
-            found = so_far = result if found is None else result.merged(found)
-            save_validation(so_far, path)
+    before = found = _found_before(prepared[0], options)
+    for one in prepared:
+        size = str(one.size.budget) if one.size.budget is not None else f"ratio-{one.size.ratio}"
+        replies = one.evaluation.replies
+        many = f"{one.strategies} strategies and the full cache"
+        talk.say(f"{many} at {one.budget:g} entries per kv head: {replies} replies")
+        place = options.directory / REPLIES / f"{size}-{protocol}"
+        with kept_replies(place, one.config().with_options(options.recorded()), replies, options.force, talk) as (
+            store,
+            progress,
+        ):
+            one.evaluation.require_answers(progress, store)
+            result = one.run(progress, store)
+        found = so_far = result if found is None else result.merged(found)
+        save_validation(so_far, path)
+    if found == before:
+        talk.say(FINISHED)
     sizes = [(one.budget, one.size.ratio) for one in prepared]
     return Validated(so_far, tuple(at for at in so_far.budgets if (at.budget, at.ratio) in sizes), path)
 
@@ -149,7 +154,6 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
     from kvsearch.choose.splits import refuse_reported
     from kvsearch.choose.validate import check_permutations, find_uses, prepare_validation
     from kvsearch.plan import Size
-    from kvsearch.runs.lock import refuse_locked
     from kvsearch.signals.table import SignalTable
 
     check_permutations(options.permutations)
@@ -162,7 +166,6 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
     settings = options.settings(profile)
-    refuse_locked(options.directory)
     loaded = options.load_calibrated(profile, talk)
     prepared = [
         prepare_validation(loaded, profile, size, tasks, settings, uses, options.permutations) for size in sizes

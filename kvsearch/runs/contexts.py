@@ -17,6 +17,7 @@ from kvsearch.plan.contexts import Use
 from kvsearch.plan.fields import Record, Sha256
 from kvsearch.plan.files import atomic_write
 from kvsearch.plan.parsing import describe_validation_error, read_json, require_header
+from kvsearch.runs.lock import require_lock
 
 CONTEXTS = "contexts.json"
 CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1
@@ -33,7 +34,8 @@ class ContextsFile(Record):
 
 
 def write_contexts(directory: Path, hashes: Mapping[Use, Iterable[str]]) -> None:
-    """Write the hashes of a run's contexts into its directory; errors as for `atomic_write`."""
+    """Write the hashes of a run's contexts into its directory; errors as for `require_lock` and `atomic_write`."""
+    require_lock(directory)
     content = ContextsFile.model_validate({use: tuple(sorted(set(found))) for use, found in hashes.items()})
     atomic_write(directory / CONTEXTS, canonical_json(content))
 

@@ -3,28 +3,48 @@
 config.json    what is run, see `kvsearch.runs.identity`
 ledger.jsonl   what is done so far, see `kvsearch.runs.ledger`
 
-Who writes there has the lock, see `kvsearch.runs.lock`. Files are replaced in one step: no reader sees half of one.
+Who writes there has the lock, see `writing`: what writes a file of a run makes sure of that. Files are replaced in one
+step: no reader sees half of one.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.files import TEMPORARY, atomic_write, write_fault
 from kvsearch.runs.identity import CONFIG, Job, RunConfig, read_config
-from kvsearch.runs.lock import refuse_locked
+from kvsearch.runs.lock import locked, refuse_locked, require_lock
 
-__all__ = ["CONFIG", "LEDGER", "begin", "check_directory", "is_unused", "run_in", "write_json"]
+__all__ = ["CONFIG", "LEDGER", "begin", "check_directory", "is_unused", "run_in", "write_json", "writing"]
 
 LEDGER = "ledger.jsonl"
 NOUNS: dict[Job, str] = {
     "calibrate": "a calibration", "evaluate": "an evaluation", "validate": "a validation", "select": "a selection",
     "evolve": "a search", "run": "a run",
 }  # fmt: skip
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Keep other processes from writing to `directory`, before anything is read there; see `locked` for the errors.
+
+    A run that has no more than begun when it is found that it cannot be done as asked leaves nothing.
+    """
+    with locked(directory):
+        was_unused = is_unused(directory)
+        try:
+            yield
+        except UsageError:
+            if was_unused and all(item.name == CONFIG for item in directory.iterdir() if not _is_nothing(item)):
+                for item in directory.iterdir():
+                    if item.name in (CONFIG, LEDGER):
+                        item.unlink()
+            raise
 
 
 def check_directory(directory: Path, job: Job) -> RunConfig | None:
@@ -61,18 +81,21 @@ def other_kind(directory: Path, job: Job) -> UsageError:
 
 def is_unused(directory: Path) -> bool:
     """Tell whether nothing is there but what a run leaves that was killed before it had written its configuration."""
-    return not directory.exists() or all(
-        item.name.startswith(TEMPORARY) or (item.name == LEDGER and item.is_file() and item.stat().st_size == 0)
-        for item in directory.iterdir()
-    )
+    return not directory.exists() or all(map(_is_nothing, directory.iterdir()))
+
+
+def _is_nothing(item: Path) -> bool:
+    """Tell whether a file is a temporary one, or a ledger without a line."""
+    return item.name.startswith(TEMPORARY) or (item.name == LEDGER and item.is_file() and item.stat().st_size == 0)
 
 
 def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None:
     """Remove what an earlier run has left under the names `clear` (patterns), then write the configuration.
 
     Raises:
-        EnvironmentFault: the disk is full, permissions are missing.
+        EnvironmentFault: the disk is full, permissions are missing; see also `require_lock`.
     """
+    require_lock(directory)
     for path in [path for pattern in clear for path in sorted(directory.glob(pattern))]:
         try:
             if path.is_dir():
@@ -85,5 +108,6 @@ def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a result; equal content gives equal bytes. Errors as for `atomic_write`."""
+    """Write a result; equal content gives equal bytes. Errors as for `require_lock` and `atomic_write`."""
+    require_lock(path.parent)
     atomic_write(path, canonical_json(content))

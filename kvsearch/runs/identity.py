@@ -12,7 +12,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json, sha256_of
 from kvsearch.plan.fields import Record
 from kvsearch.plan.parsing import describe_validation_error, parse_json, read_json
-from kvsearch.runs.lock import this_command
+from kvsearch.runs.holder import this_command
 
 METRICS = "metrics"  # of what a run executes with: what scores each task, which makes no other run
 SCHEMA, CONFIG = "kvsearch.run/1", "config.json"

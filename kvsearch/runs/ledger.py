@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import read_bytes, write_fault
 from kvsearch.runs.chain import Link, Unfit
 from kvsearch.runs.identity import read_identity
@@ -81,6 +81,7 @@ class Ledger(ABC, Generic[Line]):
         Raises:
             EnvironmentFault: the disk is full or the file cannot be written; what was written before is kept.
         """
+        self._require_there()
         sealed, link = self._last.seal(text)
         data = sealed + b"\n"
         left = memoryview(data)
@@ -96,6 +97,16 @@ class Ledger(ABC, Generic[Line]):
             raise
         self._size, self._last = self._size + len(data), link
         self._note(line)
+
+    def _require_there(self) -> None:
+        """Raise EnvironmentFault if the file is not where it was: what is written into it would be lost."""
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return
+        raise EnvironmentFault(
+            f"{self.path} was removed or replaced while this command was writing there: give the same command again to "
+            "begin anew"
+        )
 
     def _note(self, line: Line) -> None:
         """Take in a line that was read or written."""

@@ -196,6 +196,14 @@ def check_search(directory: Path, resume: bool = False, force: bool = False) -> 
         deque(read_lines(directory / LEDGER, SearchLedger.parse), maxlen=0)
 
 
+def is_repeated(directory: Path, options: Mapping[str, Any]) -> bool:
+    """Tell whether a finished search that was asked for by the same options is in `directory`."""
+    there = run_in(directory, "evolve")
+    if there is None or not any((directory / name).exists() for name in (REPORT, FRONT)):
+        return False
+    return there.options == there.with_options(options).options
+
+
 def require_same(directory: Path, config: RunConfig, unknown: str = "") -> None:
     """Raise UsageError, naming the first difference, if the search in `directory` is another one.
 
@@ -228,9 +236,8 @@ def open_search(directory: Path, config: RunConfig, resume: bool = False, force:
             writes to it.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    check_search(directory, resume, force)
     with locked(directory):
-        _check(directory, run_in(directory, "evolve"), resume, force)  # again: another process may have been here since
+        _check(directory, run_in(directory, "evolve"), resume, force)
         if not force:
             require_same(directory, config)
         begin(directory, config, _WRITTEN if force else ())

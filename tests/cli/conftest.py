@@ -1,4 +1,4 @@
-"""One calibration of the bundled model, shared by all tests of the command line."""
+"""Commands, and one calibration of the bundled model that all tests of the command line share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import app
+from tests.runs.guard import every_write_locked
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 def invoke(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one command."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """Exit code, standard output and standard error of one command; whatever it writes, it has the lock for it."""
+    with every_write_locked(arguments) as outside:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert outside == []
     return result.exit_code, result.stdout, result.stderr
 
 

@@ -136,7 +136,10 @@ def test_recipe_with_several_mistakes_names_them_all(run: Run, tmp_path: Path) -
 
 def test_a_directory_with_results_is_kept(run: Run, calibrated: Path) -> None:
     before = (calibrated / "profile.safetensors").read_bytes()
-    refused(run, USAGE, "exists and is not empty", "calibrate", "bundled", "-o", calibrated)
+    told = "holds another calibration: questions is 8 there, 28 here; choose another --output, or --force to start anew"
+    refused(run, USAGE, told, "calibrate", "bundled", "-o", calibrated)
+    code, _, talk = run("calibrate", "bundled", "-o", calibrated, "--questions", 8)
+    assert (code, "this run was finished: nothing was left to do" in talk) == (0, True)
     assert (calibrated / "profile.safetensors").read_bytes() == before
 
 

@@ -363,8 +363,22 @@ def test_no_budget(questions: Path, run: Run, tmp_path: Path) -> None:
     refused(run, USAGE, "Give --budget, or several with --budgets", *command(questions, tmp_path, small=SMALL[2:]))
 
 
+def test_a_finished_search_says_so(evolved: tuple[Path, str, str], questions: Path, run: Run) -> None:
+    directory, out, _ = evolved
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    for more in ((), ("--resume",)):
+        code, again, talk = run(*command(questions, directory, *more))
+        assert (code, again) == (0, out)
+        assert "this run was finished: nothing was left to do" in talk
+        assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+    code, _, talk = run(*command(questions, directory, "--dry-run"))
+    assert code == 0, talk
+
+
 def test_a_directory_that_is_in_use(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
-    refused(run, USAGE, "holds a search already: --resume to go on with it", *command(questions, evolved[0]))
+    for other in (("--seed", 1), ("--max-evals", 1)):
+        again = command(questions, evolved[0], *other)
+        refused(run, USAGE, "holds a search already: --resume to go on with it", *again)
     (tmp_path / "notes.txt").write_text("mine")
     refused(run, USAGE, "holds something else than a search", *command(questions, tmp_path))
 

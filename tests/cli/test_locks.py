@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvsearch.models.loading import load
-from kvsearch.runs.lock import locked
 from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
+from tests.runs.locks import locked_elsewhere
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
@@ -35,7 +35,7 @@ def measured(tmp_path: Path, profile: bytes) -> Path:
 
 def refused_in(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch, *command: object) -> None:
     monkeypatch.setattr("kvsearch.models.loading.load", lambda *_: pytest.fail("a model is loaded"))
-    with locked(place):
+    with locked_elsewhere(place):
         before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
         words = f"another kvsearch is writing to {place} (process {os.getpid()} on "
         assert refused(run, USAGE, words, *command).count("\n") == 1

@@ -9,6 +9,7 @@ import pytest
 
 from kvsearch.runs.directory import begin
 from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.lock import locked
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
 
@@ -27,7 +28,8 @@ def model_of_mine(directory: Path) -> None:
 
 def another_run(directory: Path) -> None:
     directory.mkdir()
-    begin(directory, RunConfig(job="select", content={"seed": 1}))
+    with locked(directory):
+        begin(directory, RunConfig(job="select", content={"seed": 1}))
 
 
 def thesis(directory: Path) -> None:
@@ -54,7 +56,8 @@ def test_a_table_is_not_replaced_unasked(run: Run, tmp_path: Path, flag: str) ->
     asked = ("evaluate", "bundled", "--methods", "uniform", "--budgets", 64, flag, file)
     refused(run, USAGE, "exists: choose another file, or --force to replace it", *asked)
     (tmp_path / "run").mkdir()
-    begin(tmp_path / "run", RunConfig(job="evaluate", content={}))
+    with locked(tmp_path / "run"):
+        begin(tmp_path / "run", RunConfig(job="evaluate", content={}))
     told = refused(run, USAGE, "exists: choose another file, or delete it", *asked, "-o", tmp_path / "run")
     assert "--force starts the run" in told
     assert file.read_text() == "mine"

@@ -172,10 +172,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
 
 def test_ctrl_c_says_how_to_go_on(run: Run, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvsearch.jobs.run.kept_profile", interrupted)
+    monkeypatch.setattr("kvsearch.jobs.run.calibrate", interrupted)
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40))
     assert (code, out) == (INTERRUPTED, "")
     assert f"what is finished is kept in {tmp_path / 'run'}: give the same command again to go on" in talk
@@ -313,7 +313,7 @@ def test_directories_of_something_else(run: Run, questions: Path, finished: tupl
     config = json.loads((other / "curves" / "config.json").read_bytes())
     config["content"]["recipe"]["minimum"] = 0.5
     (other / "curves" / "config.json").write_text(json.dumps(config))
-    words = "recipe.minimum is 0.5 there, 0.01 here; give --force to start the whole run anew"
+    words = "recipe.minimum is 0.5 there, 0.01 here; choose another --output, or --force to start anew"
     refused(run, USAGE, words, *command(questions, other, "--budgets", "40,60"))
     words = "holds another run: options.budgets is [40, 60] there, [40, 70] here"
     refused(run, USAGE, words, *command(questions, directory, "--budgets", "40,70"))

@@ -169,15 +169,42 @@ def evolve_command(*arguments: object) -> tuple[int, str, str]:
 def test_the_same_command_goes_on_with_its_replies(chosen: tuple[Path, str, str], questions: Path) -> None:
     directory, out, _ = chosen
     before = lines(directory)
-    assert "exists: choose another file, or --force" in refused(
-        choose, USAGE, "plan.json", *command(directory, questions)
-    )
+    files = {path: path.read_bytes() for path in directory.parent.rglob("*") if path.is_file()}
+    code, again, talk = choose(*command(directory, questions))
+    assert (code, again) == (0, out)
+    assert "this run was finished: nothing was left to do" in talk
+    assert {path: path.read_bytes() for path in directory.parent.rglob("*") if path.is_file()} == files
+    for other in (("--top", 1), ("--seed", 1)):
+        changed = command(directory, questions, *other)
+        refused(choose, USAGE, "plan.json exists: choose another file, or --force", *changed)
     code, again, talk = choose(*command(directory, questions, "--force"))
     assert (code, again) == (0, out)
     assert talk.count("going on with") == 3
     code, _, _ = choose(*command(directory, questions, "--top", 1, plan="other.json"))
     assert code == 0
     assert lines(directory) == before
+
+
+def test_the_evidence_is_there_before_the_plan(
+    directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = command(directory, questions, "--samples", 2)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsearch.plan.save_plan", killed)
+        assert choose(*asked)[0] == 130
+    assert not (directory.parent / "plan.json").exists()
+    evidence = (run_of(directory) / "selection.json").read_bytes()
+    code, _, talk = choose(*asked)
+    assert code == 0, talk
+    assert "was finished" not in talk
+    assert (run_of(directory) / "selection.json").read_bytes() == evidence
+    (directory.parent / "plan.json").write_bytes((directory.parent / "plan.json").read_bytes() + b" ")
+    refused(choose, USAGE, "plan.json is another plan than is chosen now: choose another file, or --force", *asked)
+    assert (run_of(directory) / "selection.json").read_bytes() == evidence
 
 
 def test_replies_to_other_questions_are_kept_unless_forced(directory: Path, questions: Path, tmp_path: Path) -> None:

@@ -29,12 +29,14 @@ from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
+from tests.runs.locks import locked_elsewhere
 from tests.runs.sealing import reseal, sealed
 
 ONE = Sample(
     "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
     *Cost(40, 1024.5, 47, 0.125, 0.1 + 0.2),
 )  # fmt: skip
+
 TASKS = [tiny.listed((60, 3), (48, 1), (70, 2), name="one"), tiny.listed((90, 1), (66, 2), name="two")]
 METHODS = "pyramid,lava,streaming"
 
@@ -167,7 +169,7 @@ def test_a_reply_under_another_key_is_refused(model: LoadedModel, tmp_path: Path
 
 def test_two_processes_do_not_write_to_one_run(model: LoadedModel, tmp_path: Path) -> None:
     one = evaluation(model)
-    with open_run(tmp_path, one.config()):
+    with locked_elsewhere(tmp_path):
         for how in ({}, {"force": True}):
             with (
                 pytest.raises(UsageError, match="another kvsearch is writing to"),

@@ -15,6 +15,7 @@ from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
+from tests.runs.locks import locked_elsewhere
 from tests.runs.sealing import sealed
 
 ONE = RunConfig(job="select", content={"seed": 1})
@@ -57,7 +58,7 @@ def test_without_force_nothing_is_thrown_away(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_write_to_one_stage(tmp_path: Path) -> None:
-    with open_stage(tmp_path, ONE):
+    with locked_elsewhere(tmp_path):
         for force in (False, True):
             with pytest.raises(UsageError, match="another kvsearch is writing to"), open_stage(tmp_path, ONE, force):
                 pass

@@ -25,6 +25,7 @@ from kvsearch.plan.contexts import (
 )
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.contexts import CONTEXTS, read_contexts, write_contexts
+from kvsearch.runs.lock import locked
 from kvsearch.strategies.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, make_plan
 
@@ -137,7 +138,8 @@ def test_what_is_made_of_something_unknown_is_not_complete() -> None:
 
 
 def test_the_file_of_a_run_has_all_hashes(tmp_path: Path) -> None:
-    write_contexts(tmp_path, {"chosen": hashes(0, 3)})
+    with locked(tmp_path):
+        write_contexts(tmp_path, {"chosen": hashes(0, 3)})
     found = read_contexts(tmp_path)
     assert (found.fitted, found.chosen) == ((), tuple(sorted(hashes(0, 3))))
     assert merkle_root(found.chosen) == ContextSet.of(hashes(0, 3), 3).jobs[0].root

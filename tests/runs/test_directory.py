@@ -12,6 +12,7 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.runs.directory import CONFIG, LEDGER, begin, check_directory, is_unused, run_in
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.lock import locked
+from tests.runs.locks import locked_elsewhere
 
 ONE = RunConfig(job="evaluate", content={"seed": 1})
 
@@ -19,7 +20,8 @@ ONE = RunConfig(job="evaluate", content={"seed": 1})
 def test_what_is_there(tmp_path: Path) -> None:
     assert check_directory(tmp_path / "new", "evaluate") is None
     assert check_directory(tmp_path, "evaluate") is None
-    begin(tmp_path, ONE)
+    with locked(tmp_path):
+        begin(tmp_path, ONE)
     found = check_directory(tmp_path, "evaluate")
     assert found is not None
     assert found.to_bytes() == ONE.to_bytes()
@@ -60,7 +62,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_process_that_writes_is_left_alone(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with locked_elsewhere(tmp_path):
         assert run_in(tmp_path, "evaluate") is None
         with pytest.raises(UsageError, match="another kvsearch is writing to"):
             check_directory(tmp_path, "evaluate")
@@ -72,18 +74,20 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     for name in ("choice-8", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    begin(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
+    with locked(tmp_path):
+        begin(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
     assert {item.name for item in tmp_path.iterdir()} == {CONFIG, "mine.txt", "mine"}
 
 
 def test_a_full_disk_leaves_the_configuration_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(tmp_path, ONE)
+    with locked(tmp_path):
+        begin(tmp_path, ONE)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(EnvironmentFault, match="no space left on device, free some space"):
+    with locked(tmp_path), pytest.raises(EnvironmentFault, match="no space left on device, free some space"):
         begin(tmp_path, RunConfig(job="evaluate", content={"seed": 2}))
     assert (tmp_path / CONFIG).read_bytes() == ONE.to_bytes()
     assert [item.name for item in tmp_path.iterdir()] == [CONFIG]
@@ -95,9 +99,9 @@ def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def refused(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(
-        EnvironmentFault, match=r"cannot write .*report\.json: permission denied, check the permissions"
-    ):
-        begin(tmp_path, ONE, ["report.json"])
+    words = r"cannot write .*report\.json: permission denied, check the permissions"
+    with locked(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(EnvironmentFault, match=words):
+            begin(tmp_path, ONE, ["report.json"])
     assert not (tmp_path / CONFIG).exists()

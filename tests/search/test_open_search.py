@@ -14,6 +14,7 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.runs.directory import CONFIG, LEDGER, write_json
 from kvsearch.runs.identity import SCHEMA, RunConfig
 from kvsearch.search.ledger import BEST, PLAN, REPORT, check_search, open_search
+from tests.runs.locks import locked_elsewhere
 
 CONTENT: dict[str, Any] = {
     "model": {"name": "tiny", "sha256": "a" * 64},
@@ -105,12 +106,12 @@ def test_force_starts_anew(tmp_path: Path) -> None:
 
 
 def test_a_process_that_writes_is_left_alone(tmp_path: Path) -> None:
-    with open_search(tmp_path, CONFIGURATION) as run:
-        run.ledger.begin("first")
+    begin(tmp_path)
+    with locked_elsewhere(tmp_path):
         for how in ({"resume": True}, {"force": True}):
             with pytest.raises(UsageError, match="another kvsearch is writing to"):
                 begin(tmp_path, **how)
-        assert stages(tmp_path) == ["first"]
+        assert stages(tmp_path) == ["was here"]
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:

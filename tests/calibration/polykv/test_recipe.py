@@ -335,9 +335,18 @@ def test_an_interrupted_calibration_goes_on(run: Run, made: Calibrations, tmp_pa
     assert [run("--budgets", 64)[0] for _ in range(3)] == [130, 130, 0]
     assert [there for *_, there in made.calls] == [0, 1, 2]
     assert (tmp_path / "run" / "profile.safetensors").exists()
+    before = contents(tmp_path / "run")
     code, _, talk = run("--budgets", 64)
-    assert (code, len(made.calls)) == (2, 3)
-    assert "exists and is not empty" in talk
+    assert (code, len(made.calls)) == (0, 3)
+    assert talk.startswith("this run was finished: nothing was left to do\n")
+    for other, words in (
+        (("--budgets", 32), "recipe.budgets is [64] there, [32] here"),
+        (("--budgets", 64, "--dtype", "float32"), "dtype is 'auto' there, 'float32' here"),
+    ):
+        code, _, talk = run(*other)
+        assert (code, len(made.calls)) == (2, 3)
+        assert f"holds another calibration: {words}; choose another --output, or --force to start anew" in talk
+    assert contents(tmp_path / "run") == before
 
 
 def test_an_interrupted_calibration_goes_on_in_other_batches(run: Run, made: Calibrations) -> None:
@@ -374,10 +383,13 @@ def test_another_calibration_does_not_go_on(
 
 def test_a_forced_calibration_can_be_interrupted(run: Run, made: Calibrations) -> None:
     assert run("--budgets", 64)[0] == 0
-    made.stops = 1
+    made.stops, made.empty = 1, True
+    assert run("--budgets", 32, "--force")[0] == 130
+    assert "exists and is not empty" in run("--budgets", 32)[2]  # the old profile is not taken for that of the new one
+    made.empty = False
     assert run("--budgets", 32, "--force")[0] == 130
     assert run("--budgets", 32)[0] == 0
-    assert [there for *_, there in made.calls] == [0, 0, 1]
+    assert [there for *_, there in made.calls] == [0, 0, 0, 1]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -473,7 +485,8 @@ def test_a_dry_run_checks_the_directory(run: Run, made: Calibrations, tmp_path: 
     assert run("--budgets", 64, "--dry-run", "--force")[0] == 0
     assert contents(tmp_path / "run") == before
     assert run("--budgets", 64)[0] == 0
-    assert "exists and is not empty" in run("--budgets", 64, "--dry-run")[2]
+    assert "this run was finished" in run("--budgets", 64, "--dry-run")[2]
+    assert "holds another calibration" in run("--budgets", 32, "--dry-run")[2]
     other = CliRunner().invoke(app, ["calibrate", "bundled", "-o", str(tmp_path / "run"), "--dry-run"])
     assert (other.exit_code, other.stdout) == (2, "")
 

@@ -1,0 +1,53 @@
+"""A watch over all writes of a command: what is written without the lock of its directory is found out.
+
+Files that a command was told to write by name (`-o plan.json`, `--table`) are replaced in one step, and need no lock;
+neither do the weights beside a plan, which have their content in their name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kvsearch.errors import InternalError
+from kvsearch.plan import files
+from kvsearch.runs.ledger import Ledger
+from kvsearch.runs.lock import require_lock
+
+WEIGHTS = re.compile(r"\w+-[0-9a-f]{12}\.safetensors")
+
+
+@contextmanager
+def every_write_locked(named: tuple[object, ...] = ()) -> Iterator[list[Path]]:
+    """Give a list of the files that are written without a lock meanwhile, but for those that are `named`."""
+    outside = list[Path]()
+    own = [Path(str(one)).resolve() for one in named]
+
+    def look(path: Path) -> None:
+        try:
+            require_lock(path.parent)
+        except InternalError:
+            if not (path.resolve() in own or WEIGHTS.fullmatch(path.name) or _is_of_several(path, own)):
+                outside.append(path)
+
+    replace, append = files._replace, Ledger._append
+
+    def replacing(target: Path, *rest: Any) -> None:
+        look(target)
+        replace(target, *rest)
+
+    def appending(self: Ledger[Any], *rest: Any) -> None:
+        look(self.path)
+        append(self, *rest)
+
+    with mock.patch.object(files, "_replace", replacing), mock.patch.object(Ledger, "_append", appending):
+        yield outside
+
+
+def _is_of_several(path: Path, own: list[Path]) -> bool:
+    """Tell whether it is PLAN-N.json of a plan file that is named."""
+    return any(path.parent == one.parent and path.stem.rpartition("-")[0] == one.stem for one in own)
