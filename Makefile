@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint fuzz interop wheel bench train clean
+.PHONY: setup demo test quick ci lint fuzz races interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -27,6 +27,11 @@ quick: setup
 # The same tests as `make test`, with 80 examples of each property, the same ones at every run.
 ci: setup
 	$(PYTEST) --hypothesis-profile ci
+
+# Two writers of one directory, so many times for every command: see docs/files.md.
+RACES := 200
+races: setup
+	nice $(BIN)/python -m tests.robustness.races --races $(RACES)
 
 lint: setup
 	$(BIN)/ruff check .

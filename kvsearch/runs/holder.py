@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 BEAT, LEASE = 10.0, 60.0  # seconds
-LONGEST_COMMAND = 160
+LONGEST_COMMAND, MOST_BYTES = 160, 1 << 20
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: containers of one machine have the same
 
@@ -98,7 +98,7 @@ def read_holder(file: IO[bytes]) -> Holder:
     """Return who has put its name into a lock file."""
     try:
         file.seek(0)
-        found = json.loads(file.read())
+        found = json.loads(file.read(MOST_BYTES))
         return Holder(int(found["process"]), str(found["host"]), found.get("boot"), tuple(map(str, found["command"])))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Holder()

@@ -20,6 +20,7 @@ from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import read_bytes, write_fault
 from kvsearch.runs.chain import Link, Unfit
 from kvsearch.runs.identity import read_identity
+from kvsearch.runs.lock import require_standing
 
 Line = TypeVar("Line")
 
@@ -99,7 +100,8 @@ class Ledger(ABC, Generic[Line]):
         self._note(line)
 
     def _require_there(self) -> None:
-        """Raise EnvironmentFault if the file is not where it was: what is written into it would be lost."""
+        """Raise EnvironmentFault if the file, or the lock, is not where it was: what is written would be lost."""
+        require_standing(self.path.parent)
         with suppress(OSError):
             if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
                 return

@@ -64,9 +64,7 @@ def locked(directory: Path) -> Iterator[None]:
         EnvironmentFault: the directory cannot be made or written, or was removed meanwhile: told on the way out, in
             place of the error that it led to.
     """
-    for lock in _HELD.get():
-        if lock.directory in (place := directory.resolve(), *place.parents):
-            lock.require()  # else a directory that was removed would be made again
+    require_standing(directory)  # else a directory that was removed would be made again
     if any(lock.directory == directory.resolve() for lock in _HELD.get()):
         yield
         return
@@ -105,6 +103,14 @@ def refuse_locked(directory: Path) -> None:
             raise EnvironmentFault(f"cannot tell whether somebody is writing to {directory}: {error}") from error
 
 
+def require_standing(directory: Path) -> None:
+    """Raise EnvironmentFault if `directory`, or one above it, is locked by this process and gone."""
+    place = directory.resolve()
+    for lock in _HELD.get():
+        if lock.directory == place or lock.directory in place.parents:
+            lock.require()
+
+
 def require_lock(directory: Path) -> None:
     """Find out, before something is written, whether this process has the lock of `directory` or of one above it.
 
@@ -113,10 +119,9 @@ def require_lock(directory: Path) -> None:
         EnvironmentFault: the directory was removed since.
     """
     place = directory.resolve()
-    for lock in reversed(_HELD.get()):
-        if lock.directory == place or lock.directory in place.parents:
-            return lock.require()
-    raise InternalError(f"{directory} is written without its lock")
+    if not any(lock.directory == place or lock.directory in place.parents for lock in _HELD.get()):
+        raise InternalError(f"{directory} is written without its lock")
+    require_standing(directory)
 
 
 def _acquired(directory: Path) -> IO[bytes]:
@@ -131,7 +136,8 @@ def _acquired(directory: Path) -> IO[bytes]:
                     continue
                 if not is_new and is_live(file, has_lock):
                     raise Busy
-                if not has_lock and not is_new:  # only who makes the file has it
+                if not is_new and (not has_lock or read_holder(file).is_elsewhere):
+                    # only who makes the file has it: a holder that was taken for dead finds it gone
                     (directory / LOCK).unlink(missing_ok=True)
                     file.close()
                     continue

@@ -26,6 +26,7 @@ from kvsearch.runs.holder import LEASE, boot
 from kvsearch.runs.lock import LOCK, locked, refuse_locked, require_lock
 from tests.runs.locks import locked_elsewhere
 
+REMOVED = "was removed or replaced while this command was writing there: what it did is lost, give the same command"
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -211,6 +212,18 @@ def test_another_machine_that_has_died_is_not(tmp_path: Path, ago: float, change
         pass
 
 
+def test_who_was_taken_for_dead_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slept for longer than its lock is renewed, where locks are of one machine alone."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    with pytest.raises(EnvironmentFault, match=REMOVED), locked(tmp_path):
+        held_by(tmp_path, LEASE + 1)
+        with locked_elsewhere(tmp_path):
+            with pytest.raises(EnvironmentFault, match=REMOVED):
+                require_lock(tmp_path / "run")
+            assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsearch.runs.holder.BEAT", 0.001)
     with locked(tmp_path):
@@ -235,8 +248,6 @@ def test_a_file_system_that_fails_is_no_file_system_without_locks(
 
 
 # --- a directory that is removed under its lock -----------------------------------------------------------------------
-
-REMOVED = "was removed or replaced while this command was writing there: what it did is lost, give the same command"
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
