@@ -338,7 +338,7 @@ def test_an_interrupted_calibration_goes_on(run: Run, made: Calibrations, tmp_pa
     before = contents(tmp_path / "run")
     code, _, talk = run("--budgets", 64)
     assert (code, len(made.calls)) == (0, 3)
-    assert talk.startswith("this run was finished: nothing was left to do\n")
+    assert talk.startswith("this run was finished: nothing was left to do")
     for other, words in (
         (("--budgets", 32), "recipe.budgets is [64] there, [32] here"),
         (("--budgets", 64, "--dtype", "float32"), "dtype is 'auto' there, 'float32' here"),
