@@ -73,7 +73,7 @@ def attend(
     kinds = {"FLAT": entries.flat, "RAGGED": entries.lengths is not None, "SINKS": sinks is not None}
     sinks = output if sinks is None else sinks.contiguous()
     attend_chunks[(segments, splits, tiles)](
-        query, keys, values, starts, lengths, positions, sinks, output, partial, statistics, logits,
+        query, keys, values, starts, lengths, positions, sinks, output, partial, statistics, logits, *[keys] * 5,
         scaling, 1.0 if softcap is None else softcap, columns, chunk, count, splits,
         query.stride(0), query.stride(1), _segment_stride(keys, entries), keys.stride(-2),
         _segment_stride(values, entries), values.stride(-2), 0 if entries.flat else positions.stride(0), columns,

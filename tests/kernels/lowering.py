@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvsearch.kernels.attention import Entries, attend
+from kvsearch.kernels.step import Rule, Slots, step
 from tests.kernels.reference import Case
 from tests.kernels.test_scoring import Prompt
 
@@ -28,7 +29,7 @@ TYPES = {
 
 
 def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, Any], architecture: int) -> Any:
-    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    given = {p.name: p.default for p in kernel.params} | dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -97,6 +98,20 @@ def main() -> None:
             rows.received("mean")
             rows.moments()
         report(found)
+    rules: tuple[Rule, ...] = ("position", "mass", "stored")
+    for rule in rules:
+        with compiling(90) as found:
+            lower_step(rule)
+        report(found)
+
+
+def lower_step(rule: Rule) -> None:
+    case = Case(2, 4, 128, 128, 4096, dtype=torch.bfloat16)
+    numbers = [torch.zeros(2, dtype=torch.int64) for _ in range(5)]
+    positions, state = torch.zeros(2, 4096, dtype=torch.int64), torch.zeros(2, 4096)
+    slots = Slots(case.keys, case.values, positions, state, *numbers)
+    key, value, active = case.keys[:, 0], case.values[:, 0], torch.ones(2, dtype=torch.bool)
+    step(case.query, key, value, slots, 4096, rule, 0.1, sinks=torch.zeros(2, 4), arriving=state[:, 0], active=active)
 
 
 def report(found: list[dict[str, Any]]) -> None:

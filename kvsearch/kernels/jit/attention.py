@@ -12,18 +12,22 @@ from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product
 
 @triton.jit
 def attend_chunks(
-    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit,
+    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active,
     scale, softcap, columns, chunk, M, splits,
     q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, l_col,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     FLAT: tl.constexpr, RAGGED: tl.constexpr, HOLES: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
+    APPEND: tl.constexpr = False, PAUSES: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to one chunk of one segment; grid (S, splits, tiles of queries).
 
     WHOLE: there is one chunk, and the output is written at once; else `Acc` [S, splits, M, DV] and `Stat`
     [S, splits, 2, M] (maximum, sum) are. LOGITS: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
+    APPEND, of a block with HOLES, for one token: `NewKeys` [S, D] and `NewValues` [S, DV] are attended to as if they
+    were in slot `Slot` [S], and written there by the program whose chunk it is in, with position `Seen` [S]; where
+    PAUSES, only for segments that are `Active` [S].
     """
     seg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -42,6 +46,12 @@ def attend_chunks(
         V += seg * v_seg
         Positions += seg * p_seg
     q = tl.load(Q + seg * q_seg + m[:, None] * q_row + d[None, :], mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
+    if APPEND:
+        slot = tl.load(Slot + seg).to(tl.int32)
+        if PAUSES:
+            slot = tl.where(tl.load(Active + seg) != 0, slot, -1)
+        new_k = tl.load(NewKeys + seg * D + d, mask=d < D, other=0.0)
+        new_v = tl.load(NewValues + seg * DV + dv, mask=dv < DV, other=0.0)
     limit = stop - (ROWS - 1) + m % ROWS  # what is at or behind it is later than the query
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -56,6 +66,11 @@ def attend_chunks(
         k = tl.load(
             K + far * k_col + n[:, None] * k_col + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
         )
+        stored = there
+        if APPEND:
+            mine = c + n == slot
+            there = there | mine
+            k = tl.where(mine[:, None], new_k[None, :], k)
         s = logits_of(q, k, scale, softcap, SOFTCAP)
         s = tl.where(there[None, :] & ((c + n)[None, :] < limit[:, None]), s, float("-inf"))
         if LOGITS:
@@ -65,11 +80,18 @@ def attend_chunks(
         p = tl.exp2(s - finite(now)[:, None])
         shrink = tl.exp2(peak - finite(now))
         v = tl.load(
-            V + far * v_col + n[:, None] * v_col + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
+            V + far * v_col + n[:, None] * v_col + dv[None, :], mask=stored[:, None] & (dv < DV)[None, :], other=0.0
         )
+        if APPEND:
+            v = tl.where(mine[:, None], new_v[None, :], v)
         acc = acc * shrink[:, None] + product(p.to(v.dtype), v)
         total = total * shrink + tl.sum(p, 1)
         peak = now
+    if APPEND:
+        if (slot >= first) & (slot < last):
+            tl.store(K + slot.to(tl.int64) * k_col + d, new_k, mask=d < D)
+            tl.store(V + slot.to(tl.int64) * v_col + dv, new_v, mask=dv < DV)
+            tl.store(Positions + slot, tl.load(Seen + seg).to(Positions.dtype.element_ty))
     if LOGITS or not WHOLE:
         stat = Stat + (seg * splits + split) * 2 * M
         tl.store(stat + m, peak, mask=m < M)
@@ -141,13 +163,11 @@ def merge_output(
 
 
 @triton.jit
-def merge_row(
-    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr,
+def normalisers(
+    Stat, Sinks, seg, m, M, splits, SP: tl.constexpr, BM: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
-    """Write one block of the mean softmax of a segment's M queries."""
-    sp, m, c = tl.arange(0, SP), tl.arange(0, BM), block * BN + tl.arange(0, BN)
+    """Return maximum and sum of the softmax of queries m [BM] over all chunks of a segment; 0 and 1 if it is empty."""
+    sp = tl.arange(0, SP)
     stat = Stat + (seg * splits + sp[None, :]) * 2 * M + m[:, None]
     known = (m < M)[:, None] & (sp < splits)[None, :]
     peaks = tl.load(stat, mask=known, other=float("-inf"))
@@ -158,14 +178,27 @@ def merge_row(
         sink = tl.load(Sinks + seg * M + m, mask=m < M, other=0.0) * LOG2E
         peak = tl.maximum(peak, sink)
         beside = tl.exp2(sink - peak)
-    total = tl.sum(totals * tl.exp2(peaks - finite(peak)[:, None]), 1) + beside
+    peak = finite(peak)
+    total = tl.sum(totals * tl.exp2(peaks - peak[:, None]), 1) + beside
+    return peak, tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def merge_row(
+    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg,
+    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write one block of the mean softmax of a segment's M queries."""
+    m, c = tl.arange(0, BM), block * BN + tl.arange(0, BN)
+    peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
     stop = columns
     if RAGGED:
         stop = tl.load(Lengths + seg).to(tl.int32)
     there = c < stop
     s = tl.load(Logit + (seg * M + m[:, None]) * l_col + c[None, :], mask=(m < M)[:, None] & there[None, :],
                 other=float("-inf"))  # fmt: skip
-    row = tl.sum(tl.exp2(s - finite(peak)[:, None]) / tl.where(total > 0, total, 1.0)[:, None], 0) / M
+    row = tl.sum(tl.exp2(s - peak[:, None]) / total[:, None], 0) / M
     if FLAT:
         tl.store(Row + tl.load(Starts + seg).to(tl.int64) + c, row, mask=there)
     else:

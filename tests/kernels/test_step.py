@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.kernels.step import Rule, Slots, step
+from kvsearch.policies.decoding import lowest, protected_slots
+from tests.kernels.reference import NAN
+
+S, G, D, DV = 3, 4, 16, 24
+
+
+class Head:
+    """What S segments hold, step by step, in operations of PyTorch and fp64; spare slots are full of NaN."""
+
+    def __init__(self, capacity: int, budgets: list[int], sinks: int, recent: int, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys, self.values = torch.full((S, capacity, D), NAN), torch.full((S, capacity, DV), NAN)
+        self.positions, self.state = torch.full((S, capacity), -1), torch.zeros(S, capacity)
+        self.budgets = torch.tensor(budgets)
+        held = self.budgets - 1
+        for segment, count in enumerate(held.tolist()):
+            self.keys[segment, :count] = self.normal(count, D)
+            self.values[segment, :count] = self.normal(count, DV)
+            self.positions[segment, :count] = torch.arange(count)
+            self.state[segment, :count] = self.normal(count).abs()
+        self.slot, self.seen = held.clone(), held.clone()
+        self.sinks, self.recent = torch.full((S,), sinks), torch.full((S,), recent)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def slots(self, rule: Rule) -> Slots:
+        copies = (t.clone() for t in (self.keys, self.values, self.positions))
+        state = None if rule == "position" else self.state.clone()
+        rest = (t.clone() for t in (self.slot, self.seen))
+        return Slots(*copies, state, *rest, self.budgets, self.sinks, self.recent)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule, arriving: Tensor, active: Tensor) -> Tensor:
+        rows = torch.arange(S)
+        where = rows[active], self.slot[active]
+        self.keys[where], self.values[where] = key[active], value[active]
+        self.positions[where] = self.seen[active]
+        self.seen = self.seen + active
+        held = self.positions >= 0
+        logits = query.double() @ self.keys.double().transpose(-1, -2) * D**-0.5
+        weights = logits.masked_fill(~held[:, None], float("-inf")).softmax(-1)
+        output = weights @ torch.where(held[..., None], self.values.double(), 0.0)
+        if rule == "mass":
+            self.state += weights.mean(1).float() * active[:, None]
+        elif rule == "stored":
+            self.state[where] = arriving[active]
+        priority = self.positions.float() if rule == "position" else self.state
+        outside = held & ~protected_slots(self.positions, self.seen, self.sinks, self.recent)
+        leaving = lowest(priority, outside, self.positions)
+        over = (held.sum(-1) > self.budgets) & active
+        gone = rows[over], leaving[over]
+        self.positions[gone], self.state[gone] = -1, 0.0
+        following = held.sum(-1).clamp(max=self.positions.shape[1] - 1)
+        self.slot = torch.where(active, torch.where(over, leaving, following), self.slot)
+        return output
+
+
+@pytest.mark.parametrize(("capacity", "pauses"), [(9, True), (600, False)])
+@pytest.mark.parametrize("rule", ["position", "mass", "stored"])
+def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, capacity: int, pauses: bool) -> None:
+    """From below the budgets to steps in which an entry leaves each head; with pauses, some heads get nothing."""
+    head = Head(capacity, [capacity - 1, capacity - 3, 4], sinks=2, recent=1)
+    slots = head.slots(rule)
+    for token in range(4):
+        query, key, value = head.normal(S, G, D), head.normal(S, D), head.normal(S, DV)
+        arriving = head.normal(S).abs()
+        if token == 2:
+            arriving = head.state[:, 3].clone()  # equal priorities: the later one leaves
+        active = torch.tensor([True, token != 1, token != 2]) if pauses else torch.ones(S, dtype=torch.bool)
+        output = step(
+            query, key, value, slots, capacity, rule, D**-0.5, arriving=arriving, active=active if pauses else None
+        )
+        expected = head.step(query, key, value, rule, arriving, active)
+        torch.testing.assert_close(output, expected.float(), atol=1e-5, rtol=1e-5)
+        assert torch.equal(slots.positions, head.positions)
+        assert torch.equal(slots.slot, head.slot)
+        assert torch.equal(slots.seen, head.seen)
+        held = head.positions >= 0
+        assert torch.equal(slots.keys[held], head.keys[held])
+        assert torch.equal(slots.values[held], head.values[held])
+        if slots.state is not None:
+            torch.testing.assert_close(slots.state, head.state, atol=1e-6, rtol=1e-5)
