@@ -116,15 +116,15 @@ def _figures(inputs: Inputs, place: Path) -> tuple[Words, Words]:
     return words(inputs.plans[0]), words(inputs.plans[1])
 
 
-FORCE = ("--force",)
+FORCE, UNCHECKED = ("--force",), ("--no-check",)
 SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 3, "--generations", 1, "--finalists", 2, "--samples", 2)
 QUICK = (
     *("--policies", "snapkv", "--rankings", "query_bank", "--fit", 4, "--measure", 2, "--samples", 2, "--no-refine"),
     *("--budget", 40),
 )
 RACES: dict[str, Race] = {
-    "calibrate lukv": _calibrate("lukv", ("--policy", "tova"), ("--policy", "keydiff")),
-    "calibrate lukv --force": _calibrate("lukv", ("--policy", "tova"), ("--policy", "keydiff"), *FORCE),
+    "calibrate lukv": _calibrate("lukv", ("--policy", "tova"), ("--policy", "keydiff"), *UNCHECKED),
+    "calibrate lukv --force": _calibrate("lukv", ("--policy", "tova"), ("--policy", "keydiff"), *UNCHECKED, *FORCE),
     "calibrate lava": _calibrate("lava", ("--set", "window=4"), ("--set", "window=5")),
     "calibrate cake": _calibrate("cake", ("--set", "window=4"), ("--set", "window=5"), "--budget", 24),
     "calibrate adakv": _calibrate("adakv", ("--set", "window=4"), ("--set", "window=5")),
