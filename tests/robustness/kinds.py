@@ -204,10 +204,11 @@ def _config(job: str, path: Path) -> None:
 
 def _contexts(path: Path) -> None:
     from kvsearch.runs.contexts import read_contexts, write_contexts
+    from kvsearch.runs.lock import locked
 
     show(path)
     found = read_contexts(path.parent)
-    with taken("what was written"):
+    with taken("what was written"), locked(path.parent):
         write_contexts(path.parent, {use: getattr(found, use) for use in ("fitted", "chosen", "reported")})
         again = read_contexts(path.parent)
     for use in ("fitted", "chosen", "reported"):
