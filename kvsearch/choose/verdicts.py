@@ -53,7 +53,7 @@ class Gains(Record):
     inverse: Difference
     uniform: Difference
     random: Difference
-    reach: float = Field(ge=0)
+    reach: float = Field(ge=0, allow_inf_nan=False)
 
 
 class Judged(Record):
@@ -97,8 +97,8 @@ class AtBudget(Record):
     `ratio` is the share to evict, where that was asked for.
     """
 
-    budget: float = Field(gt=0)
-    ratio: float | None = None
+    budget: float = Field(gt=0, allow_inf_nan=False)
+    ratio: float | None = Field(default=None, gt=0, lt=1)
     full: Estimate
     signals: tuple[Judged, ...]
 

@@ -113,6 +113,10 @@ class JobOptions(Record):
             return model.model_validate(model.merged(dict(stated), typed))
         except ValidationError as error:
             raise model.refusal(error, stated, typed, path) from error
+        except UsageError as error:
+            if path is None or not model.is_refused_alone(stated, typed):
+                raise
+            raise type(error)(f"{path}: {error}") from error
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -123,6 +127,16 @@ class JobOptions(Record):
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it."""
         return {**stated, **given}
+
+    @classmethod
+    def is_refused_alone(cls, stated: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+        """Tell whether what a recipe has `stated` is refused with no more than what has to be `given`."""
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        try:
+            cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
+        except (UsageError, ValidationError):
+            return True
+        return False
 
     @classmethod
     def refusal(

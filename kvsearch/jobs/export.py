@@ -219,17 +219,22 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             asked |= {name: value for name in asked if isinstance(value := source.get(name), str)}
         if self.least is not None and asked["budget_signal"] == UNIFORM:
             raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-        return Strategy(
-            route=None if asked["route"] == "none" else asked["route"],
-            budgets=asked["budget_signal"],
-            phases=asked["phases"],
-            inverse_route=self.inverse_route,
-            inverse_budgets=self.inverse_budgets,
-            policy=self.policy,
-            exclude=self.exclude or (),
-            least=self.least,
-            full_layers=self.full_layers or 0,
-        )
+        try:
+            return Strategy(
+                route=None if asked["route"] == "none" else asked["route"],
+                budgets=asked["budget_signal"],
+                phases=asked["phases"],
+                inverse_route=self.inverse_route,
+                inverse_budgets=self.inverse_budgets,
+                policy=self.policy,
+                exclude=self.exclude or (),
+                least=self.least,
+                full_layers=self.full_layers or 0,
+            )
+        except UsageError as error:
+            if any(_is_given(getattr(self, name)) for name in asked):
+                raise
+            raise UsageError(f"{self.profile}: what the calibration was told cannot be followed: {error}") from error
 
 
 @job(ExportOptions)

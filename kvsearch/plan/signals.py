@@ -64,6 +64,11 @@ def signal_problems(arrays: Mapping[str, NDArray[Any]], axes: SignalAxes | None,
         found = arrays[name].shape if name in arrays else shape
         if found != shape:
             yield f"arrays.{name}: has shape {list(found)}, must be {list(shape)}"
+    for name in ALWAYS:
+        if name in arrays and (arrays[name].dtype.kind != "i" or not arrays[name].size or arrays[name].min() < 0):
+            yield f"arrays.{name}: must be whole numbers of 0 or more, one of every sample"
+    if TOKENS in arrays and not arrays[TOKENS].any():
+        yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
 
 
 def _shapes(arrays: Mapping[str, NDArray[Any]], axes: SignalAxes, layers: int) -> dict[str, tuple[int, ...]]:

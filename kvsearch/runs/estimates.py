@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Strict
+
+Number = Annotated[float, Strict()]  # in a file no text stands for one, such as "nan"
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
 
 
@@ -21,18 +25,18 @@ def doubt_of(full: float) -> str | None:
 class Estimate:
     """A mean and its 95% interval."""
 
-    mean: float
-    low: float
-    high: float
+    mean: Number
+    low: Number
+    high: Number
 
 
 @dataclass(frozen=True)
 class Difference:
     """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
 
-    mean: float
-    low: float
-    high: float
+    mean: Number
+    low: Number
+    high: Number
     wins: int
     ties: int
     losses: int

@@ -26,7 +26,7 @@ NUMBERS = (
 )  # fmt: skip
 SHAPES = (
     "null", "true", "false", "[]", "{}", "[[]]", '[""]', "[null]", "[[[0]]]", '{"": 0}', '{"a": 1, "a": 2}',
-    "[" * 60 + "]" * 60, "[" * 1_500, "[" * 1_500 + "]" * 1_500, "[" * 200_000, '{"a":' * 990 + "1" + "}" * 990,
+    "[" * 60 + "]" * 60, "[" * 1_500, "[" * 1_500 + "]" * 1_500, "[" * 20_000, '{"a":' * 990 + "1" + "}" * 990,
     "[0" + ", 0" * 3_000 + "]", "", "nul", "[1,]", "{1: 2}", '"\\ud800"', '"\\u0000"', '"\\x41"', '"tab\there"',
     '["__proto__"]', "[1e400]", "/* */ 1", "[0.0, -0.0]",
 )  # fmt: skip
@@ -119,7 +119,7 @@ def mutated_tree(tree: Any, rng: Random) -> Any:
     if kind == 6:  # deeper, or less deep
         inner = at(tree, place)
         below = children(inner)
-        wrapped = [[inner], Object([["", inner]]), Object([["a", inner]]), [inner, inner], *below[:1]]
+        wrapped = [[inner], Object([["", inner]]), Object([["a", inner]]), [inner, copy.deepcopy(inner)], *below[:1]]
         return put(tree, place, rng.choice(wrapped))
     if kind == 7:
         return put(tree, place, _reordered(at(tree, place), rng))
@@ -172,7 +172,7 @@ def _nudged(value: Any, rng: Random) -> Any:
     if isinstance(value, str):
         return rng.choice((value.upper(), value[:-1], f"{value}x", value * 2, f"{value} ", value[::-1]))
     if isinstance(value, list) and value:
-        return type(value)(rng.choice((value[:1], value[:-1], value * 2, value[1:])))
+        return type(value)(copy.deepcopy(one) for one in rng.choice((value[:1], value[:-1], value * 2, value[1:])))
     return rng.choice((0, "", [], None, False, True))
 
 
@@ -187,7 +187,8 @@ def _reordered(value: Any, rng: Random) -> Any:
     elif kind == 1:
         items.insert(rng.randrange(len(items) + 1), copy.deepcopy(rng.choice(items)))
     elif kind == 2:
-        items = items * rng.choice((2, 50, 400)) if len(items) < 50 else items + items
+        times = rng.choice((2, 50, 400)) if len(items) < 50 else 2
+        items = [copy.deepcopy(one) for one in items * times]  # else a change of one would be of all
     else:
         items = []
     return type(value)(items)
