@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -45,9 +44,9 @@ class StoredFull(Stored):
 
 
 class StoredBlock(Stored):
-    """The methods of one size; `size` has a budget or a ratio, and is None of plans and their baselines."""
+    """The methods of one size; `size` is None of plans and their baselines."""
 
-    size: dict[str, Any] | None
+    size: Size | None
     methods: tuple[StoredMethod, ...]
     full_differences: Differences | None = None
 
@@ -107,8 +106,7 @@ class StoredEvaluation(Stored):
             )
             for kind, name in self._rows(self.full.scores)
         ]  # fmt: skip
-        size = None if block.size is None else Size(**block.size)
-        return SizeBlock(size, labels, {**labels, FULL: FULL}[self.subject], rows)
+        return SizeBlock(block.size, labels, {**labels, FULL: FULL}[self.subject], rows)
 
     def _rows(self, scores: Scores) -> Iterator[tuple[Kind, str]]:
         """Yield the rows in the order of a comparison, which a file of sorted keys does not have."""
