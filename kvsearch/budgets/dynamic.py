@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.naming import suggest, typed_values
+from kvsearch.naming import suggest
 from kvsearch.plan.guard import GUARD
+from kvsearch.plan.parameters import typed_values
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.plan.schema import STATIC
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvsearch.errors import UsageError
 from kvsearch.printed import visible_line
 
 # what the list of commands says of each: the first sentence of its own help
@@ -38,38 +39,41 @@ VERBS = {
     "doctor": "Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache.",
     "plan": "Make plans without calibration, change plans, compare them.",
 }
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
 WITHOUT_ARGUMENTS = ("policies", "tasks", "doctor")  # these do something when nothing else is typed
+
+
+@contextmanager
+def _on_one_line() -> Iterator[None]:
+    """Tell of options and verbs that do not exist as of everything else that is wrong; what was typed is data."""
+    try:
+        yield
+    except _UsageError as error:
+        if "NoArgs" in type(error).__name__:
+            raise
+        more = "" if error.ctx is None else f" (see `{error.ctx.command_path} -h`)"
+        typer.echo(f"kvsearch: error: {visible_line(error.format_message())}{more}", err=True)
+        raise typer.Exit(UsageError.exit_code) from error
 
 
 class Verbs(TyperGroup):
     """Commands that are known by name and first sentence until one of them runs."""
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        """Read what stands before the verb."""
+        with _on_one_line():
+            return super().make_context(*given, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the rest, and run the verb."""
+        with _on_one_line():
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Put the command that is about to run in the place of its stand-in."""
         if args and args[0] in VERBS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)
-
-    def make_context(self, *given: Any, **more: Any) -> Any:
-        """Read what stands before the command."""
-        with _shown_as_data():
-            return super().make_context(*given, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Read the rest, and run the command."""
-        with _shown_as_data():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _shown_as_data() -> Iterator[None]:
-    """Make what was typed visible in complaints about it."""
-    try:
-        yield
-    except UsageError as error:
-        error.message = visible_line(error.message)  # type: ignore[attr-defined]
-        raise
 
 
 def load_command(verb: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +18,8 @@ from kvsearch.cli.console import Console
 from kvsearch.config.options import JobOptions, Option
 
 Checked = TypeVar("Checked", bound=JobOptions)
-KINDS = (bool, int, float, Path, str)  # what is typed; everything else is read from a text
+KINDS = (bool, Path, str)  # what is typed; everything else is read from a text
+NUMBERS = {int: "<int>", float: "<float>"}  # as the help has them; read here, so that all mistakes are told at once
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -39,13 +41,14 @@ def command(
             for name, about in (eager or {}).items()
         }
         parameters = [context, *_own(options), *answered.values(), *general]
+        numbers = {name: _plain(field.annotation) for name, (field, _) in options.offered().items()}
         negated = [name for name, (_, option) in options.offered().items() if option.negated]
 
         @functools.wraps(function)
         def wrapped(typer_context: typer.Context, **values: Any) -> None:
             console = Console(**{one.name: values.pop(one.name) for one in general})
             asked = (name for name in values if name not in answered and _is_typed(typer_context, name))
-            typed = {name: values[name] for name in asked}
+            typed = {name: _number(values[name], numbers.get(name)) for name in asked}
             typed |= {name: False for name in negated if name in typed}
             code = console.run(lambda: function(options.of(**typed), console))
             if code:
@@ -108,6 +111,13 @@ def _kind(field: FieldInfo, option: Option) -> Any:
     return plain if plain in KINDS else str
 
 
+def _number(value: Any, kind: Any) -> Any:
+    """Return the number that was typed, or the text if it is none, for the model to refuse."""
+    with suppress(ValueError):
+        return kind(value) if kind in NUMBERS else value
+    return value
+
+
 def _plain(annotation: Any) -> Any:
     """A type without None and without what is annotated to it."""
     while get_origin(annotation) is Annotated:
@@ -120,7 +130,8 @@ def _plain(annotation: Any) -> Any:
 
 def _shown_default(field: FieldInfo) -> Any:
     """The default as the help shows it; None where it is no plain value."""
-    return field.default if not field.is_required() and isinstance(field.default, KINDS) else None
+    plain = not field.is_required() and isinstance(field.default, (*KINDS, *NUMBERS))
+    return field.default if plain else None
 
 
 def _about(field: FieldInfo, option: Option) -> dict[str, Any]:
@@ -128,5 +139,5 @@ def _about(field: FieldInfo, option: Option) -> dict[str, Any]:
     plain = _shown_default(field)
     shown = option.shown or (plain is not None and not isinstance(plain, bool))
     about: dict[str, Any] = {"help": option.help, "show_default": shown, "hidden": option.hidden}
-    more = {"metavar": option.metavar, "rich_help_panel": option.panel}
+    more = {"metavar": option.metavar or NUMBERS.get(_plain(field.annotation)), "rich_help_panel": option.panel}
     return about | {key: value for key, value in more.items() if value is not None}

@@ -9,18 +9,21 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from annotated_types import Le
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from kvsearch.config.recipes import find_recipe, read_recipe
 from kvsearch.errors import UsageError
 from kvsearch.plan.fields import Record, ScalarField
-from kvsearch.plan.parsing import list_problems, problems_of
+from kvsearch.plan.limits import MOST_ENTRIES, MOST_NUMBER
+from kvsearch.plan.parsing import is_text, list_problems, problems_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,21 @@ class JobOptions(Record):
     def directories(self) -> tuple[Path, ...]:
         """The directories that the job writes into: it has their locks from its beginning to its end."""
         return ()
+
+    @field_validator("*")
+    @classmethod
+    def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers above all meaning, where a field says no limit of its own, and what is no text or number."""
+        field = cls.model_fields[info.field_name or ""]
+        stated = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
+        for item in _scalars(value):
+            if isinstance(item, int) and abs(item) > stated:  # type: ignore[operator]
+                raise PydanticCustomError("limit", "Input should be at most {most}", {"most": stated})
+            if isinstance(item, float) and not math.isfinite(item):
+                raise PydanticCustomError("limit", "Input should be a finite number")
+            if isinstance(item, str) and not is_text(item):
+                raise PydanticCustomError("limit", "Input should be text, in UTF-8")
+        return value
 
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
@@ -170,7 +188,7 @@ class JobOptions(Record):
 class Seeded(JobOptions):
     """The seed of everything random."""
 
-    seed: Annotated[int, Field(ge=0), Option("Seed of everything random.")] = 0
+    seed: Annotated[int, Field(ge=0, le=MOST_NUMBER), Option("Seed of everything random.")] = 0
 
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
@@ -187,6 +205,11 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
         except ValueError:
             continue
     return key.strip(), value
+
+
+def _scalars(value: object) -> Iterator[object]:
+    """Yield the values of a list, or the value itself; settings in a mapping are judged by those they are of."""
+    yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _listed(value: object) -> object:

@@ -46,7 +46,7 @@ def content_of(
 def environment(loaded: LoadedModel) -> dict[str, Any]:
     """Model, tokenizer, arithmetic and code."""
     return {
-        "model": loaded.fingerprint.model_dump(mode="json"),
+        "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
         "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),

@@ -35,6 +35,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import FINISHED, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.naming import suggest
+from kvsearch.plan.fields import Samples
 from kvsearch.plan.parsing import list_problems
 from kvsearch.plan.saved import PROFILE
 from kvsearch.progress import Progress
@@ -82,7 +83,7 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
     split: Annotated[
         str, Option("--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS)
     ] = "train"
-    samples: Annotated[int, Field(ge=1), Option("--tasks: contexts per task.", panel=TASKS)] = 10
+    samples: Annotated[Samples, Option("--tasks: contexts per task.", panel=TASKS)] = 10
     questions: Annotated[int | None, Field(ge=1), Option("Use only so many questions, and their contexts.")] = None
     force: Annotated[bool, Option("Replace results already in the directory.", recorded=False)] = False
     tflops: Annotated[

@@ -30,7 +30,8 @@ from kvsearch.jobs.groups import (
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import FINISHED, kept_replies
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.fields import Entries, refuse
+from kvsearch.plan.fields import Entries, Samples, refuse
+from kvsearch.plan.limits import MOST_NUMBER
 from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
 
 if TYPE_CHECKING:
@@ -100,12 +101,14 @@ class EvolveOptions(WithModel, WithRun, TaskDetails, Asking, EvolveSettings):
             shown=DEFAULT_TASKS,
         ),
     ] = None
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
+    samples: Annotated[Samples, Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
     max_time: Annotated[
         float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
     ] = None
-    max_tokens: Annotated[int | None, Field(ge=1), Option("Tokens read under candidates.", panel=LIMITS)] = None
+    max_tokens: Annotated[
+        int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
+    ] = None
     workers: Annotated[
         int | None,
         Field(ge=1),

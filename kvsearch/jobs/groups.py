@@ -12,6 +12,7 @@ from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, aske
 from kvsearch.errors import UsageError
 from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
+from kvsearch.plan.fields import Samples
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class Batches(Seeded):
 class Batching(Batches):
     """How many questions are asked, how long prompts may be, and how many are asked at a time."""
 
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
+    samples: Annotated[Samples, Option("Contexts per task.", panel=ASKED)] = 20
 
     def asking(self, protocol: Protocol) -> Settings:
         """Return how questions are asked under a protocol."""

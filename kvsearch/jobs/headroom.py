@@ -11,6 +11,7 @@ from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import ASKED, DEFAULT_TASKS, WithModel, default_tasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
+from kvsearch.plan.fields import Samples
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
@@ -25,7 +26,7 @@ class HeadroomOptions(WithModel, Seeded):
 
     ratio: Annotated[float, Field(gt=0, lt=1), Option("Share of the cache to evict, above 0 and below 1.")] = 0.8
     tasks: Annotated[str | None, Option("As for evaluate.", panel=ASKED, shown=DEFAULT_TASKS)] = None
-    samples: Annotated[int, Field(ge=1), Option("Contexts per task.", panel=ASKED)] = 20
+    samples: Annotated[Samples, Option("Contexts per task.", panel=ASKED)] = 20
     length: Annotated[
         int | None,
         Field(ge=1),

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
-
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.following import following
@@ -21,7 +19,7 @@ from kvsearch.jobs.stages import FINISHED, on_interruption
 from kvsearch.jobs.talk import Talk
 from kvsearch.papers.catalog import find_table, model_of
 from kvsearch.papers.table import Ask, PaperTable, Scale
-from kvsearch.plan.fields import Entries
+from kvsearch.plan.fields import Entries, Samples
 
 if TYPE_CHECKING:
     from kvsearch.report.reproduced import Reproduced
@@ -60,9 +58,7 @@ class ReproduceOptions(WithTasks, Loading, Batches):
         Option("Ask these, and search on them, in place of the table's own: as for evaluate.", metavar="SPEC",
                panel=TASKS, shown="those of the table"),
     ] = None  # fmt: skip
-    samples: Annotated[
-        int | None, Field(ge=1), Option("Contexts per task.", panel=ASKED, shown="those of the table")
-    ] = None
+    samples: Annotated[Samples | None, Option("Contexts per task.", panel=ASKED, shown="those of the table")] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
         Numbers,

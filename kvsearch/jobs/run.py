@@ -34,7 +34,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.run_progress import Overall, StageTalk, overall
 from kvsearch.jobs.stages import FINISHED, kept_replies, on_interruption
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.fields import Entries, refuse
+from kvsearch.plan.fields import Entries, Samples, refuse
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -129,8 +129,8 @@ class RunOptions(WithModel, WithRun, WithTasks, Asking):
     form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.", panel=FITTED)] = (
         "network"
     )
-    fit: Annotated[int, Field(ge=1), Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
-    measure: Annotated[int, Field(ge=1), Option("Contexts per task to measure budgets on.", panel=FITTED)] = 4
+    fit: Annotated[Samples, Option("Contexts per task to fit rankings on.", panel=FITTED)] = 6
+    measure: Annotated[Samples, Option("Contexts per task to measure budgets on.", panel=FITTED)] = 4
     refine: Annotated[
         bool,
         Option(
@@ -149,7 +149,9 @@ class RunOptions(WithModel, WithRun, WithTasks, Asking):
         ),
     ] = None
     samples: Annotated[
-        int, Field(ge=2), Option("Contexts per task to choose by, and as many others to report on.", panel=ASKED)
+        Samples,
+        Field(ge=2),
+        Option("Contexts per task to choose by, and as many others to report on.", panel=ASKED),
     ] = 20
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import FINISHED, kept_replies
 from kvsearch.jobs.talk import Talk
-from kvsearch.plan.fields import Entries, refuse
+from kvsearch.plan.fields import Entries, Samples, refuse
 
 if TYPE_CHECKING:
     from kvsearch.choose.select import PreparedSelection
@@ -91,7 +91,7 @@ class SelectOptions(OnSignals):
             shown="a lead beyond chance",
         ),
     ] = None
-    samples: Annotated[int, Field(ge=2), Option("Contexts per task in each of the two splits.", panel=ASKED)] = 20
+    samples: Annotated[Samples, Field(ge=2), Option("Contexts per task in each of the two splits.", panel=ASKED)] = 20
     run: Annotated[
         Path | None,
         Option(

@@ -41,6 +41,7 @@ def fingerprint(
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
     )
 
 

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvsearch.plan.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_NUMBER, MOST_TOTAL, MOST_WIDTH
+from kvsearch.plan.limits import (
+    MOST_ENTRIES,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_NUMBER,
+    MOST_SAMPLES,
+    MOST_TOTAL,
+    MOST_WIDTH,
+)
 
 # A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
 COMPLETE = "kvsearch"
@@ -64,6 +72,7 @@ Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]
 Index = Annotated[int, Field(strict=True, ge=0, le=MOST_NUMBER)]
 Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 Total = Annotated[int, Field(strict=True, ge=1, le=MOST_TOTAL)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]

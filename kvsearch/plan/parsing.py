@@ -26,6 +26,10 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+')
 _MOST_READ = 4000  # digits; Python reads a few more
 _PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": "is missing: add it"}
+_NO_WHOLE, _NO_NUMBER = "Input should be a whole number", "Input should be a number"
+_OF_KIND: Final = dict.fromkeys(("int_parsing", "int_parsing_size", "int_from_float"), _NO_WHOLE) | {
+    "float_parsing": _NO_NUMBER
+}
 _ABOUT_CONTENT: Final = frozenset({COMPLETE, "value_error", "assertion_error"})
 
 
@@ -46,7 +50,7 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
     problems = []
     for line in error.errors(include_url=False):
         kind = line["type"]
-        what = _PLAIN.get(kind, line["msg"].removeprefix("Value error, "))
+        what = _PLAIN.get(kind) or _OF_KIND.get(kind) or line["msg"].removeprefix("Value error, ")
         found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
         problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
     return problems

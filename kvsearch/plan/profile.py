@@ -27,7 +27,7 @@ from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.fields import Count, Entries, Floor, Index, Record, Text, refuse
 from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.fingerprint import ModelFingerprint
-from kvsearch.plan.limits import MOST_DIMENSIONS, MOST_MEASURED
+from kvsearch.plan.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS, MOST_MEASURED
 from kvsearch.plan.measured import measured_problems
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
@@ -98,7 +98,7 @@ class ProfileMetadata(Record):
     policy: PolicySpec
     length: Entries
     questions: Count
-    layers: tuple[Index, ...] = Field(min_length=1)
+    layers: tuple[Index, ...] = Field(min_length=1, max_length=MOST_LAYERS)
     floor: Floor
     signals: SignalAxes | None = None
     policies: tuple[PolicySpec, ...] | None = Field(default=None, min_length=2)
@@ -221,7 +221,7 @@ def load_profile(path: str | Path) -> Profile:
         UsageError: there is no such file, or it is not a valid profile; the message lists all that is wrong with it.
         EnvironmentFault: the file cannot be read.
     """
-    found = read_profile(read_bytes(path), str(path))
+    found = read_profile(read_bytes(path, MOST_ARRAYS), str(path))
     find_weights(found.metadata.measured_policies, path)
     return found
 

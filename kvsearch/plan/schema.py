@@ -11,6 +11,7 @@ from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
+from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.plan.origin import Provenance
 
 __all__ = [
@@ -66,13 +67,13 @@ class LayerPlan(Record):
     """What one layer keeps: `budget` is in entries per kv head, protected entries (sinks, window) included."""
 
     policy: PolicySpec
-    budget: tuple[Entries, ...]
+    budget: tuple[Entries, ...] = Field(max_length=MOST_HEADS)
 
 
 class PhasePlan(Record):
     """One phase, an item per model layer; None leaves a layer its full cache (say, one with its own sliding window)."""
 
-    layers: tuple[LayerPlan | None, ...]
+    layers: tuple[LayerPlan | None, ...] = Field(max_length=MOST_LAYERS)
 
     @property
     def planned_layers(self) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.naming import suggest, typed_values
+from kvsearch.naming import suggest
+from kvsearch.plan.limits import MOST_ROWS
+from kvsearch.plan.parameters import typed_values
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
 
@@ -81,7 +83,10 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
-    return found(**values)
+    made = found(**values)
+    if made.needs().query_rows > MOST_ROWS:
+        raise UsageError(f"policy {name}: looks at {made.needs().query_rows} query rows, {MOST_ROWS} are the most")
+    return made
 
 
 def policy_of(spec: PolicySpec) -> Policy:

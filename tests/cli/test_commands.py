@@ -81,6 +81,20 @@ def test_options_of_other_commands_are_refused(run: Run) -> None:
     assert "No such option" in talk
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--colour",), "No such option: --colour (see `kvsearch -h`)"),
+        (("evolv",), "No such command 'evolv'. Did you mean 'evolve'? (see `kvsearch -h`)"),
+        (("show", "x", "--colour"), "No such option: --colour (see `kvsearch show -h`)"),
+        (("plan", "dif"), "No such command 'dif'. Did you mean 'diff'? (see `kvsearch plan -h`)"),
+        (("show", "--ratio"), "Option '--ratio' requires an argument."),
+    ],
+)
+def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    assert run(*arguments) == (2, "", f"kvsearch: error: {expected}\n")
+
+
 def test_version(run: Run) -> None:
     code, out, _ = run("--version")
     assert code == 0

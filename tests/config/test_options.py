@@ -42,6 +42,7 @@ class Brewing(Shared, Seeded):
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan; repeatable.", repeated=True)] = ()
     params: Annotated[Params, Option("A setting.", flag="--set", repeated=True)] = Field(default_factory=dict)
     output: Annotated[Path | None, Option("Where.", short="-o", recorded=False)] = None
+    strength: Annotated[float | None, Option("How strong.")] = None
     secret: Annotated[int | None, Option("Not shown.", hidden=True)] = None
 
 
@@ -80,11 +81,11 @@ def refused(*arguments: str) -> str:
 def test_flags_are_made_of_fields() -> None:
     found = typed(
         "oolong", "-c", "3", "--heat", "high", "--no-stir", "--sizes", "4,8", "--plan", "a", "--plan", "b", "--set",
-        "x=1", "--set", "y=no", "--colour", "blue", "-o", "out", "--secret", "5", "--seed", "7",
+        "x=1", "--set", "y=no", "--colour", "blue", "-o", "out", "--secret", "5", "--strength", "0.5", "--seed", "7",
     )  # fmt: skip
     assert found == {
         "leaf": "oolong", "cups": 3, "heat": "high", "stir": False, "sizes": [4, 8], "plan": ["a", "b"],
-        "params": {"x": 1, "y": "no"}, "colour": "blue", "output": "out", "secret": 5, "seed": 7,
+        "params": {"x": 1, "y": "no"}, "colour": "blue", "output": "out", "secret": 5, "strength": 0.5, "seed": 7,
         "typed": sorted(Brewing.model_fields),
     }  # fmt: skip
 
@@ -115,6 +116,38 @@ def test_all_mistakes_at_once() -> None:
     )
     assert "No such option" in refused("oolong", "--device", "bananas")
     assert "LEAF: is missing" in refused("--cups", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("--cups", "99999999999999999999999"),
+            "--cups: Input should be at most 2147483647, not 999999999999999",
+        ),
+        (("--cups", "9" * 5000), "--cups: Input should be a whole number, not '9999"),
+        (("--cups", "many"), "--cups: Input should be a whole number, not 'many'"),
+        (("--cups", "1.5"), "--cups: Input should be a whole number, not '1.5'"),
+        (("--secret", "-9223372036854775807"), "--secret: Input should be at most 2147483647, not -922"),
+        (("--seed", str(2**63)), "--seed: Input should be less than or equal to 9223372036854775807"),
+        (("--sizes", "4,9223372036854775807"), "--sizes: Input should be at most 2147483647"),
+        (("--strength", "nan"), "--strength: Input should be a finite number, not nan"),
+        (("--strength", "1e400"), "--strength: Input should be a finite number, not inf"),
+        (("--strength", "strong"), "--strength: Input should be a number, not 'strong'"),
+        (("--colour", "\udcff"), "--colour: Input should be text, in UTF-8"),
+        (("--set", f"x={2**64}"), "--set.x: must be a finite number, true, false or a text, not one above 64 bits"),
+    ],
+)
+def test_numbers_above_all_meaning(arguments: tuple[str, str], expected: str) -> None:
+    talk = refused("oolong", *arguments)
+    assert talk.startswith(f"kvsearch: error: {expected}")
+    assert talk.count("\n") == 1
+
+
+def test_several_mistyped_numbers_are_told_together() -> None:
+    talk = refused("oolong", "--cups", "x", "--strength", "y", "--seed", "1e3")
+    assert talk.startswith("kvsearch: error: what was typed is not valid, 3 problems:\n")
+    assert all(flag in talk for flag in ("--cups: ", "--strength: ", "--seed: "))
 
 
 def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.plan import Plan, PolicySpec, Provenance, describe_validation_error
+from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Provenance, describe_validation_error
 from tests.plan.builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
 
 
@@ -67,6 +67,33 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (plan_dict(model=model_dict(layers=4)), "prefill.layers: has 3 items, but model.layers is 4"),
     (plan_dict(model=model_dict(kv_heads=3)), "prefill.layers.0.budget: has 2 items, but model.kv_heads is 3"),
     (plan_dict(model=model_dict(config_sha256="abc")), "model.config_sha256: String should match pattern"),
+    (plan_dict(model=model_dict(layers=30_000_000)), "model.layers: Input should be less than or equal to 1024"),
+    (
+        plan_dict(model=model_dict(kv_heads=1025)),
+        "model.kv_heads: Input should be less than or equal to 1024",
+    ),
+    (
+        plan_dict(model=model_dict(head_dim=2**20)),
+        "model.head_dim: Input should be less than or equal to 65536",
+    ),
+    (
+        plan_dict(prefill=phase_dict([[4, 4]] * 1025)),
+        "prefill.layers: Tuple should have at most 1024 items",
+    ),
+    (
+        plan_dict([[4] * 1025, None, [4, 4]]),
+        "prefill.layers.0.budget: Tuple should have at most 1024 items",
+    ),
+    (plan_dict(length=2**31), "length: Input should be less than or equal to 2147483647"),
+    (plan_dict(total=2**63), "total: Input should be less than or equal to 2251799812636672"),
+    (
+        plan_dict(provenance={**PROVENANCE, "seed": 2**63}),
+        "provenance.seed: Input should be less than or equal to 92",
+    ),
+    (
+        plan_dict(provenance={**PROVENANCE, "settings": {"a": 10**5000}}),
+        "provenance.settings.a: must be a finite number, true, false or a text, not one above 64 bits",
+    ),
     (plan_dict(model=model_dict(name="")), "model.name: String should have at least 1 character"),
     (plan_dict([[10, 0], [4, 4]]), "prefill.layers.0.budget.1: Input should be greater than or equal to 1, not 0"),
     (plan_dict([[10, 2**31], [4, 4]]), "prefill.layers.0.budget.1: Input should be less than or equal to 2147483647"),
@@ -145,6 +172,31 @@ def test_every_other_field_does(field: str, value: object, words: str) -> None:
     assert difference is not None
     assert difference.startswith(words)
     assert "\n" not in difference
+
+
+@pytest.mark.parametrize(
+    ("made", "here", "expected"),
+    [
+        ("bfloat16", "float16", "plan.json was made in bfloat16, and this model is loaded in float16: float16 rounds"),
+        ("float16", "float32", "plan.json was made in float16, and this model is loaded in float32: float16 rounds"),
+        ("float16", "float16", "plan.json was made for another model, which is called 'toy' as this one is"),
+        ("float32", "bfloat16", "plan.json was made for another model"),  # these have equal hashes: others are others
+        (None, "float16", "or load it in the --dtype of then"),
+    ],
+)
+def test_another_dtype_is_told_from_another_model(made: str | None, here: str, expected: str) -> None:
+    plan, found = model(dtype=made), model(dtype=here, weights_sha256="a" * 64)
+    assert plan.mismatch(model(dtype=here)) is None
+    with pytest.raises(IncompatibleError) as caught:
+        plan.require(found, "plan.json")
+    assert expected in str(caught.value)
+    if "was made in" in expected:
+        assert f"load it with --dtype {made}, or make plan.json again" in str(caught.value)
+
+
+def test_a_dtype_that_is_not_known_is_not_written() -> None:
+    assert "dtype" not in model().model_dump()
+    assert ModelFingerprint.model_validate(model(dtype="float16").model_dump()).dtype == "float16"
 
 
 def test_weights_may_be_allowed_to_differ() -> None:
