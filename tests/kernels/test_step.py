@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from kvsearch.kernels.step import Rule, Slots, step
-from kvsearch.policies.decoding import lowest, protected_slots
 from tests.kernels.reference import NAN
 
 S, G, D, DV = 3, 4, 16, 24
@@ -52,14 +51,19 @@ class Head:
         elif rule == "stored":
             self.state[where] = arriving[active]
         priority = self.positions.float() if rule == "position" else self.state
-        outside = held & ~protected_slots(self.positions, self.seen, self.sinks, self.recent)
-        leaving = lowest(priority, outside, self.positions)
+        leaving = torch.tensor([self.lowest(segment, priority[segment].tolist()) for segment in range(S)])
         over = (held.sum(-1) > self.budgets) & active
         gone = rows[over], leaving[over]
         self.positions[gone], self.state[gone] = -1, 0.0
         following = held.sum(-1).clamp(max=self.positions.shape[1] - 1)
         self.slot = torch.where(active, torch.where(over, leaving, following), self.slot)
         return output
+
+    def lowest(self, segment: int, priority: list[float]) -> int:
+        """The slot of the lowest priority that is not protected, the later position among equals."""
+        first, last = int(self.sinks[segment]), int(self.seen[segment] - self.recent[segment])
+        where = enumerate(self.positions[segment].tolist())
+        return min((priority[slot], -position, slot) for slot, position in where if first <= position < last)[2]
 
 
 @pytest.mark.parametrize(("capacity", "pauses"), [(9, True), (600, False)])
