@@ -32,7 +32,7 @@ MEASURED: dict[str, Measured] = {
     "held_out_ratio": Measured(("F", "R", "L", "H"), 0, 1),
     "choice_recall": Measured(("C", "B")),
     "fit_exponents": Measured(("E", 2)),
-    "fit_loss": Measured(("E", "Q")),
+    "fit_loss": Measured(("E", "P")),  # of pairs: the profile itself counts contexts
 }
 _SLACK = 1e-5  # of ratios in fp32
 
