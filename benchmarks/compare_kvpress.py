@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvsearch.policies import Observation, Policy, QueryStatistics, create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.scoring import candidate_mask, pool_positions, window_sums
+from kvsearch.policies.scoring import pool_positions, window_sums
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -53,7 +53,7 @@ class PooledFirst(SnapKV):
 
     def score(self, observation: Observation) -> Tensor:
         attention = window_sums(observation, self.window) / self.window
-        pooled = pool_positions(attention, self.kernel, self.pooling, candidate_mask(observation, self.window))
+        pooled = pool_positions(attention, self.kernel, self.pooling, observation.candidates(0, self.window))
         return pooled.view(len(pooled), -1, observation.group, pooled.shape[-1]).mean(2)
 
 

@@ -29,6 +29,7 @@ from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
+from kvsearch.policies.checks import require_finite
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
@@ -151,7 +152,9 @@ def _losses(
 
     def look(observation: Observation) -> Dispersion:
         entropy, variance = dispersion(observation, rows)
-        return Dispersion(float(entropy[0]), float(variance[0]), rank_under(policy, observation)[0])
+        ranks = rank_under(policy, observation)[0]
+        require_finite(observation.looks)
+        return Dispersion(float(entropy[0]), float(variance[0]), ranks)
 
     passed = full_pass(loaded, prompt, policy, Needs(query_rows=rows), look)
     entropy, variance = np.array([(layer.entropy, layer.variance) for layer in passed.noted]).T

@@ -11,12 +11,16 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.plugins import guard, is_ours
 from kvsearch.policies.tensors import Tensor
+
+if TYPE_CHECKING:
+    from kvsearch.policies.checks import Look
 
 # hidden states that enter the attention of a layer [B, q, d_model], its index -> something of each entry [B, Hkv, q]
 OfHidden = Callable[[Tensor, int], Tensor]
@@ -101,6 +105,8 @@ class Observation:
     layer: int = 0
     sinks: Tensor | None = None  # [Hkv, G] fp32, or [B, 1, G] of one kv head each: logits that are no entry (gpt-oss)
     heads: Tensor | None = None  # [B] kv head of each row, where rows are of one head each; default: all, in order
+    # what was noted of the scores that policies gave, until the host looks at it; None: nothing is noted
+    looks: list[Look] | None = field(default_factory=list, compare=False, repr=False)
     _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -120,6 +126,14 @@ class Observation:
         """Tokens each sequence has had so far, [B]."""
         count: Tensor = self.lengths if self.token_count is None else self.token_count
         return count
+
+    def candidates(self, sinks: int, recent: int) -> Tensor:
+        """Mark the real entries that are neither among the first `sinks` nor the last `recent`, [B, T] bool."""
+
+        def mark() -> Tensor:
+            return self.valid & (self.index >= sinks) & (self.index < (self.seen - recent)[:, None])
+
+        return self.shared(("candidates", sinks, recent), mark)
 
     @property
     def last_queries(self) -> Tensor:
@@ -198,6 +212,11 @@ class Policy(ABC):
 
     signed_scores: ClassVar[bool] = False  # whether scores may be below 0: they have no shares and no entropy
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if not is_ours(cls):
+            guard(cls)
+
     def __post_init__(self) -> None:
         """Raise UsageError for a parameter that is out of range: here those that this class reads."""
         self._settle_protect()
@@ -233,7 +252,10 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, observation: Observation) -> Tensor:
-        """Return keep-priorities, [B, Hkv, T] fp32, higher is kept; padding and protected columns are ignored."""
+        """Return keep-priorities, [B, Hkv, T] fp32, higher is kept; padding and protected columns are ignored.
+
+        All others must be finite.
+        """
 
     def first_stage(self, observation: Observation) -> Tensor | None:  # noqa: ARG002
         """Return priorities [B, Hkv, T] by which `quota` entries are taken; `score` picks the others. None: all."""

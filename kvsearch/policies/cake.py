@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.scoring import candidate_mask, pool_positions, served_rows, window_rows
+from kvsearch.policies.scoring import pool_positions, served_rows, window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -47,7 +47,7 @@ class CAKE(Policy):
         """Return the pooled mean plus weighted variance, [B, Hkv, T] fp32."""
         mean, variance = row_moments(observation, self.window)
         indicator = (mean + self.gamma * variance).flatten(1, 2)
-        pooled = pool_positions(indicator, self.kernel, self.pooling, candidate_mask(observation, self.protect))
+        pooled = pool_positions(indicator, self.kernel, self.pooling, observation.candidates(0, self.protect))
         return pooled.view_as(mean).mean(2)
 
     def step(self, step: Step) -> Tensor:

@@ -9,7 +9,8 @@ import sys
 
 from kvsearch.policies.base import Policy
 from kvsearch.policies.facts import DecodeRule, Parameter, PolicyFacts, PolicyFault
-from kvsearch.policies.registry import BUILT_IN, is_required, package_of, policy_class, policy_names, third_party
+from kvsearch.policies.plugins import package_of
+from kvsearch.policies.registry import BUILT_IN, is_required, policy_class, policy_names, third_party
 
 HOME = "kvsearch"
 ROWS = {"group": "mean over the query group", "layer": "mean over the layer's heads"}

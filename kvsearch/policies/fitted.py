@@ -13,7 +13,6 @@ from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
 from kvsearch.policies.ranking import scored
-from kvsearch.policies.scoring import candidate_mask
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Fitted(Policy):
         scores = self.fitted_score(observation)
         if not self.share:
             return scores
-        free = candidate_mask(observation, self.recent_count) & (observation.index >= self.sink_count)
+        free = observation.candidates(self.sink_count, self.recent_count)
         hidden, generic = ~free[:, None], generic_scores(self.generic, observation)
         ranked = scores.masked_fill(hidden, -torch.inf)
         shared = sharing(ranked, generic.masked_fill(hidden, -torch.inf), self.share)

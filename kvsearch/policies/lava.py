@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.scoring import candidate_mask, mean_window_attention, pool_positions
+from kvsearch.policies.scoring import mean_window_attention, pool_positions
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor
 
@@ -26,7 +26,7 @@ class LAVa(SnapKV):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the pooled attention of the window times the largest value norm, [B, Hkv, T] fp32."""
-        inside = candidate_mask(observation, self.protect)
+        inside = observation.candidates(0, self.protect)
         largest = observation.value_norms(1).masked_fill(~inside[:, None], 0.0).amax(-1, keepdim=True)
         attention = mean_window_attention(observation, self.window, self.group)
         return pool_positions(attention * largest, self.kernel, self.pooling, inside)

@@ -12,7 +12,7 @@ from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.generic import even_places
-from kvsearch.policies.scoring import candidate_mask, chunk_bytes
+from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
 METHOD = "query_bank"  # of the profile that has the queries
@@ -84,7 +84,7 @@ class QueryBank(Calibrated):
 
     def _mean(self, observation: Observation) -> Tensor:
         """Return the mean score of the entries that are ranked, [B, Hkv]."""
-        ranked = candidate_mask(observation, self.recent_count) & (observation.index >= self.sink_count)
+        ranked = observation.candidates(self.sink_count, self.recent_count)
         total = self._attended(observation)[0].masked_fill(~ranked[:, None], 0.0).sum(-1)
         return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=LEAST)
 

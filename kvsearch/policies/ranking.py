@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.checks import check_scores
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -64,7 +65,7 @@ def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tens
 def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
     """Return scores [B, Hkv, T] whose best entries are kept at `budgets` [B, Hkv]: +inf for the first stage's."""
     scores = scored(policy, observation)
-    first = policy.first_stage(observation)
+    first = first_staged(policy, observation)
     if first is None:
         return scores
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
@@ -73,8 +74,26 @@ def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tens
 
 
 def scored(policy: Policy, observation: Observation) -> Tensor:
-    """Return the policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried."""
-    return observation.shared(("scores", _identity(policy)), lambda: policy.score(observation))
+    """Return the policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried.
+
+    Raises:
+        EnvironmentFault: see `check_form`. Whether they are finite is noted for `lengths_after` and `require_finite`.
+    """
+
+    def compute() -> Tensor:
+        return check_scores(policy, observation, "score", policy.score(observation))
+
+    return observation.shared(("scores", _identity(policy)), compute)
+
+
+def first_staged(policy: Policy, observation: Observation) -> Tensor | None:
+    """Return the policy's first stage [B, Hkv, T], as `scored`; None where it has none."""
+
+    def compute() -> Tensor | None:
+        found = policy.first_stage(observation)
+        return None if found is None else check_scores(policy, observation, "first_stage", found)
+
+    return observation.shared(("first stage", _identity(policy)), compute)
 
 
 def rank_scored(policy: Policy, observation: Observation) -> Tensor:
@@ -105,7 +124,7 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
         return length if policy.exempt(budget, length) else budget
 
     budgets = at_each(limit, budgets, observation.lengths[:, None].expand_as(budgets)).to(observation.keys.device)
-    if policy.first_stage(observation) is None:
+    if first_staged(policy, observation) is None:
         ranks = rank_scored(policy, observation)
     else:
         scores = scores_at(policy, observation, budgets)
@@ -120,7 +139,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     """
     valid, sinks, window = observation.valid, policy.sink_count, policy.recent_count
     ranks = rank_scored(policy, observation)
-    first = policy.first_stage(observation)
+    first = first_staged(policy, observation)
     if first is None:
         return ranks
     quota = [policy.quota(budget) for budget in range(valid.shape[-1] + 1)]

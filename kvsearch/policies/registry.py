@@ -14,8 +14,8 @@ from kvsearch.plan.limits import MOST_ROWS
 from kvsearch.plan.parameters import typed_values
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.base import Policy
+from kvsearch.policies.plugins import GROUP, package_of
 
-GROUP = "kvsearch.policies"
 FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
 BUILT_IN = {
     "full": "kvsearch.policies.full:FullKV",
@@ -50,11 +50,6 @@ def policy_names() -> list[str]:
 def third_party() -> list[EntryPoint]:
     """Return the entry points of packages that add a policy, by name; of one name, the first is the one in use."""
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
-
-
-def package_of(point: EntryPoint) -> str:
-    """Return the distribution an entry point comes from, with its version, or else its module."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -102,7 +97,7 @@ def is_required(parameter: dataclasses.Field[object]) -> bool:
 def _load(point: EntryPoint) -> type[Policy]:
     try:
         found = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(point, f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})") from error
     if not (inspect.isclass(found) and issubclass(found, Policy)):
         raise _broken(point, f"is no Policy: {point.value}")

@@ -197,8 +197,3 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
     if pooling == "max":
         return F.max_pool1d(scores.masked_fill(outside, float("-inf")), kernel, 1, kernel // 2)
     return F.avg_pool1d(scores.masked_fill(outside, 0.0), kernel, 1, kernel // 2)
-
-
-def candidate_mask(observation: Observation, recent: int) -> Tensor:
-    """Mark the real entries that are not among the `recent` last ones, [B, T] bool."""
-    return observation.valid & (observation.index < (observation.seen - recent)[:, None])

@@ -92,7 +92,9 @@ class PlannedModel:
             for index, found in reread(self.model, needs, input_ids, kwargs.get("attention_mask")).items():
                 if index in planned:
                     planned[index].rereads = found
-        return self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
+        output = self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
+        self.cache.check_scores()
+        return output
 
     def _require_attached(self) -> None:
         if self.model.config._attn_implementation != NAME:

@@ -16,7 +16,9 @@ from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.policies import Policy
+from kvsearch.policies.checks import require_finite
 from kvsearch.runtime.cache_file import read_cache, write_cache
+from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.hidden import watch
 from kvsearch.runtime.layer import EvictingLayer, Mark
@@ -151,7 +153,20 @@ class PlanCache(Cache):  # type: ignore[misc]
 
         Tokens that `crop` took back count. The dense prompt, of which one layer at a time is alive, does not.
         """
+        self.check_scores()
         return torch.stack([layer.most_entries() for layer in self.planned.values()])
+
+    def check_scores(self) -> None:
+        """Raise if a policy gave scores that are not finite while decoding: what a step would wait for to know.
+
+        Raises:
+            EnvironmentFault: a policy of another package did.
+            IncompatibleError: one of kvsearch did: the model computes NaN or infinity.
+        """
+        rules = [layer.holder.rule for layer in self.planned.values() if isinstance(layer.holder, Decoding)]
+        require_finite(one for rule in rules for one in rule.looks)
+        for rule in rules:
+            rule.looks.clear()
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
         """Return the indices, among the tokens of sequence `row`, of the entries that one kv head holds, ascending."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, Policy, keep_under
 from kvsearch.policies.base import Needs
+from kvsearch.policies.checks import check_state, lengths_after
 from kvsearch.policies.decoding import State, slots_of
-from kvsearch.policies.ranking import at_each
+from kvsearch.policies.ranking import at_each, first_staged, scored
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.rule import UNBOUNDED, StepRule, decode_needs
@@ -46,7 +47,10 @@ class Kept(NamedTuple):
 
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None, rotary: Rotary) -> Kept:
     """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
-    lengths = observation.lengths.tolist()
+    if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
+        scored(prefill.policy, observation)
+        first_staged(prefill.policy, observation)
+    lengths = lengths_after(observation)
     keep, state = observation.valid[:, None].expand(observation.keys.shape[:3]), None
     if prefill is not None:
         keep = keep_under(prefill.policy, observation, prefill.budgets(lengths))
@@ -85,7 +89,7 @@ def merged(policy: Policy, observation: Observation, keep: Tensor) -> tuple[Obse
 
     Works on copies: the tensors of the observation stay as they are.
     """
-    given = segments_of(observation, policy.start(observation))
+    given = segments_of(observation, check_state(policy, policy.start(observation), observation))
     state = given.state.changed(torch.clone, torch.clone)
     cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state)
     leaving = cached.held & ~keep.flatten(0, 1)

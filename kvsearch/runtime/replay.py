@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsearch.arrays import Ints
 from kvsearch.policies import Observation
+from kvsearch.policies.checks import require_finite
 from kvsearch.policies.decoding import Cached, State, Step, by_position, entries_at
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.collector import Rotary
@@ -155,6 +156,7 @@ class _ReplayState:
         else:
             for token in range(self.count):
                 self._step(self.rule, self.limits, token)
+            require_finite(self.rule.looks)
         self._close()
         held = spread(self.cached.positions[:, None], self.columns, self.length + self.count, -1)
         return Replay(

@@ -19,6 +19,7 @@ from kvsearch.arrays import Bools, Ints
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics
+from kvsearch.policies.checks import Look, check_form, check_state
 from kvsearch.policies.decoding import (
     State,
     Step,
@@ -97,6 +98,8 @@ class StepRule:
         # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never), and who is due
         self.scored = np.full(len(self.interval), -1) if scored is None else scored
         self.due = np.zeros(len(self.interval), dtype=bool)
+        self.decisions = 0  # steps that asked the policy; what it says in the first is noted for `require_finite`
+        self.looks: list[Look] = []
 
     @classmethod
     def after(cls, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> StepRule:
@@ -119,7 +122,7 @@ class StepRule:
     def start(self, observation: Observation) -> State:
         """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
         if self.policy.online:
-            return self.policy.start(observation)
+            return check_state(self.policy, self.policy.start(observation), observation)
         shape = observation.keys.shape[:3]
         return State({PRIORITY: torch.full(shape, float("inf"), device=observation.keys.device)})
 
@@ -147,11 +150,13 @@ class StepRule:
             self.queries = rows if active is None else torch.where(active[:, None, None, None], rows, self.queries)
         self.next_position = following if active is None else torch.where(active, following, self.next_position)
         if self.policy.online:
+            self.decisions += 1
             return
         arrived = np.ones_like(over) if real is None else real
         self.scored = self.scored + (arrived & (self.scored >= 0))
         self.due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
         self.scored = np.where(self.due, 0, self.scored)
+        self.decisions += bool(self.due.any())
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
         """Return the budgets and protection of the segments `names`."""
@@ -201,7 +206,12 @@ class StepRule:
 
     def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         if self.policy.online:
-            return self.policy.step(replace(step, look=partial(self._arrived, step, rows, logits)))
+            found = self.policy.step(replace(step, look=partial(self._arrived, step, rows, logits)))
+            given = check_form(self.policy, "step", found, step.cached.positions.shape, step.cached.positions)
+            if self.decisions == 1:
+                wrong = (given.isnan() & step.cached.held).any()
+                self.looks.append(Look(self.policy, self.layer, wrong))
+            return given
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # protected until it is scored
         if self.due.all():
@@ -217,6 +227,7 @@ class StepRule:
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         observation = self._seen(step, rows, order, logits)
         scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
+        self.looks += observation.looks or ()
         protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
         scores = scores.masked_fill(protected, float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)
@@ -253,6 +264,7 @@ class StepRule:
             layer=self.layer,
             sinks=None if sinks is None else sinks[:, None],
             heads=cached.heads,
+            looks=[] if self.decisions == 1 else None,
         )
 
     def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:

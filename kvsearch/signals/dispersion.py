@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvsearch.policies.base import Observation
 from kvsearch.policies.cake import row_moments
-from kvsearch.policies.scoring import candidate_mask, window_rows, window_size
+from kvsearch.policies.scoring import window_rows, window_size
 
 TINY = 1e-10  # added inside the logarithm, as in the official code
 
@@ -20,7 +20,7 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     window's own columns are left out and the rest is not normalised again; the code adds the rows up, which is the same
     where all layers have as many). Where there is no candidate both are 0.
     """
-    inside = candidate_mask(observation, window)
+    inside = observation.candidates(0, window)
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
     for _, probability in window_rows(observation, window):
         terms = probability.add(TINY).log_().mul_(probability).masked_fill_(~inside[:, None, None, None], 0.0)

@@ -354,14 +354,12 @@ def test_a_model_that_computes_nan(where: str, method: str, data: CalibrationDat
     assert model.model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("method", "what"), [("lava", "its budgets cannot be decided"), ("adakv", "its heads cannot be compared")]
-)
+@pytest.mark.parametrize("method", ["lava", "adakv"])
 def test_scores_that_are_not_finite(
-    method: str, what: str, model: LoadedModel, data: CalibrationData, monkeypatch: pytest.MonkeyPatch
+    method: str, model: LoadedModel, data: CalibrationData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, allocation = METHODS[method]
     score = type(policy).score
     monkeypatch.setattr(type(policy), "score", lambda self, seen: score(self, seen) / 0.0)
-    with pytest.raises(IncompatibleError, match=f"^layer 0: the scores of {policy.name} are not finite, so {what}"):
+    with pytest.raises(IncompatibleError, match=f"^layer 0: the scores of {policy.name} are not finite: the model"):
         calibrate_dynamic(model, data, policy, allocation)

@@ -99,7 +99,7 @@ def test_a_new_token_is_scored_among_the_prompt_and_itself() -> None:
 
 def test_logits_of_a_prompt_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, asked = Layer(Scene(1, 2, 6, (0,), 1, (4,), 0)), list[int]()
-    policy, plain = bank(QUERIES, layers=(3,)), QueryBank._logits
+    policy, plain = bank(QUERIES[:, :1], layers=(3,)), QueryBank._logits
     monkeypatch.setattr(QueryBank, "_logits", lambda *given: asked.append(1) or plain(*given))
     seen = layer.observation(policy)
     scores, state = policy.score(seen), policy.start(seen)

@@ -18,6 +18,7 @@ from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
+from kvsearch.policies.checks import Look, require_finite
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary, stock_layers
@@ -57,14 +58,17 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Pre
         for policy in policies[prompt.layer]:
             order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
             found.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
+        looks.extend(prompt.looks or ())
         return found
 
+    looks: list[Look] = []
     watch(model, (policy.needs() for some in policies.values() for policy in some))
     layers = stock_layers(model)
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
+    require_finite(looks)
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
     return Prefilled(len(ids), kept, output.logits[0, -1].float())
