@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import BUNDLED, LoadedModel
+from kvsearch.models.positions import warn_beyond
 from kvsearch.plan import Plan
 from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
@@ -124,7 +125,9 @@ class CompressedContext:
 
     def reply(self, formatted: PromptFormat, question: Tensor, max_new_tokens: int) -> Reply:
         """Return the reply to a question of token ids [1, K], with what the cache held."""
-        text = formatted.decode(self.ask(question[0], max_new_tokens))
+        said = self.ask(question[0], max_new_tokens)
+        warn_beyond(self.loaded.model, self.ids.shape[1] + question.shape[1] + len(said))
+        text = formatted.decode(said)
         sizes = (self.entries, self.full_entries, self.bytes, self.full_bytes, self.replies.most[0])
         return Reply(text, self.ids.shape[1], *sizes)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.canonical import sha256_of
 
@@ -30,10 +31,16 @@ def fingerprint(
     fingerprint costs milliseconds and does not depend on the device, nor on whether the model was loaded in float32 or
     in bfloat16. (Loading in float16 what was not stored so changes small weights, and with them the fingerprint.)
     Without `weights` the model is no more than its shape, and the hash that of nothing.
+
+    Raises:
+        EnvironmentFault: weights are asked for, and some are not on a device; see `refuse_offloaded`.
     """
     shape = describe(model)
+    called = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if weights:
+        refuse_offloaded(model, called)
     return ModelFingerprint(
-        name=name or getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        name=called,
         model_type=shape.model_type,
         config_sha256=config_hash(text_config(model)),
         weights_sha256=weights_hash(model) if weights else hashlib.sha256().hexdigest(),

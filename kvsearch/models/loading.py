@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.models.memory import is_out_of_memory
+from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.naming import did_you_mean
 from kvsearch.resources import resource
 
@@ -61,7 +62,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     Raises:
         UsageError: the name is that of a bundled model but for its spelling.
         IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
-        EnvironmentFault: no such model here (and no network), no such device.
+        EnvironmentFault: no such model here (and no network), no such device, or too little room on it.
     """
     options = options or LoadOptions()
     if options.offline:
@@ -74,6 +75,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
         require_device(options.device)
     model, tokenizer = _from_pretrained(name, source, options)
     model.eval()
+    refuse_offloaded(model, name)
     _refuse_broken_weights(name, model)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
 
@@ -177,7 +179,7 @@ def _explain(name: str, source: str, error: Exception) -> KvsearchError:
 
 def _refuse_broken_weights(name: str, model: Any) -> None:
     for parameter_name, parameter in model.named_parameters():
-        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+        if not bool(parameter.isfinite().all()):
             raise IncompatibleError(
                 f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
             )

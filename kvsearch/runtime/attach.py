@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.errors import UsageError
+from kvsearch.models.offloaded import refuse_offloaded
+from kvsearch.models.positions import warn_beyond
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.fork import prefill_all
@@ -94,6 +96,7 @@ class PlannedModel:
                     planned[index].rereads = found
         output = self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
         self.cache.check_scores()
+        warn_beyond(self.model, self.cache.get_seq_length())
         return output
 
     def _require_attached(self) -> None:
@@ -112,6 +115,12 @@ class PlannedModel:
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
         drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
         drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
+        attentions = kwargs.get("output_attentions")
+        if drafting and (config.output_attentions if attentions is None else attentions):
+            raise UsageError(
+                "prompt lookup and assisted decoding take attention weights apart, and attention under a plan gives "
+                "none: drop output_attentions"
+            )
         allocation = self.program.allocation
         if drafting and allocation is not None and allocation.shares_layers:
             raise UsageError(
@@ -122,5 +131,6 @@ class PlannedModel:
 
 def attach(model: Any, plan: Plan | Program, *, exact: bool = False) -> PlannedModel:
     """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors."""
+    refuse_offloaded(model, type(model).__name__)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
     return PlannedModel(model, program, exact=exact)

@@ -8,6 +8,7 @@ without a plan behave as ever.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvsearch.errors import UsageError
+from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.kernels import attention as kernels
 from kvsearch.kernels.dispatch import serves
 from kvsearch.policies.decoding import Cached
@@ -28,6 +29,8 @@ from kvsearch.runtime.storage import Block, RaggedStore
 
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
+NO_WEIGHTS = "attention under a plan gives no weights, as SDPA gives none: `attentions` are empty; eager gives them"
+
 EAGER_LOGITS = 2**28  # 512 MiB in bf16
 
 Output = tuple[Tensor, Tensor | None]
@@ -50,6 +53,8 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """Serve as the attention function behind the name "kvsearch"."""
+    if kwargs.pop("output_attentions", False):
+        warnings.warn(NO_WEIGHTS, KvsearchWarning, stacklevel=2)
     layer: TaggingLayer | None = getattr(key, TAG, None)
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, **kwargs)

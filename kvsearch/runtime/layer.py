@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.models.architecture import require_continuation
@@ -28,6 +27,7 @@ from kvsearch.runtime.eviction import PhaseRule, evict, rules_need
 from kvsearch.runtime.hidden import entering
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.sharing import Sharing
+from kvsearch.runtime.stock_states import StockStates
 from kvsearch.runtime.storage import RaggedStore
 
 
@@ -39,7 +39,7 @@ class Mark(NamedTuple):
     decoding: Decoding | None
 
 
-class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
+class EvictingLayer(StockStates):
     """Ragged per-sequence, per-kv-head storage of one full-attention layer.
 
     `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens

@@ -172,13 +172,6 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.isfinite().all(-1)
 
 
-def check_length(model: Any, tokens: int) -> None:
-    """Raise an IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
-    limit = describe(model).max_positions
-    if limit and tokens >= limit:
-        raise IncompatibleError(f"a context has {tokens} tokens, the model takes at most {limit}: shorten it")
-
-
 def has_windows(model: Any) -> bool:
     """Tell whether some layers of a model see a sliding window only."""
     shape = describe(model)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import default_memory
+from kvsearch.models.positions import check_length
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import can_join, joined, prefill_all
-from kvsearch.runtime.replies import Finished, Replies, check_length, left_padded, next_tokens
+from kvsearch.runtime.replies import Finished, Replies, left_padded, next_tokens
 
 T = TypeVar("T")
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from kvsearch.arrays import Floats
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.models.positions import check_length
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import NonFiniteError, check_length, has_windows, stop_tokens
+from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.passes import PAD, forced_loss
 from kvsearch.search.bank.samples import BankSample, require_answers

@@ -21,10 +21,11 @@ from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
+from kvsearch.models.positions import check_length
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.replies import check_length, stop_tokens
+from kvsearch.runtime.replies import stop_tokens
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of

@@ -1,0 +1,71 @@
+"""Models that do not fit: refused right after loading, with how much is missing and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvsearch import attach
+from kvsearch.errors import EnvironmentFault
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.loading import LoadOptions, load
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from tests.cli.conftest import Run, invoke
+from tests.families import build
+
+
+@pytest.fixture
+def run() -> Run:
+    return invoke
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The machine has room for less than the bundled model; what does not fit goes to the disk."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*given: Any, **more: Any) -> Any:
+        return whole(*given, **{**more, "max_memory": {"cpu": "1MB"}, "offload_folder": str(tmp_path)})
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+
+def test_what_a_device_map_leaves_out_is_told(small_device: None) -> None:
+    with pytest.raises(EnvironmentFault) as caught:
+        load("bundled", LoadOptions(device_map="auto"))
+    words = str(caught.value)
+    assert words.startswith("model 'bundled' does not fit: 0.7 MB of its 1.3 MB of weights were left outside of the ")
+    assert "(model.layers.3, model.layers.4, model.layers.5 and " in words
+    assert "free 0.7 MB there" in words
+    assert "--dtype bfloat16" in words
+
+
+def test_the_command_ends_with_one_line(small_device: None, run: Run) -> None:
+    code, out, talk = run("generate", "bundled", "--device-map", "auto")
+    assert (code, out) == (3, "")
+    assert "kvsearch: error: model 'bundled' does not fit: 0.7 MB" in talk
+    assert "Traceback" not in talk
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_models_that_others_have_spread(where: str, tmp_path: Path) -> None:
+    import accelerate
+
+    model = build("llama")
+    program = Program.uniform(model, create_policy("criticalkv", {"window": 2}), lambda _: 8)
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    for use in (lambda: fingerprint(model, "mine"), lambda: attach(model, program)):
+        with pytest.raises(EnvironmentFault, match=r"does not fit: (\d+\.\d MB) of its \1 of weights"):
+            use()
+
+
+def test_a_model_that_fits_is_the_same_however_it_is_placed() -> None:
+    assert load("bundled", LoadOptions(device_map="auto")).fingerprint == load("bundled").fingerprint
