@@ -192,7 +192,7 @@ class Console:
                 if issubclass(category, KvsearchWarning):
                     self.warn(str(message))
                 else:
-                    show_others(message, category, *place, **more)
+                    show_others(visible(str(message)), category, *place, **more)
 
             warnings.showwarning = show
             warnings.simplefilter("always", KvsearchWarning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, InternalError, KvsearchError
@@ -46,10 +47,11 @@ def fault(policy: type[Policy], problem: str) -> KvsearchError:
 
 def guard(policy: type[Policy]) -> None:
     """Make every method and property that a class of another package defines report what it raises as its own."""
+    left = vars(policy).get("__annotations__", {})  # parameters, whose defaults may be functions, too
     for name, member in list(vars(policy).items()):
         if isinstance(member, property) and member.fget is not None:
             setattr(policy, name, property(_guarded(member.fget, name), doc=member.__doc__))
-        elif callable(member) and not isinstance(member, type) and (name == "__post_init__" or name[:2] != "__"):
+        elif isinstance(member, FunctionType) and name not in left and (name == "__post_init__" or name[:2] != "__"):
             setattr(policy, name, _guarded(member, name))
 
 

@@ -153,6 +153,25 @@ def test_decode_rules(model: Any, wrong: str) -> None:
         generate(model, program(model, Online("state"), "decode"))
 
 
+def test_what_is_no_method_stays_as_it_is() -> None:
+    @dataclass(frozen=True)
+    class Helped(Foreign):
+        name: ClassVar[str] = "helped"
+        norm: Callable[[Tensor], Tensor] = torch.linalg.norm
+        twice: Callable[[int], int] = lambda number: 2 * number
+
+        @staticmethod
+        def least() -> int:
+            return 3
+
+        @classmethod
+        def called(cls) -> str:
+            return cls.name
+
+    assert (Helped.least(), Helped().called(), Helped(sinks=2).sinks) == (3, "helped", 2)
+    assert (Helped().twice(4), Helped().norm) == (8, torch.linalg.norm)
+
+
 @pytest.mark.parametrize("wrong", ["nan", "broadcast entries"])
 def test_what_a_search_shares(model: Any, wrong: str) -> None:
     ids, _ = prompts(1, LENGTH)
