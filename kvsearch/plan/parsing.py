@@ -40,7 +40,7 @@ def describe_validation_error(error: ValidationError, name: str) -> str:
 
 def problems_of(error: ValidationError) -> list[str]:
     """List the problems of `error` as `path.to.field: what`, one line each."""
-    return [f"{'.'.join(map(_key, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
+    return [f"{'.'.join(map(short_key, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
 
 
 def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
@@ -56,7 +56,7 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
     return problems
 
 
-def _key(key: str | int) -> str:
+def short_key(key: str | int) -> str:
     """Return a part of a place for a message: short, as `shown` has values."""
     text = str(key)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -136,7 +136,8 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     shape, total, length = pool = size.pool(metadata)
     heads = shape[0] * shape[1]
     minimum = metadata.provenance.settings.get("minimum", 0.0)
-    assert isinstance(minimum, int | float)
+    if not isinstance(minimum, int | float) or not 0 <= minimum <= 1:
+        raise UsageError(f"this profile has a minimum of {minimum!r}, which is a share of 0 to 1: calibrate again")
     floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
     if total < floor * heads:
         raise UsageError(

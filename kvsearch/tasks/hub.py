@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
-from kvsearch.plan.parsing import list_problems, problems_of
+from kvsearch.plan.parsing import list_problems, problems_of, short_key
 from kvsearch.tasks.rows import READERS, Row, is_saved, read_archive, read_file, read_saved
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -68,7 +68,8 @@ def checked(rows: Sequence[Row], model: type[Checked], where: object) -> list[Ch
     for number, row in enumerate(rows, 1):
         missing = ", ".join(repr(name) for name in needed if name not in row)
         if missing:
-            raise UsageError(f"row {number} of {where} has no column {missing} (found: {', '.join(row) or 'nothing'})")
+            there = ", ".join(map(short_key, row)) or "nothing"
+            raise UsageError(f"row {number} of {where} has no column {missing} (found: {there})")
     found, problems = [], []
     for number, row in enumerate(rows, 1):
         try:

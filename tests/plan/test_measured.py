@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvsearch.errors import UsageError
-from kvsearch.plan import Profile
+from kvsearch.plan import Profile, Size
 from kvsearch.plan.measured import MEASURED
 from kvsearch.plan.profile import load_profile
+from kvsearch.strategies.joint import joint_plan, policy_curves
 
 SEEDS = Path(__file__).parents[1] / "robustness" / "seeds"
 
@@ -51,3 +52,13 @@ def test_what_goes_together(profile: Profile) -> None:
         apart = {name: array for name, array in profile.arrays.items() if name != "fit_loss"}
         with pytest.raises(UsageError, match="fit_loss and fit_exponents go together"):
             Profile(profile.metadata, apart)
+
+
+def test_a_minimum_that_is_no_share_gives_no_plan() -> None:
+    found = load_profile(SEEDS / "lukv-rivals.safetensors")
+    origin = found.metadata.provenance
+    for minimum in ("much", -1, 2**40):
+        told = origin.model_copy(update={"settings": {**origin.settings, "minimum": minimum}})
+        other = Profile(found.metadata.model_copy(update={"provenance": told}), found.arrays)
+        with pytest.raises(UsageError, match=r"has a minimum of .*, which is a share of 0 to 1"):
+            joint_plan(policy_curves([other]), Size(16))
