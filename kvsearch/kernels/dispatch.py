@@ -6,11 +6,11 @@ On the CPU they are served in Triton's interpreter, and only where `interpreted`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,20 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head dimension
 INTERPRETED_PROCESSORS = 4  # of the device that the interpreter stands for
 
-_interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _said: set[str] = set()
 
 
+class _Interpreter:
+    """Whether Triton's interpreter serves CPU tensors now: an attribute, which compiled steps can look at."""
+
+    serves = False
+
+
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """Let kernels serve CPU tensors, in Triton's interpreter, for a while.
+def interpreted(serve: bool = True) -> Iterator[None]:
+    """Let kernels serve CPU tensors, in Triton's interpreter, for a while; or not, where they do.
 
     Raises:
         InternalError: Triton is not interpreting: TRITON_INTERPRET=1 must be set before it is first imported.
@@ -36,20 +43,20 @@ def interpreted() -> Iterator[None]:
 
     if not knobs.runtime.interpret:
         raise InternalError("kernels run on the CPU only with TRITON_INTERPRET=1")
-    token = _interpreting.set(True)
+    before, _Interpreter.serves = _Interpreter.serves, serve
     try:
         yield
     finally:
-        _interpreting.reset(token)
+        _Interpreter.serves = before
 
 
 def serves(*states: Tensor) -> bool:
     """Return whether kernels take these queries, keys and values [..., D]; each reason for a no is said once."""
     device = states[0].device
-    if device.type != "cuda" and not (device.type == "cpu" and _interpreting.get()):
+    if device.type != "cuda" and not (device.type == "cpu" and _Interpreter.serves):
         return False
     reason = _unserved(states)
-    if reason is not None and reason not in _said:
+    if reason is not None and reason not in _said and not torch.compiler.is_compiling():
         _said.add(reason)
         warnings.warn(
             f"PyTorch's own operations run in place of fused kernels: {reason}", KvsearchWarning, stacklevel=2
@@ -57,28 +64,41 @@ def serves(*states: Tensor) -> bool:
     return reason is None
 
 
+def constant(function: Function) -> Function:
+    """Let compiled code take what a function returns for a constant, and not look into it."""
+    torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return function
+
+
+@constant
 def processors(device: torch.device) -> int:
     """Return the multiprocessors of a device."""
-    if device.type == "cpu":
-        return INTERPRETED_PROCESSORS
-    return _multiprocessors(device)
+    return INTERPRETED_PROCESSORS if device.type == "cpu" else _multiprocessors(device)
 
 
 def _unserved(states: tuple[Tensor, ...]) -> str | None:
     """Say why kernels do not take these tensors; None: they do."""
-    if not _installed():
-        return "Triton is not installed (pip install 'kvsearch[gpu]')"
-    kinds = {state.dtype for state in states}
-    if len(kinds) > 1 or not kinds <= set(DTYPES):
-        return f"they are not written for {' and '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}"
-    if (widest := max(state.shape[-1] for state in states)) > WIDEST:
-        return f"they are not written for heads of {widest} numbers, {WIDEST} at most"
-    device = states[0].device
-    if device.type == "cuda" and (wanting := _too_old(device, states[0].dtype)) is not None:
-        return wanting
+    if any(state.dtype != states[0].dtype or state.dtype not in DTYPES for state in states):
+        kinds = sorted({str(state.dtype).removeprefix("torch.") for state in states})
+        return f"they are not written for {' and '.join(kinds)}"
+    for state in states:
+        if state.shape[-1] > WIDEST:
+            return f"they are not written for heads of {state.shape[-1]} numbers, {WIDEST} at most"
     if torch.is_grad_enabled() and any(state.requires_grad for state in states):
         return "they have no backward pass"
-    return None
+    return _lacking(states[0].device, states[0].dtype)
+
+
+@constant
+def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what the machine lacks for kernels on these numbers."""
+    if not _installed():
+        return "Triton is not installed (pip install 'kvsearch[gpu]')"
+    needed, found = (8, 0) if dtype == torch.bfloat16 else (7, 5), _capability(device)
+    if found >= needed:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"for {name} they need compute capability {needed[0]}.{needed[1]}, and this GPU has {found[0]}.{found[1]}"
 
 
 @cache
@@ -87,13 +107,8 @@ def _installed() -> bool:
 
 
 @cache
-def _too_old(device: torch.device, dtype: torch.dtype) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
-    if capability >= needed:
-        return None
-    name, (major, minor) = str(dtype).removeprefix("torch."), needed
-    return f"for {name} they need compute capability {major}.{minor}, and this GPU has {'.'.join(map(str, capability))}"
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @cache

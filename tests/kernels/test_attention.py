@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvsearch.errors import KvsearchWarning
 from kvsearch.kernels import dispatch
 from kvsearch.kernels.attention import Entries, attend
-from kvsearch.kernels.dispatch import serves
+from kvsearch.kernels.dispatch import interpreted, serves
 from tests.examples import at_most
 from tests.kernels.reference import NAN, Case, relative_error
 
@@ -132,9 +132,19 @@ class TestServed:
     def test_nothing_on_the_cpu_by_itself(self) -> None:
         state = torch.zeros(1, 1, 8)
         assert serves(state)
-        token = dispatch._interpreting.set(False)
-        assert not serves(state)
-        dispatch._interpreting.reset(token)
+        with interpreted(False):
+            assert not serves(state)
+
+    def test_a_compiled_function_may_ask(self) -> None:
+        """Without a break: decode steps are compiled as a whole."""
+
+        def doubled(state: torch.Tensor) -> torch.Tensor:
+            return state * 2 if serves(state, state) else state
+
+        compiled = torch.compile(doubled, backend="eager", fullgraph=True)
+        assert float(compiled(torch.ones(1, 1, 8)).sum()) == 16
+        with interpreted(False):
+            assert float(compiled(torch.ones(1, 1, 8)).sum()) == 8
 
     @pytest.mark.parametrize(
         ("states", "why"),

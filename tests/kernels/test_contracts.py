@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvsearch.kernels import attention, dispatch
+from kvsearch.kernels import attention
+from kvsearch.kernels.dispatch import interpreted
 from kvsearch.policies import create_policy
 from tests.runtime import test_eviction, test_families
 from tests.runtime.layers import Layer, Scene, held
@@ -46,10 +47,9 @@ def test_decode_rules(name: str) -> None:
     layer = Layer(Scene(2, 2, 12, (0, 4), 5, (5, 8), 3, softcap=2.0 if name == "h2o" else None))
     valid = torch.ones(2, 5, dtype=torch.bool)
     valid[0, 1:3] = False
-    token = dispatch._interpreting.set(False)
-    expected = begin(layer, policy, policy)
-    outputs = feed(layer, expected, 0, 5, valid)
-    dispatch._interpreting.reset(token)
+    with interpreted(False):
+        expected = begin(layer, policy, policy)
+        outputs = feed(layer, expected, 0, 5, valid)
     holder = begin(layer, policy, policy)
     torch.testing.assert_close(feed(layer, holder, 0, 5, valid), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.kernels import dispatch
+from kvsearch.kernels.dispatch import interpreted
 from kvsearch.kernels.scoring import Rows
 from kvsearch.policies.scoring import served_rows
 from tests.kernels.reference import relative_error
@@ -101,9 +101,8 @@ def test_what_policies_compute_is_what_their_own_tests_say(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", [name for name, policy in SMALL.items() if policy.needs().query_rows])
 def test_scores_are_those_of_pytorchs_path(name: str) -> None:
     policy, case = SMALL[name], Case(2, 2, 14, (0, 6), 1)
-    token = dispatch._interpreting.set(False)
-    expected = policy.score(observe(policy, case))
-    dispatch._interpreting.reset(token)
+    with interpreted(False):
+        expected = policy.score(observe(policy, case))
     observation = observe(policy, case)
     assert served_rows(observation, 3) is not None
     found = policy.score(observation)
