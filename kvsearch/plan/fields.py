@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvsearch.plan.limits import (
@@ -65,6 +65,19 @@ def _setting(value: object) -> Setting:
 def _unchanged(value: Any) -> Any:
     """Serialize a setting as it is; pydantic's own union serializer warns about tuples."""
     return value
+
+
+def few(most: int) -> BeforeValidator:
+    """Refuse mappings of more than so many keys before any is looked at: pydantic would first judge them all."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, Mapping) and len(value) > most:
+            raise PydanticCustomError(
+                COMPLETE, "has {count} keys, {most} are the most", {"count": len(value), "most": most}
+            )
+        return value
+
+    return BeforeValidator(checked)
 
 
 Text = Annotated[str, Field(strict=True, min_length=1)]

@@ -43,12 +43,14 @@ def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
     """Read a whole file of at most so many bytes.
 
     Raises:
-        UsageError: there is no such file, it is a folder, or it is larger.
+        UsageError: there is no such file, it is a folder or device, or it is larger.
         EnvironmentFault: it cannot be read.
     """
     try:
         with Path(path).open("rb") as file:
             found = os.fstat(file.fileno())
+            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
+                raise UsageError(f"{path} is a device, which may have no end: name a file")
             if stat.S_ISREG(found.st_mode) and found.st_size <= most:
                 return file.read()
             if not stat.S_ISREG(found.st_mode) and len(data := _read_up_to(file, most)) <= most:
@@ -65,7 +67,7 @@ def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
 
 
 def _read_up_to(file: BinaryIO, most: int) -> bytes:
-    """Read a device or pipe, whose size is not known, to its end, or a little more than so many bytes."""
+    """Read a pipe, whose size is not known, to its end, or a little more than so many bytes."""
     data = bytearray()
     while len(data) <= most and (part := file.read(_PART)):
         data += part

@@ -12,6 +12,8 @@ MOST_ENTRIES = 2**31 - 1  # entries, tokens and positions: these are stored as i
 MOST_NUMBER = 2**63 - 1  # any other whole number, a seed among them: what int64 holds
 MOST_DIGITS = 19  # of a whole number in a text, those of MOST_NUMBER
 MOST_SAMPLES = 100_000  # contexts of a task
+MOST_PARAMETERS = 64  # of a policy or an allocation
+MOST_SETTINGS = 4096  # of a calibration or search, as provenance has them
 MOST_ROWS = 8192  # query rows that a policy looks at, and keeps while decoding
 # parameters of policies by name: widths of pooling, positions to come, a seed; of all others MOST_ENTRIES
 MOST_OF = {"kernel": 1023, "future": 65_536, "seed": MOST_NUMBER}

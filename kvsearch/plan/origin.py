@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvsearch.plan.contexts import ContextRecord, joined
-from kvsearch.plan.fields import Index, Record, SettingField, Sha256, Text
+from kvsearch.plan.fields import Index, Record, SettingField, Sha256, Text, few
+from kvsearch.plan.limits import MOST_SETTINGS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class Provenance(Record):
     torch: Text
     transformers: Text
     data_sha256: Sha256 | None = None
-    settings: dict[Text, SettingField] = Field(default_factory=dict)
+    settings: Annotated[dict[Text, SettingField], few(MOST_SETTINGS)] = Field(default_factory=dict)
     contexts: ContextRecord | None = None
 
     @model_serializer(mode="wrap")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
-from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, refuse
+from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, few, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
-from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS
+from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS, MOST_PARAMETERS
 from kvsearch.plan.origin import Provenance
 
 __all__ = [
@@ -53,14 +53,14 @@ class PolicySpec(Record):
     """An eviction policy by its registered name, with the hyper-parameters that differ from its defaults."""
 
     name: Text
-    params: dict[Text, ScalarField] = Field(default_factory=dict)
+    params: Annotated[dict[Text, ScalarField], few(MOST_PARAMETERS)] = Field(default_factory=dict)
 
 
 class AllocationSpec(Record):
     """How the totals of a plan become budgets of a prompt: "static" as written, or by a registered dynamic rule."""
 
     name: Text = STATIC
-    params: dict[Text, ScalarField] = Field(default_factory=dict)
+    params: Annotated[dict[Text, ScalarField], few(MOST_PARAMETERS)] = Field(default_factory=dict)
 
 
 class LayerPlan(Record):
