@@ -85,8 +85,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "prefill.layers.0.budget: Tuple should have at most 1024 items",
     ),
     (
-        plan_dict(provenance={**PROVENANCE, "settings": dict.fromkeys(map(str, range(4097)), {})}),
-        "provenance.settings: ",
+        plan_dict(provenance={**PROVENANCE, "settings": {str(key): key for key in range(4097)}}),
+        "provenance.settings: has 4097 keys, 4096 are the most",
     ),
     (plan_dict(length=2**31), "length: Input should be less than or equal to 2147483647"),
     (plan_dict(total=2**63), "total: Input should be less than or equal to 2251799812636672"),
