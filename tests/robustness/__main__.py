@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -72,6 +73,8 @@ def main() -> int:
         for kind in kinds
     ]
     tallies = {kind: Tally() for kind in kinds}
+    for number in (signal.SIGTERM, signal.SIGINT):  # the table is printed all the same
+        signal.signal(number, signal.default_int_handler)
     started = time.monotonic()
     try:
         for number, (kind, found, peak) in enumerate(outcomes(blocks, args.jobs, args.save), 1):
@@ -80,6 +83,8 @@ def main() -> int:
             tallies[kind].peak = max(tallies[kind].peak, peak)
             if number % 200 == 0:
                 print(f"{number} of {len(blocks)} blocks, {time.monotonic() - started:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
     finally:
         _print(tallies, time.monotonic() - started)
     return 1 if any(one.failed for one in tallies.values()) else 0
