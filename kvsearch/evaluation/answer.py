@@ -89,19 +89,24 @@ class CompressedContext:
         self.full_bytes = self.full_entries * 2 * shape.head_dim * loaded.model.dtype.itemsize + others
 
     @classmethod
-    def read(cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, exact: bool = False) -> CompressedContext:
+    def read(
+        cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, exact: bool = False, chunk: int | None = None
+    ) -> CompressedContext:
         """Read a context of token ids [1, T] into the cache that `plan` allows (None: the full one).
+
+        With `chunk`, so many tokens at a time: see `prefill_all`.
 
         Raises:
             UsageError: there is no token to read.
             IncompatibleError: the model and the plan or the context do not fit.
+            EnvironmentFault: the device has too little memory for it.
         """
         program = full_cache(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
         if ids.shape[1] == 0:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
         with running(loaded.model):
             cache = PlanCache(loaded.model, program, exact=exact)
-            compressed = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded))
+            compressed = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded), chunk)
         return cls(loaded, cache, ids, compressed.first)
 
     @classmethod
@@ -141,19 +146,20 @@ def answer(
     max_new_tokens: int,
     *,
     exact: bool = False,
+    chunk: int | None = None,
 ) -> list[Reply]:
     """Compress `context` as `plan` says (None: keep all), then answer each of the `prompts` greedily.
 
     Raises:
         UsageError: there is no prompt, and of the context's tokens none is left to compress.
-        IncompatibleError: the model and the plan or the context do not fit.
+        IncompatibleError, EnvironmentFault: see `CompressedContext.read`.
     """
     formatted = PromptFormat(loaded.tokenizer, plain)
     ids = formatted.context(context)
     questions = [formatted.question(prompt) for prompt in prompts]
     if any(question.shape[1] == 0 for question in questions):  # a bare continuation: its last token starts it
         ids, questions = ids[:, :-1], [ids[:, -1:]]
-    held = CompressedContext.read(loaded, plan, ids, exact=exact)
+    held = CompressedContext.read(loaded, plan, ids, exact=exact, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]
 
 

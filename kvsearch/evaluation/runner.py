@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.errors import IncompatibleError, KvsearchWarning
 from kvsearch.evaluation.reply_store import KeptReplies, Known
 from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.room import require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
 from kvsearch.tasks.prompts import cut
@@ -40,9 +43,15 @@ def run_encoded(
     What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
     arithmetic still do.
 
+    A batch that memory is too short for is halved, down to one example, which a `KvsearchWarning` says.
+
     Raises:
         IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
+        EnvironmentFault: the longest prompt alone does not fit under a program.
+        RuntimeError, MemoryError: memory ran out for a single example.
     """
+    if longest := max((len(prompt.context) for task in tasks for prompt in task.prompts), default=0):
+        require_room(loaded.model, programs, [longest])
     # on sliding windows no padding may come between contexts and questions
     parted = has_windows(loaded.model) and protocol == QUESTION_AGNOSTIC
 
@@ -57,7 +66,7 @@ def run_encoded(
             found = {sample.place: sample for sample in _scored(task, part, known.samples)}
             wanted = {method: program for method, program in programs.items() if method not in known.left_out}
             if set(wanted) - known.finished:
-                for replies in answer_joints(loaded, task, part, wanted, memory, known.finished):
+                for replies in _answers_that_fit(loaded, task, part, wanted, memory, known.finished):
                     found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
             results += [
                 found[Place(task.task.name, reading.prompt.key, question.number, method)]
@@ -65,6 +74,33 @@ def run_encoded(
                 for reading, question in questions_of(part)
             ]
     return results
+
+
+def _answers_that_fit(
+    loaded: LoadedModel,
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    programs: Mapping[str, Program],
+    memory: int | None,
+    finished: Collection[str] = (),
+) -> Iterator[list[Sample]]:
+    """Do as `answer_joints`, by halves of a batch that memory is too short for, with the methods not replied yet."""
+    done = set(finished)
+    try:
+        for replies in answer_joints(loaded, prompts, batch, programs, memory, done):
+            yield replies
+            done |= {reply.method for reply in replies}
+        return
+    except (RuntimeError, MemoryError) as error:
+        if len(batch) == 1 or not is_out_of_memory(error):
+            raise
+    free_memory()
+    middle = len(batch) // 2
+    told = f"task {prompts.task.name}: memory is too short for {len(batch)} contexts at a time, so {middle} are read"
+    warnings.warn(f"{told} (--batch {middle} spares the attempt)", KvsearchWarning, stacklevel=4)
+    left = {method: program for method, program in programs.items() if method not in done}
+    for half in (batch[:middle], batch[middle:]):
+        yield from _answers_that_fit(loaded, prompts, half, left, memory)
 
 
 def _scored_and_kept(

@@ -23,6 +23,7 @@ from transformers.cache_utils import StaticLayer
 from kvsearch.evaluation.cache_costs import CacheCosts
 from kvsearch.evaluation.launches import Launches, count_launches
 from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.memory import accelerator
 from kvsearch.progress import Progress
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -30,7 +31,8 @@ from kvsearch.runtime.cache import layer_state, stock_nbytes
 from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries, prompt_bytes
+from kvsearch.runtime.room import prompt_bytes
+from kvsearch.runtime.shared_prefill import held_entries
 
 STOCK = "sdpa"
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvsearch, full"
@@ -251,14 +253,14 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 
 def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
-    if device.type == "cuda":
-        devices = range(torch.cuda.device_count())
+    if (module := accelerator(device)) is not None:
+        devices = range(module.device_count())
         for one in devices:
-            torch.cuda.reset_peak_memory_stats(one)
-        held = sum(map(torch.cuda.memory_allocated, devices))
+            module.reset_peak_memory_stats(one)
+        held = sum(map(module.memory_allocated, devices))
         action()
         synchronise(device)
-        return sum(map(torch.cuda.max_memory_allocated, devices)) - held
+        return int(sum(map(module.max_memory_allocated, devices)) - held)
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -273,8 +275,8 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
 
 def synchronise(device: torch.device) -> None:
     """Wait until a device has done what it was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if (module := accelerator(device)) is not None:
+        module.synchronize(device)
 
 
 def copy_bandwidth(device: torch.device, tries: int = 5) -> float:

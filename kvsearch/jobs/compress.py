@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from pydantic import Field
+
 from kvsearch.config.options import Option, Seeded
 from kvsearch.errors import UsageError
 from kvsearch.jobs.groups import WithModel
@@ -40,6 +42,11 @@ class CompressOptions(WithModel, Seeded):
         None
     )
     output: Annotated[Path, Option("The file for the compressed cache.", short="-o", recorded=False)]
+    chunk: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Read the context so many tokens at a time, in less memory for what the model computes with."),
+    ] = None
     force: Annotated[bool, Option("Replace the file.", recorded=False)] = False
 
     def read(self) -> tuple[Plan, str]:
@@ -80,7 +87,8 @@ def compress(options: CompressOptions, talk: Talk) -> SavedContext:
 
     plan, context = options.read()
     loaded = options.load(options.model, talk)
-    held = CompressedContext.read(loaded, plan, PromptFormat(loaded.tokenizer).context(context))
+    ids = PromptFormat(loaded.tokenizer).context(context)
+    held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)
     size = held.save(options.output, overwrite=options.force)
     sizes = (held.entries, held.full_entries, held.bytes, held.full_bytes, size)
     return SavedContext(str(options.output), held.ids.shape[1], *sizes)

@@ -43,6 +43,11 @@ class GenerateOptions(WithModel, Seeded):
         Option("The question or prompt, or @FILE; repeatable, and none sees another.", repeated=True),
     ] = ()
     max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.")] = 64
+    chunk: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Read the context so many tokens at a time, in less memory for what the model computes with."),
+    ] = None
     exact: Annotated[bool, Option("Layers that lose nothing decode bit-identically.")] = False
 
     def read(self) -> Texts:
@@ -52,6 +57,8 @@ class GenerateOptions(WithModel, Seeded):
 
         if self.cache is not None and self.context is not None:
             raise UsageError("--cache holds a context already: leave --context out, or --cache")
+        if self.cache is not None and self.chunk is not None:
+            raise UsageError("--chunk is for reading a context, and --cache holds one that is read: leave it out")
         if len(self.prompt) > 1 and self.cache is None and self.context is None:
             raise UsageError("several prompts are asked of one context: give --context or --cache")
         plan = None if self.plan is None else checked_plan(self.plan)
@@ -101,7 +108,7 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
     rest = (prompts, plain, options.max_new_tokens)
     if options.cache is not None:
         return answer_from(loaded, options.cache, plan, *rest, exact=options.exact)
-    replies = answer(loaded, plan, context, *rest, exact=options.exact)
+    replies = answer(loaded, plan, context, *rest, exact=options.exact, chunk=options.chunk)
     if plan is not None and replies[0].entries == replies[0].full_entries:
         talk.warn(
             f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"

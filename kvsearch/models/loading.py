@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
-from kvsearch.models.memory import is_out_of_memory
+from kvsearch.models.memory import accelerator, is_out_of_memory
 from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.naming import did_you_mean
 from kvsearch.resources import resource
@@ -76,6 +76,7 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     model, tokenizer = _from_pretrained(name, source, options)
     model.eval()
     refuse_offloaded(model, name)
+    _refuse_bfloat16(name, model)
     _refuse_broken_weights(name, model)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
 
@@ -175,6 +176,18 @@ def _explain(name: str, source: str, error: Exception) -> KvsearchError:
             f"and HF_HUB_OFFLINE ({reason})"
         )
     return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
+
+
+def _refuse_bfloat16(name: str, model: Any) -> None:
+    """Raise EnvironmentFault if a model is in bfloat16 and its device would only imitate that, many times slower."""
+    import torch
+
+    module = accelerator(model.device)
+    supported = getattr(module, "is_bf16_supported", None)
+    if model.dtype == torch.bfloat16 and supported is not None and not supported(including_emulation=False):
+        raise EnvironmentFault(
+            f"{model.device} does not compute in bfloat16, in which model {name!r} is: give --dtype float16 or float32"
+        )
 
 
 def _refuse_broken_weights(name: str, model: Any) -> None:

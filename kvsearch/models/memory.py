@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -18,21 +18,26 @@ GPU_SHARE = 0.5
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
-def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
-    """Return the bytes that work beside the weights may take: `cpu_bytes`, or a share of what a GPU has free."""
-    if device.type != "cuda":
-        return cpu_bytes
+def accelerator(device: torch.device) -> Any | None:
+    """Return torch's module of a device that counts its own memory, such as `torch.cuda`; None of the host."""
+    if device.type in ("cpu", "meta"):
+        return None
     import torch
 
-    return int(torch.cuda.mem_get_info(device)[0] * gpu_share)
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "mem_get_info") else None
+
+
+def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
+    """Return the bytes that work beside the weights may take: `cpu_bytes`, or a share of what a GPU has free."""
+    module = accelerator(device)
+    return cpu_bytes if module is None else int(module.mem_get_info(device)[0] * gpu_share)
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can be taken on a device; of a host those that its file cache would give back, too."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
+    if (module := accelerator(device)) is not None:
+        return int(module.mem_get_info(device)[0])
     try:
         with Path("/proc/meminfo").open() as file:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))

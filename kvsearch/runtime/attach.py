@@ -16,6 +16,7 @@ from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program
+from kvsearch.runtime.room import require_room
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -78,6 +79,7 @@ class PlannedModel:
 
         Raises:
             UsageError: outside the context, or with a cache option the plan cannot honour.
+            EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
         self._refuse_options(kwargs)
@@ -86,6 +88,10 @@ class PlannedModel:
         cache = kwargs.pop("past_key_values", None)
         self.cache = self.new_cache() if cache is None else cache
         prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if prompt is not None and not self.cache.get_seq_length():
+            config = kwargs.get("generation_config") or self.model.generation_config
+            chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size
+            require_room(self.model, {"the plan": self.program}, [prompt.shape[1]] * prompt.shape[0], chunk)
         if prompt is not None:
             self.cache.expect(prompt.shape[1])
         if input_ids is not None and not self.cache.get_seq_length():

@@ -26,10 +26,14 @@ from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.storage import RaggedStore
 
 
-def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor) -> Tensor:
+def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, chunk: int | None = None) -> Tensor:
     """Run the prompt `ids` [B, T] once and leave every (empty) cache as if it had been run under it alone.
 
     `mask` [B, T] is 0 where padding (on the left). The model must run the attention implementation "kvsearch".
+
+    With `chunk`, so many tokens are read at a time, which bounds what the model computes with. Every layer evicts when
+    the last of them has passed, as policies look at the whole prompt, so the keys and values of all layers are there
+    until then; what is kept is the same.
 
     Returns:
         Logits of the last position, [B, 1, V].
@@ -46,12 +50,20 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     for index in describe(model).full_layers:
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
-        layers[index] = PromptLayer(index, needs, rotary(model, index), partial(_hand_on, targets, again))
+        look = partial(_hand_on, targets, again)
+        layers[index] = PromptLayer(index, needs, rotary(model, index), look, ids.shape[1])
     shared, positions = cache_class(model, Cache)(layers=layers), (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=shared, logits_to_keep=1
-        )
+    size = chunk or ids.shape[1]
+    for first in range(0, ids.shape[1], size):
+        part = slice(first, first + size)
+        with torch.no_grad():
+            output = model(
+                input_ids=ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=positions[:, part],
+                past_key_values=shared,
+                logits_to_keep=1,
+            )
     for index, layer in enumerate(shared.layers):
         if not isinstance(layer, PromptLayer):
             for cache in caches:

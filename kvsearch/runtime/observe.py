@@ -38,13 +38,22 @@ LEAST_CHUNK = 16
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
-    """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored."""
+    """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored.
+
+    The prompt ends when `length` tokens have been seen; None: with the first forward pass.
+    """
 
     def __init__(
-        self, index: int, needs: Sequence[Needs], rotary: Rotary, look: Callable[[Observation], Noted]
+        self,
+        index: int,
+        needs: Sequence[Needs],
+        rotary: Rotary,
+        look: Callable[[Observation], Noted],
+        length: int | None = None,
     ) -> None:
         super().__init__()
-        self.index, self.look = index, look
+        self.index, self.look, self.length = index, look, length
+        self._passed = 0  # tokens
         self._prompt: DensePrompt | None = DensePrompt(needs, rotary, index)
         self._noted: Noted | None = None
 
@@ -57,16 +66,22 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         tag(key_states, self)
+        self._passed += key_states.shape[-2]
         return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the tokens seen, which masks of later chunks depend on."""
+        return self._passed
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Attend to the prompt, and look at it."""
+        """Attend to the prompt, and look at it when it is complete."""
         if self._prompt is None:
             raise InternalError(f"layer {self.index} is given a second prompt")
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
-        self._noted, self._prompt = self.look(self._prompt.observation()), None
+        if self.length is None or self._passed >= self.length:
+            self._noted, self._prompt = self.look(self._prompt.observation()), None
         return output
 
 

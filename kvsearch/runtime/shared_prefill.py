@@ -20,6 +20,7 @@ from kvsearch.models.positions import check_length
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.fork import can_join, joined, prefill_all
 from kvsearch.runtime.replies import Finished, Replies, left_padded, next_tokens
+from kvsearch.runtime.room import prompt_bytes, require_room
 
 T = TypeVar("T")
 
@@ -95,11 +96,20 @@ def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iter
             yield group[first : first + size]
 
 
-def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int]) -> Replies:
-    """Read and compress prompts of token ids [T] for one cache alone; errors as `compressed`."""
+def read(
+    model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int], chunk: int | None = None
+) -> Replies:
+    """Read and compress prompts of token ids [T] for one cache alone, `chunk` tokens at a time (None: whole).
+
+    Raises:
+        IncompatibleError: a prompt is longer than the model takes.
+        NonFiniteError: the model emits NaN for a prompt.
+        EnvironmentFault: the device has too little memory for what is kept.
+    """
     ids, mask = left_padded(prompts, pad, model.device)
     check_length(model, ids.shape[1])
-    return Replies(model, cache, mask, next_tokens(prefill_all(model, [cache], ids, mask)), pad, stop)
+    require_room(model, {"the plan": cache.program}, [len(prompt) for prompt in prompts], chunk)
+    return Replies(model, cache, mask, next_tokens(prefill_all(model, [cache], ids, mask, chunk)), pad, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
@@ -141,15 +151,3 @@ def _portions(
         some[method] = program
         taken += size
     yield some
-
-
-def prompt_bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
-    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers."""
-    shape = describe(model)
-    phase, layers = program.prefill, len(shape.full_layers)
-    entries = 0
-    for length in lengths:
-        planned = 0 if phase is None else phase.entries(length)
-        unplanned = layers - (0 if phase is None else len(phase.policies))
-        entries += planned + unplanned * shape.kv_heads * length
-    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4))

@@ -77,7 +77,8 @@ def _index(device: Any = None) -> int:
 def _module(built: ctypes.CDLL) -> ModuleType:
     """Make `torch.fakegpu`: what torch, transformers and accelerate look for, and memory as `torch.cuda` tells it."""
     made: Any = ModuleType(f"torch.{NAME}")
-    made.is_available = made.is_initialized = made.is_bf16_supported = lambda *_: True
+    made.is_available = made.is_initialized = lambda: True
+    made.is_bf16_supported = lambda including_emulation=True: True
     made._is_in_bad_fork = lambda: False
     made._lazy_init = made.empty_cache = lambda: None
     made.synchronize = lambda device=None: None

@@ -1,0 +1,150 @@
+"""Memory, by the allocator's own count: what a prompt takes at most, and what happens where there is too little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.errors import EnvironmentFault, KvsearchWarning
+from kvsearch.evaluation.answer import CompressedContext
+from kvsearch.evaluation.speed import peak_bytes
+from kvsearch.models.loading import LoadOptions, load
+from kvsearch.models.memory import default_memory, free_bytes
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.room import prompt_bytes
+from tests import tiny
+from tests.cli.conftest import invoke
+from tests.device.accelerator import backend, device, room
+from tests.families import build, prompts
+from tests.runtime.helpers import assert_close, held_tokens
+from tests.runtime.policies import SMALL, for_model
+
+HERE = 1  # the device
+LENGTH, WIDTH, HIDDEN = 1024, 96, 64  # tokens, and what a layer computes with, as `tests.families` has them
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = build("llama", max_position_embeddings=2048, num_hidden_layers=6, num_key_value_heads=8, head_dim=32)
+    return made.to(device(HERE))
+
+
+def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
+    """Bytes at most, beside the weights, while a prompt of `LENGTH` tokens is read."""
+    ids, mask = prompts(1, LENGTH, device=f"{device(HERE)}")
+    with using(model, NAME):
+        return peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keydiff", "tova", "knorm"])
+def test_a_prompt_takes_one_dense_layer_what_is_kept_and_scratch(model: Any, policy: str) -> None:
+    """Scratch: queries and outputs of a layer, three times what its MLP is wide, four hidden states, twelve numbers
+    for every entry of the layer (scores and ranks)."""
+    program = Program.uniform(model, create_policy(policy), lambda length: length // 8)
+    cache = PlanCache(model, program)
+    peak = peak_of(model, cache)
+    dense = LENGTH * 8 * 2 * 32 * 4
+    scratch = LENGTH * 4 * (3 * WIDTH + 4 * HIDDEN + 4 * 8 * 32 + 12 * 8 * 2)
+    assert peak <= dense + cache.nbytes() + scratch
+    assert peak < 6 * dense  # of a full cache alone
+    assert backend().used_bytes(HERE) >= cache.nbytes() >= prompt_bytes(model, program, [LENGTH]) - 8 * LENGTH
+
+
+def test_reading_in_chunks_bounds_what_is_computed_with() -> None:
+    """A wide model with few entries: what its MLP computes with is what a prompt takes."""
+    model = build("llama", max_position_embeddings=2048, intermediate_size=2048, num_hidden_layers=2).to(device(HERE))
+    program = Program.uniform(model, create_policy("snapkv"), lambda length: length // 8)
+    whole, parts = (peak_of(model, PlanCache(model, program), chunk) for chunk in (None, 64))
+    assert parts < whole / 4
+
+
+@pytest.mark.parametrize("chunk", [7, 19])
+@pytest.mark.parametrize("name", SMALL)
+def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
+    model, policy = build("llama"), for_model(SMALL[name])
+    ids, mask = prompts(2, 24, pads=5)
+    program = Program.uniform(model, policy, lambda length: length // 2)
+    with using(model, NAME):
+        whole, parts = PlanCache(model, program), PlanCache(model, program)
+        expected = prefill_all(model, [whole], ids, mask)
+        assert_close(prefill_all(model, [parts], ids, mask, chunk), expected)
+    for layer in range(4):
+        assert held_tokens(parts, layer, 2, 2) == held_tokens(whole, layer, 2, 2)
+
+
+def test_generate_reads_in_chunks(model: Any) -> None:
+    program = Program.uniform(model, create_policy("snapkv", {"window": 4}), lambda length: length // 2)
+    ids, mask = prompts(2, 40, pads=9, device=str(model.device))
+    with attach(model, program) as planned:
+        made = [
+            planned.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **options).tolist()
+            for options in ({}, {"prefill_chunk_size": 16})
+        ]
+    assert made[0] == made[1]
+
+
+def test_what_a_device_has_free() -> None:
+    with room(10**6, HERE):
+        assert free_bytes(device(HERE)) == 10**6
+        assert default_memory(device(HERE)) == 5 * 10**5
+    assert free_bytes(device(HERE)) > 10**9
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> None:
+    program = Program.uniform(model, create_policy("snapkv"), lambda length: length // 2)
+    ids, mask = prompts(2, LENGTH, device=str(model.device))
+    needed = 2 * LENGTH * (6 * 4 * (2 * 32 * 4 + 4) + 8 * 2 * 32 * 4)
+    with room(needed - 10**7 // 2, HERE), attach(model, program) as planned:
+        backend().reset_peak(HERE)
+        before = backend().peak_bytes(HERE)
+        with pytest.raises(EnvironmentFault, match=r"needs 0\.02 GB .* 2 prompts of up to 1,024 tokens.* 0\.01 GB are"):
+            planned.generate(ids, attention_mask=mask, max_new_tokens=1)
+        assert backend().peak_bytes(HERE) == before
+
+
+def test_a_context_that_does_not_fit() -> None:
+    loaded, ids = load("bundled", LoadOptions(device=str(device(HERE)))), torch.full((1, 900), 7)
+    with room(2**18, HERE), pytest.raises(EnvironmentFault, match=r"for a prompt of 900 tokens.*are missing"):
+        CompressedContext.read(loaded, None, ids)
+    assert CompressedContext.read(loaded, None, ids).bytes > 2**18
+
+
+def test_commands_read_in_chunks() -> None:
+    asked = ("generate", "bundled", "--context", "the code of ash is red . " * 90, "--prompt", "code of ash ?")
+    one, other = (
+        invoke(*asked, "--max-new-tokens", 1, "--json", *more)
+        for more in ((), ("--chunk", 100, "--device", str(device(HERE))))
+    )
+    assert (0, one[1]) == other[:2], other[2]
+
+
+def test_a_batch_that_is_too_large_is_halved() -> None:
+    loaded = tiny.wrap(build("llama", vocab_size=len(tiny.WORDS)).to(device(HERE)))
+    program = Program.uniform(loaded.model, create_policy("snapkv", {"window": 4}), lambda length: length // 2)
+    programs, tasks = {"a": program, "b": program}, [tiny.listed((60, 2), (70, 1), (65, 2), (50, 1))]
+    everything = peak_bytes(loaded.device, lambda: tiny.run(loaded, programs, tasks, 4, 4))
+    expected = tiny.run(loaded, programs, tasks, 4, 4)
+    with (
+        room(int(0.7 * everything), HERE),
+        pytest.warns(KvsearchWarning, match="too short for 4 contexts at a time"),
+    ):
+        found = tiny.run(loaded, programs, tasks, 4, 4)
+    assert [(one.place, one.reply, one.score) for one in found] == [
+        (one.place, one.reply, one.score) for one in expected
+    ]
+    with room(everything // 40, HERE), pytest.raises((EnvironmentFault, torch.OutOfMemoryError)):
+        tiny.run(loaded, programs, tasks, 4, 1)
+
+
+def test_a_device_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(device(HERE))
+    assert load("bundled", LoadOptions(device=place, dtype="bfloat16")).model.dtype == torch.bfloat16
+    monkeypatch.setattr(torch.get_device_module(place), "is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(EnvironmentFault, match=f"{place} does not compute in bfloat16.*--dtype float16 or float32"):
+        load("bundled", LoadOptions(device=place, dtype="bfloat16"))
+    load("bundled", LoadOptions(device=place, dtype="float16"))
