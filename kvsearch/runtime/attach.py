@@ -57,19 +57,21 @@ class PlannedModel:
         """Return an empty cache for one conversation (or one batch of them)."""
         return PlanCache(self.model, self.program, prompt_length=prompt_length, exact=self.exact)
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> PlanCache:
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None) -> PlanCache:
         """Read prompts of token ids [B, T], padded on the left, into a new cache: to be saved, or asked many times.
 
         `attention_mask` [B, T] is 0 where padding. `generate` with the ids of a prompt and of what follows it, and the
-        cache as `past_key_values`, goes on from it.
+        cache as `past_key_values`, goes on from it. With `chunk`, so many tokens are read at a time: see `prefill_all`.
 
         Raises:
             UsageError: outside the context.
+            EnvironmentFault: the device has too little memory for what is kept.
         """
         self._require_attached()
         cache = self.new_cache()
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prefill_all(self.model, [cache], input_ids, mask)
+        require_room(self.model, {"the plan": self.program}, [input_ids.shape[1]] * len(input_ids), chunk)
+        prefill_all(self.model, [cache], input_ids, mask, chunk)
         return cache
 
     def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
