@@ -68,9 +68,9 @@ class Prompt:
 @pytest.mark.parametrize(
     "prompt",
     [
-        Prompt(1, 4, 32, 600, 80, dtype=bf16, batch=1),
+        Prompt(1, 2, 32, 300, 80, dtype=bf16, batch=1),
         Prompt(2, 2, 5, 40, 16, pads=37, sinks=True),
-        Prompt(1, 3, 100, 100, 32, dtype=fp16, pads=9, softcap=5.0),
+        Prompt(1, 3, 80, 80, 32, dtype=fp16, pads=9, softcap=5.0),
         Prompt(1, 1, 1, 1, 256),
     ],
     ids=str,

@@ -7,7 +7,7 @@ last ROWS entries are these tokens' own. Softmax statistics are in units of log2
 import triton
 import triton.language as tl
 
-from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product
+from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product, scaled
 
 
 @triton.jit
@@ -50,8 +50,6 @@ def attend_chunks(
         slot = tl.load(Slot + seg).to(tl.int32)
         if PAUSES:
             slot = tl.where(tl.load(Active + seg) != 0, slot, -1)
-        new_k = tl.load(NewKeys + seg * D + d, mask=d < D, other=0.0)
-        new_v = tl.load(NewValues + seg * DV + dv, mask=dv < DV, other=0.0)
     limit = stop - (ROWS - 1) + m % ROWS  # what is at or behind it is later than the query
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -62,35 +60,43 @@ def attend_chunks(
         there = c + n < last
         if HOLES:
             there = there & (tl.load(Positions + c + n, mask=there, other=-1) >= 0)
+        wrote = c + n < last
+        if APPEND:  # its slot is left to what follows the loop, whoever fills it meanwhile
+            there = there & (c + n != slot)
+            wrote = wrote & (c + n != slot)
         far = tl.cast(c, tl.int64)
         k = tl.load(
             K + far * k_col + n[:, None] * k_col + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
         )
-        stored = there
-        if APPEND:
-            mine = c + n == slot
-            there = there | mine
-            k = tl.where(mine[:, None], new_k[None, :], k)
         s = logits_of(q, k, scale, softcap, SOFTCAP)
         s = tl.where(there[None, :] & ((c + n)[None, :] < limit[:, None]), s, float("-inf"))
         if LOGITS:
             tl.store(Logit + (seg * M + m[:, None]) * l_col + (c + n)[None, :], s,
-                     mask=(m < M)[:, None] & (c + n < last)[None, :])  # fmt: skip
+                     mask=(m < M)[:, None] & wrote[None, :])  # fmt: skip
         now = tl.maximum(peak, tl.max(s, 1))
         p = tl.exp2(s - finite(now)[:, None])
         shrink = tl.exp2(peak - finite(now))
         v = tl.load(
-            V + far * v_col + n[:, None] * v_col + dv[None, :], mask=stored[:, None] & (dv < DV)[None, :], other=0.0
+            V + far * v_col + n[:, None] * v_col + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
         )
-        if APPEND:
-            v = tl.where(mine[:, None], new_v[None, :], v)
         acc = acc * shrink[:, None] + product(p.to(v.dtype), v)
         total = total * shrink + tl.sum(p, 1)
         peak = now
     if APPEND:
         if (slot >= first) & (slot < last):
-            tl.store(K + slot.to(tl.int64) * k_col + d, new_k, mask=d < D)
-            tl.store(V + slot.to(tl.int64) * v_col + dv, new_v, mask=dv < DV)
+            k = tl.load(NewKeys + seg * D + d, mask=d < D, other=0.0)
+            v = tl.load(NewValues + seg * DV + dv, mask=dv < DV, other=0.0)
+            s = scaled(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1), scale, softcap, SOFTCAP)
+            if LOGITS:
+                tl.store(Logit + (seg * M + m) * l_col + slot, s, mask=m < M)
+            now = tl.maximum(peak, s)
+            p = tl.exp2(s - now)
+            shrink = tl.exp2(peak - now)
+            acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)[None, :]
+            total = total * shrink + p
+            peak = now
+            tl.store(K + slot.to(tl.int64) * k_col + d, k, mask=d < D)
+            tl.store(V + slot.to(tl.int64) * v_col + dv, v, mask=dv < DV)
             tl.store(Positions + slot, tl.load(Seen + seg).to(Positions.dtype.element_ty))
     if LOGITS or not WHOLE:
         stat = Stat + (seg * splits + split) * 2 * M

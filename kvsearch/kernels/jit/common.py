@@ -19,7 +19,13 @@ def product(a, b):
 @triton.jit
 def logits_of(q, k, scale, softcap, SOFTCAP: tl.constexpr):
     """Return the logits [BM, BN] fp32, times log2(e), of queries [BM, BD] and keys [BN, BD]: for exp2."""
-    s = product(q, tl.trans(k)) * scale
+    return scaled(product(q, tl.trans(k)), scale, softcap, SOFTCAP)
+
+
+@triton.jit
+def scaled(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Return the logits, times log2(e), of products of queries and keys."""
+    s = products * scale
     if SOFTCAP:
         x = s / softcap
         small = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
