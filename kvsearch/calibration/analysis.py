@@ -113,7 +113,8 @@ def misplaced(profile: Profile, ratio: float) -> Misplaced:
     """
     at = _nearest(ratio)
     evicted = _array(profile, "question_ratio")[:, at].astype(np.float64).reshape(profile.metadata.questions, -1)
-    half = 0.5 / (evicted.shape[1] * _array(profile, "question_length"))  # a total is a whole number of entries
+    lengths = _array(profile, "question_length").astype(np.float64)
+    half = 0.5 / (evicted.shape[1] * lengths)  # a total is a whole number of entries
     share = evicted.mean(1)
     able = share >= min(STABILITY_RATIOS[at], float(share.max())) - half - 1e-6
     kept = _shares(1 - evicted[able])

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.robustness.case import MEMORY, Case, Outcome, limited_memory, run
 from tests.robustness.kinds import KINDS
-from tests.robustness.workers import BLOCK, cause, outcomes
+from tests.robustness.workers import BLOCK, SILENCE, cause, outcomes
 
 FAILED = Path("runs/fuzz")
 
@@ -93,6 +93,7 @@ def main() -> int:
 def _one(kind: str, data: bytes, save: Path) -> int:
     with TemporaryDirectory() as folder:
         KINDS[kind].furnish(Path(folder))
+        run(KINDS[kind], KINDS[kind].bases()[0], Path(folder), SILENCE)  # what it imports is not the file's
         with limited_memory():
             outcome = run(KINDS[kind], data, Path(folder))
     save.mkdir(parents=True, exist_ok=True)

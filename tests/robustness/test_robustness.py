@@ -32,7 +32,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 @kinds
 def test_valid_files_are_accepted(kind: Kind, ready: dict[str, Path]) -> None:
-    for data in kind.bases()[:8]:
+    for data in kind.bases()[:4]:
         found = run(kind, data, ready[kind.name])
         assert (found.verdict, found.problem) == ("accepted", "")
 
@@ -53,7 +53,7 @@ def test_what_once_failed_does_not_fail_again(path: Path, ready: dict[str, Path]
 
 
 def test_a_case_follows_from_its_kind_and_number() -> None:
-    for kind in KINDS.values():
+    for kind in list(KINDS.values())[::5]:
         assert Case(kind, 3).data == Case(kind, 3).data
         assert len({Case(kind, seed).data for seed in range(20)}) > 10
 
