@@ -95,8 +95,8 @@ def test_a_context_is_the_mean_of_its_questions() -> None:
 
 def test_a_text_that_is_left_out() -> None:
     """Two texts agree, the third is the reverse: each of the two with the mean of the others, and the third."""
-    steps = np.array([[0.1, 0.2, 0.3], [0.5, 0.6, 0.9]])
-    reverse = 1.1 - 2 * steps
+    steps = np.array([[0.05, 0.1, 0.15], [0.25, 0.3, 0.45]])
+    reverse = 0.95 - 2 * steps
     found = stability(asked(steps, steps, reverse, contexts=[0, 1, 2]), 0.5)
     others = spearman(steps.ravel(), (steps + reverse).ravel() / 2)
     assert found.left_out == pytest.approx((2 * others - 1) / 3)
