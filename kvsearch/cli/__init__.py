@@ -30,6 +30,7 @@ VERBS = {
     "compress": "Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.",
     "bench": "Measure time and memory of plans beside the full cache, on this machine.",
     "show": "Show a plan or a profile: tables and a heat map of layers and heads.",
+    "verify": "Check that all that runs have written is whole: checksums, ledgers, schemas, sums, weights.",
     "report": "Write runs of any kind as one HTML page that needs no network: figures, tables, what was asked and how.",
     "headroom": "Evict by true oracle importance, by simple policies and at random, and compare with the full cache.",
     "lm-eval": "Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).",

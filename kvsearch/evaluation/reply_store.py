@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.readings import Reading
 
 REPORT, SAMPLES, TABLES, LOSSES = "report.json", "samples.csv", "tables.md", "losses.json"
-_WRITTEN = (LEDGER, REPORT, SAMPLES, TABLES, LOSSES)
+WRITTEN = (LEDGER, REPORT, SAMPLES, TABLES, LOSSES)
 _KEEP_REPLIES: tuple[Job, ...] = ("evaluate", "validate", "select")
 _KEY = "id"
 # of a sample, but for what its author calls the question: that is looked up again
@@ -218,7 +218,7 @@ def open_run(
                     f"--output (with --reuse {directory} for what is the same), or --force to start anew"
                 )
             _warn_of_metrics(directory, there, config)
-        begin(directory, config, _WRITTEN if force else ())
+        begin(directory, config, WRITTEN if force else ())
         with ReplyStore(directory / LEDGER, config.identity, lent) as store:
             yield store
 
@@ -251,7 +251,7 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
             )
         if there is not None and found is None:
             _warn_of_metrics(directory, there, config)
-        begin(directory, config, _WRITTEN if force and (found is not None or _is_damaged(directory / LEDGER)) else ())
+        begin(directory, config, WRITTEN if force and (found is not None or _is_damaged(directory / LEDGER)) else ())
         with ReplyStore(directory / LEDGER, config.identity) as store:
             yield store
 

@@ -41,7 +41,9 @@ from kvsearch.plan.saved import PROFILE
 from kvsearch.progress import Progress
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import begin
-from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.contexts import CONTEXTS
+from kvsearch.runs.identity import CONFIG, RunConfig
+from kvsearch.runs.sums import finish, read_sums, require_unchanged
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
+WRITTEN = (CONFIG, PROFILE, CONTEXTS, "*.safetensors")
 TFLOPS = 100.0
 RESUMED = (PolykvOptions, RankingOptions)  # go on where they were stopped
 RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
@@ -287,9 +290,13 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     texts, config, loaded = _checked(options, talk)
     state, place = _state(options, config), options.output / PROFILE
     if state == "finished":
+        require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
         talk.say(FINISHED)
-        write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration
-        return load_profile(place)
+        profile = load_profile(place)
+        write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration but its checksums
+        if PROFILE not in read_sums(options.output):
+            finish(options.output, WRITTEN)
+        return profile
     loaded = loaded or options.load(options.model, talk)
 
     from kvsearch.evaluation.identity import environment
@@ -310,6 +317,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     save_profile(profile, place, overwrite=True)
     write_contexts(options.output, {"fitted": texts.hashes})
     forget_samples(options.output)
+    finish(options.output, WRITTEN)
     return profile
 
 

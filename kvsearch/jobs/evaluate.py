@@ -249,7 +249,9 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
         from kvsearch.jobs import perplexity
 
         return perplexity.measure(options, talk)
-    from kvsearch.evaluation.reply_store import REPORT
+    from kvsearch.evaluation.reply_store import REPORT, WRITTEN
+    from kvsearch.runs.identity import CONFIG
+    from kvsearch.runs.sums import finish
 
     was_finished = options.output is not None and not options.force and (options.output / REPORT).exists()
     _, evaluation = _prepared(options, talk)
@@ -260,6 +262,8 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
         losses = _output_losses(evaluation, tasks, options, progress)
         found = Evaluated(comparison, losses, options.columns_of_tables())
         _write(found, options)
+        if options.output is not None:
+            finish(options.output, (CONFIG, *WRITTEN))
         if was_finished and store is not None and len(store.lines) == kept:
             talk.say(FINISHED)
     return found

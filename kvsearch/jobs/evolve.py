@@ -248,10 +248,11 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
     """
     from kvsearch.plan import save_plan
     from kvsearch.runs.contexts import write_contexts
-    from kvsearch.runs.directory import write_json
+    from kvsearch.runs.directory import CONFIG, write_json
+    from kvsearch.runs.sums import finish
     from kvsearch.search.evolve import Evolved
     from kvsearch.search.front import search_front
-    from kvsearch.search.ledger import FRONT, PLAN, REPORT
+    from kvsearch.search.ledger import FRONT, PLAN, REPORT, WRITTEN
 
     options, was_finished = _going_on(options), _is_finished(options)
     searches, limits = _prepared(options, talk), options.limits
@@ -278,6 +279,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
             found = [Evolved(search, outcome, choice, search.report(choice, keep))]
         result = Evolution(options, found, run.ledger.spent)
         write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
+        finish(run.directory, (CONFIG, *WRITTEN, "*.safetensors"))
         if was_finished and len(run.ledger.lines) == kept:
             talk.say(FINISHED)
         return result

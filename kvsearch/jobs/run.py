@@ -365,7 +365,8 @@ def run(options: RunOptions, talk: Talk) -> Ran:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     from kvsearch.runs.directory import begin, run_in
-    from kvsearch.runs.identity import RunConfig
+    from kvsearch.runs.identity import CONFIG, RunConfig
+    from kvsearch.runs.sums import finish, unfinish
 
     options.sizes  # noqa: B018 - told before anything is loaded
     there = run_in(options.output, "run")
@@ -381,7 +382,10 @@ def run(options: RunOptions, talk: Talk) -> Ran:
     with on_interruption(talk, lambda: again):
         if there is None or options.force:
             begin(options.output, config, WRITTEN if options.force else ())
-        return prepared.run(talk)
+        unfinish(options.output)
+        result = prepared.run(talk)
+        finish(options.output, (CONFIG, *WRITTEN))
+    return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -260,11 +260,13 @@ def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[
 
 def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
     """Choose at one size, and write what was found, the plan last: it has its evidence beside it."""
+    from kvsearch.choose.verdicts import SETTINGS
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import read_bytes
     from kvsearch.report.selection import FILE, as_json
-    from kvsearch.runs.contexts import write_contexts
+    from kvsearch.runs.contexts import CONTEXTS, write_contexts
     from kvsearch.runs.directory import write_json
+    from kvsearch.runs.sums import finish, unfinish
     from kvsearch.runtime.plan_checks import check_plan
 
     def keep(stage: str, evaluation: Evaluation) -> KeptStage:
@@ -274,12 +276,15 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
             what = f"{prepared.size} entries, {what}"
         return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
 
+    written = (FILE, CONTEXTS, *SETTINGS)
+    unfinish(place, written)
     result = prepared.run(keep, answered=True)
     check_plan(result.plan, f"the plan for {output}")
     if not options.force and output.exists() and read_bytes(output) != canonical_json(result.plan):
         raise UsageError(f"{output} is another plan than is chosen now: choose another file, or --force to replace it")
     write_contexts(place, prepared.hashes)
     write_json(place / FILE, as_json(result))
+    finish(place, written)
     save_plan(result.plan, output, overwrite=options.force)
     return AtSize(result, output, place / FILE)
 

@@ -11,6 +11,7 @@ from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.files import atomic_write
 from kvsearch.runs.lock import locked
+from kvsearch.runs.sums import finish, unfinish
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs
@@ -97,7 +98,7 @@ class Targeted(Loading):
 
 
 def write_files(found: Exported, path: Path, force: bool) -> None:
-    """Write the files of a target at `path`, or into the folder at `path`.
+    """Write the files of a target at `path`, or into the folder at `path`, with their checksums.
 
     Raises:
         UsageError: something is there already, and `force` is off, or it is a folder in place of a file or vice versa;
@@ -115,8 +116,10 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
         taken = [name for name in found.files if (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
+        unfinish(path, tuple(found.files))
         for name, data in found.files.items():
             atomic_write(path / name, data)
+        finish(path, tuple(found.files))
 
 
 def upload(path: Path, repository: str) -> str:

@@ -125,10 +125,12 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
             nothing.
     """
     from kvsearch.choose.verdicts import FILE, save_validation
+    from kvsearch.runs.sums import finish, unfinish
 
     prepared = _prepared(options, talk)
     path, protocol = options.directory / FILE, prepared[0].evaluation.settings.protocol
     before = found = _found_before(prepared[0], options)
+    unfinish(options.directory, (FILE, REPLIES))
     for one in prepared:
         size = str(one.size.budget) if one.size.budget is not None else f"ratio-{one.size.ratio}"
         replies = one.evaluation.replies
@@ -143,6 +145,7 @@ def validate(options: ValidateOptions, talk: Talk) -> Validated:
             result = one.run(progress, store)
         found = so_far = result if found is None else result.merged(found)
         save_validation(so_far, path)
+    finish(options.directory, (FILE, REPLIES))
     if found == before:
         talk.say(FINISHED)
     sizes = [(one.budget, one.size.ratio) for one in prepared]
@@ -178,9 +181,11 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
 def _found_before(prepared: PreparedValidation, options: ValidateOptions) -> Validation | None:
     """Return what the file has already; with `force`, only if it was found under the same conditions."""
     from kvsearch.choose.verdicts import FILE, load_validation
+    from kvsearch.runs.sums import require_unchanged
 
     path = options.directory / FILE
     try:
+        require_unchanged(options.directory, FILE, "restore it, or --force to replace it")
         found = load_validation(path)
     except UsageError:
         if options.force:

@@ -19,6 +19,7 @@ from kvsearch.plan.canonical import canonical_json
 from kvsearch.plan.files import TEMPORARY, atomic_write, write_fault
 from kvsearch.runs.identity import CONFIG, Job, RunConfig, read_config
 from kvsearch.runs.lock import locked, refuse_locked, require_lock
+from kvsearch.runs.sums import unfinish
 
 __all__ = ["CONFIG", "LEDGER", "begin", "check_directory", "is_unused", "run_in", "write_json", "writing"]
 
@@ -96,6 +97,7 @@ def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None
         EnvironmentFault: the disk is full, permissions are missing; see also `require_lock`.
     """
     require_lock(directory)
+    unfinish(directory)
     for path in [path for pattern in clear for path in sorted(directory.glob(pattern))]:
         try:
             if path.is_dir():

@@ -44,7 +44,7 @@ from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
 from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
-_WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
+WRITTEN = (LEDGER, BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 _OfLine = TypeVar("_OfLine", bound=Line)
 
 
@@ -240,7 +240,7 @@ def open_search(directory: Path, config: RunConfig, resume: bool = False, force:
         _check(directory, run_in(directory, "evolve"), resume, force)
         if not force:
             require_same(directory, config)
-        begin(directory, config, _WRITTEN if force else ())
+        begin(directory, config, WRITTEN if force else ())
         with SearchLedger(directory / LEDGER, config.identity) as ledger:
             yield SearchRun(directory, ledger)
 

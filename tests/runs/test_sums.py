@@ -1,0 +1,86 @@
+"""Checksums of what is finished: what sha256sum reads, and nothing that a job is still writing."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvsearch.errors import UsageError
+from kvsearch.runs.sums import SUMS, finish, read_sums, sha256_of_file, unfinish
+
+
+def made(directory: Path, *names: str) -> Path:
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"content of {name}")
+    return directory
+
+
+def test_files_and_folders_that_match(tmp_path: Path) -> None:
+    names = ("plan.json", "plan-8.json", "choice/a/ledger.jsonl", "choice/b c.json")
+    made(tmp_path, *names, "mine.txt", "choice/.kvsearch-12.tmp", f"choice/{SUMS}", "choice/odd\nname")
+    finish(tmp_path, ("plan*.json", "choice", "nothing.json"))
+    found = read_sums(tmp_path)
+    assert sorted(found) == sorted(names)
+    assert found["plan.json"] == hashlib.sha256(b"content of plan.json").hexdigest()
+    before = (tmp_path / SUMS).read_bytes()
+    finish(tmp_path, ("choice", "plan*.json"))
+    assert (tmp_path / SUMS).read_bytes() == before
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
+def test_sha256sum_reads_them(tmp_path: Path) -> None:
+    made(tmp_path, "a b.json", "deep/er/x.jsonl")
+    finish(tmp_path, ("*",))
+    check = ["sha256sum", "--check", "--strict", SUMS]
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=True).stdout.count(b": OK\n") == 2
+    (tmp_path / "a b.json").write_text("other")
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+
+
+def test_two_jobs_in_one_directory(tmp_path: Path) -> None:
+    """The lines of one stay as they were while the other works, whatever became of its files."""
+    made(tmp_path, "profile.safetensors", "validation.json", "validation/32/ledger.jsonl")
+    finish(tmp_path, ("profile.safetensors",))
+    finish(tmp_path, ("validation.json", "validation"))
+    whole = read_sums(tmp_path)
+    assert len(whole) == 3
+    (tmp_path / "profile.safetensors").write_text("changed")
+    unfinish(tmp_path, ("validation.json", "validation"))
+    assert read_sums(tmp_path) == {"profile.safetensors": whole["profile.safetensors"]}
+    finish(tmp_path, ("validation.json", "validation"))
+    assert read_sums(tmp_path) == whole
+    unfinish(tmp_path, ("profile.safetensors",))
+    unfinish(tmp_path, ("valid*",))
+    assert not (tmp_path / SUMS).exists()
+    unfinish(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["x", f"{'a' * 63}  plan.json", f"{'a' * 64} plan.json", f"{'a' * 64}  ../plan.json", f"{'a' * 64}  /etc/x",
+             f"{'A' * 64}  plan.json", ""],
+)  # fmt: skip
+def test_lines_that_are_none(tmp_path: Path, line: str) -> None:
+    (tmp_path / SUMS).write_text(f"{'b' * 64}  config.json\n{line}\n{'b' * 64}  last.json\n")
+    for read in (read_sums, lambda place: finish(place, ("x",)), lambda place: unfinish(place, ("x",))):
+        with pytest.raises(UsageError, match="SHA256SUMS, line 2 is damaged: delete the file and repeat the command"):
+            read(tmp_path)
+    unfinish(tmp_path)  # a run that begins anew reads none of it
+    assert not (tmp_path / SUMS).exists()
+
+
+def test_a_name_stands_once(tmp_path: Path) -> None:
+    (tmp_path / SUMS).write_text(f"{'b' * 64}  config.json\n" * 2)
+    with pytest.raises(UsageError, match="line 2 is damaged"):
+        read_sums(tmp_path)
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 9000
+    (tmp_path / "x").write_bytes(data)
+    assert sha256_of_file(tmp_path / "x") == hashlib.sha256(data).hexdigest()
