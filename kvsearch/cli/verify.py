@@ -24,7 +24,8 @@ def verify(options: VerifyOptions, console: Console) -> None:
     found = jobs.verify(options, talk=console)
     show_view(found, console)
     if found.damaged:
-        first, count = found.damaged[0], counted(len(found.artefacts), "artefact")
+        number, first, count = len(found.damaged), found.damaged[0], counted(len(found.artefacts), "artefact")
         raise UsageError(
-            f"{len(found.damaged)} of {count} damaged, the first is {first.path}: {first.problem}; {first.remedy}"
+            f"{number} of {count} {'is' if number == 1 else 'are'} damaged, the first is {first.path}: {first.problem}; "
+            f"{first.remedy}"
         )

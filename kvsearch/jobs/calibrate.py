@@ -41,7 +41,6 @@ from kvsearch.plan.saved import PROFILE
 from kvsearch.progress import Progress
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import begin
-from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.identity import CONFIG, RunConfig
 from kvsearch.runs.sums import finish, read_sums, require_unchanged
 

@@ -18,11 +18,12 @@ from kvsearch.evaluation.reply_store import LOSSES, ReplyStore
 from kvsearch.papers.catalog import TABLES
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.files import read_bytes
+from kvsearch.plan.limits import MOST_DOCUMENT
 from kvsearch.plan.parsing import parse_json
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.plan.weights import WEIGHTS, weights_file
-from kvsearch.policies.registry import FITTED, policy_of
+from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.numbers import counted
 from kvsearch.report.reader import CACHE, FRONT, REPORT, SELECTION, WHOLE_RUN, open_path
 from kvsearch.runs.contexts import CONTEXTS
@@ -47,10 +48,21 @@ _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
 
 
 def is_ours(path: Path) -> bool:
-    """Tell whether a file is one that kvsearch writes, by its name or by what is in it."""
-    if path.name in OURS or path.suffix == CACHE or _WEIGHTS.fullmatch(path.name) or _is_measured(path):
+    """Tell whether a file is one that kvsearch writes, by its name, what is beside it, or what is in it."""
+    if path.name in (LEDGER, SUMS, PROFILE) or path.suffix == CACHE or _WEIGHTS.fullmatch(path.name):
         return True
-    return path.suffix in READ and any(mark in read_bytes(path) for mark in MARKS)
+    if path.name in OURS and any((path.parent / name).exists() for name in (LEDGER, SUMS)):
+        return True
+    return _is_measured(path) or (path.suffix in READ and _is_marked(path))
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16 if path.suffix == ".safetensors" else MOST_DOCUMENT)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    return any(mark in head for mark in MARKS)
 
 
 def describe(path: Path) -> str:
@@ -69,16 +81,15 @@ def describe(path: Path) -> str:
         return "measured so far"
     if path.suffix in READ:
         return _opened(path)
-    read_bytes(path)
     return WORDS.get(path.name, "a file")
 
 
 def _opened(path: Path) -> str:
     """Check what `show` reads."""
     if path.suffix == CACHE:
-        from kvsearch.runtime.tensor_file import read_tensors
+        from kvsearch.runtime.tensor_file import check_tensors
 
-        read_tensors(path)
+        check_tensors(path)
     found = open_path(path)
     if isinstance(found.content, Plan):
         _check_policies(found.content.policies, path)
@@ -95,11 +106,8 @@ def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
         beside = weights_file(spec, path)
         if beside is not None and sha256_of_file(beside) != spec.params[WEIGHTS]:
             raise UsageError(f"{beside} has other weights than {path} names")
-        if spec.name not in FITTED:
-            try:
-                policy_of(spec)
-            except EnvironmentFault:  # of a package that is not installed here
-                continue
+        if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
+            policy_of(spec)
 
 
 def _weights(path: Path, digest: str) -> str:

@@ -99,7 +99,7 @@ def _at(path: Path) -> Iterator[Artefact]:
                                                                     for name in listed}, key=str):  # fmt: skip
         shown = path / file.relative_to(path.absolute()) if path.is_dir() else path
         if path == shown or file in sums or (shown.exists() and is_ours(shown)):
-            yield _checked(shown, sums.get(file))
+            yield _checked(shown, sums)
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -119,13 +119,14 @@ def _sums_over(path: Path, files: Sequence[Path]) -> dict[Path, str]:
     return found
 
 
-def _checked(path: Path, digest: str | None) -> Artefact:
+def _checked(path: Path, sums: Mapping[Path, str]) -> Artefact:
     """Check one file against what is in it, what is beside it, and its checksum."""
+    digest = sums.get(path.absolute())
     if not path.is_file():
         return Artefact(path, "a file", "damaged", "it is missing", RESTORE)
     try:
         what = describe(path)
-        problem = next(disagreements(path), "")
+        problem = "" if _is_changed(path.absolute().parent / LEDGER, sums) else next(disagreements(path), "")
     except KvsearchError as error:
         what, problem = "a file", " ".join(str(error).split())
     sealed = digest is not None and sha256_of_file(path) == digest
@@ -134,6 +135,11 @@ def _checked(path: Path, digest: str | None) -> Artefact:
     if path.name == CONFIG and digest is None:
         return Artefact(path, what, "unfinished", "its command has not ended", "repeat it to go on: config.json has it")
     return Artefact(path, what, sealed=sealed)
+
+
+def _is_changed(path: Path, sums: Mapping[Path, str]) -> bool:
+    """Tell whether a file is there that is not as it was finished."""
+    return path in sums and path.exists() and sha256_of_file(path) != sums[path]
 
 
 def _damaged(path: Path, what: str, problem: str) -> Artefact:

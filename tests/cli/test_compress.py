@@ -70,7 +70,12 @@ def test_a_file_is_shown(run: Run, saved: Path) -> None:
     code, out, _ = run("show", saved, "--json")
     assert json.loads(out)["plan"]["model"]["name"] == "bundled"
     (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])
-    refused(run, "or not all of one", "show", saved.parent / "cut.kv")
+    for command in ("show", "verify"):
+        refused(run, "or not all of one", command, saved.parent / "cut.kv")
+    data = saved.read_bytes()
+    (saved.parent / "cut.kv").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refused(run, "its content is not what was written", "verify", saved.parent / "cut.kv")
+    assert run("verify", saved)[0] == 0
 
 
 def refused(run: Run, words: str, *arguments: object, expected: int = 2) -> None:

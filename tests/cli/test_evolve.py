@@ -19,7 +19,9 @@ import pytest
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.contexts import merkle_root
+from kvsearch.report.integrity import verify_paths
 from kvsearch.runs.contexts import read_contexts
+from kvsearch.runs.sums import finish
 from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.executors import cluster
@@ -127,6 +129,29 @@ def test_a_ledger_that_was_changed_is_refused(
     for arguments in (command(questions, directory, "--resume"), ("show", directory)):
         refused(run, USAGE, words, *arguments)
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_every_file_of_a_search_is_verified(evolved: tuple[Path, str, str], run: Run, tmp_path: Path) -> None:
+    code, out, talk = run("verify", evolved[0], "--json")
+    assert (code, talk) == (0, "")
+    found = json.loads(out)["artefacts"]
+    assert {one["state"] for one in found} == {"whole"}
+    assert {Path(one["path"]) for one in found} == {path for path in evolved[0].rglob("*") if path.is_file()}
+    assert [Path(one["path"]).name for one in found if not one["sealed"]] == ["SHA256SUMS"]
+    directory = tmp_path / "run"
+    shutil.copytree(evolved[0], directory)
+    for path in (path for path in directory.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        damaged = {one.path for one in verify_paths([directory]).damaged}
+        assert path in damaged
+        assert damaged <= {path, path.with_name("ledger.jsonl")}  # which begins with its configuration
+        path.write_bytes(whole)
+    report = directory / "report.json"
+    report.write_text(re.sub(r'"evaluations": \d+', '"evaluations": 3', report.read_text()))
+    refused(run, USAGE, f"is damaged, the first is {report}: it has 3 evaluations, the ledger ", "verify", directory)
+    finish(directory, ("*",))  # by somebody who computes the checksums anew
+    refused(run, USAGE, f"is damaged, the first is {report}: it has 3 evaluations, the ledger ", "verify", directory)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
 from kvsearch.policies.base import AS_WINDOW
 from kvsearch.policies.registry import policy_class, policy_names
+from kvsearch.report.integrity import verify_paths
 from kvsearch.report.run import smallest_words
 from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.estimates import Difference
@@ -74,6 +75,9 @@ def result(directory: Path) -> dict[str, bytes]:
 
 def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
     directory, talk = finished
+    verified = verify_paths([directory]).artefacts
+    assert {one.state for one in verified} == {"whole"}
+    assert {one.path.name for one in verified if not one.sealed} == {"SHA256SUMS"}
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
     for budget in (40, 60):
         plan, found = load_plan(directory / f"plan-{budget}.json"), sizes[str(budget)]

@@ -16,7 +16,9 @@ from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_profile
 from kvsearch.plan.contexts import merkle_root
+from kvsearch.report.integrity import verify_paths
 from kvsearch.runs.contexts import read_contexts
+from kvsearch.runs.sums import read_sums
 from kvsearch.runtime.plan_checks import check_plan
 from tests import tiny
 from tests.cli.conftest import invoke
@@ -75,6 +77,8 @@ def chosen(tmp_path_factory: pytest.TempPathFactory, measured: bytes, questions:
     directory = calibrated(tmp_path_factory.mktemp("chosen") / "polykv", measured)
     code, out, talk = choose(*command(directory, questions))
     assert code == 0, talk
+    assert {one.state for one in verify_paths([directory, directory.parent / "plan.json"]).artefacts} == {"whole"}
+    assert {"selection.json", "prefill/report/ledger.jsonl"} <= read_sums(run_of(directory)).keys()
     return directory, out, talk
 
 

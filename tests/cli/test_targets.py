@@ -54,6 +54,8 @@ def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> 
     assert code == 0, talk
     assert "nothing is lost" in talk
     assert load_plan(tmp_path / "deploy") == load_plan(plan)
+    code, out, talk = run("verify", tmp_path / "deploy")
+    assert (code, out.count(" fits ")) == (0, 3), out + talk
     shown = run("show", tmp_path / "deploy")
     assert shown == run("show", plan)
     assert shown[0] == 0

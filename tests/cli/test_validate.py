@@ -14,6 +14,8 @@ from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
+from kvsearch.report.integrity import verify_paths
+from kvsearch.runs.sums import read_sums
 from kvsearch.strategies.from_signals import Strategy
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, INTERRUPTED, USAGE, refused
@@ -50,6 +52,8 @@ def replies_in(directory: Path, size: str) -> int:
 def test_all_measured_budgets(run: Run, directory: Path) -> None:
     code, out, talk = run("validate", directory, *ASKED, *ROUTE, "--json")
     assert code == 0, talk
+    assert {one.state for one in verify_paths([directory]).artefacts} == {"whole"}
+    assert {"validation.json", "validation/64-question-agnostic/ledger.jsonl"} <= read_sums(directory).keys()
     found = json.loads(out)
     assert found == json.loads((directory / "validation.json").read_text())
     assert (found["schema"], found["split"], found["protocol"]) == (

@@ -1,0 +1,195 @@
+"""Whatever is done to a file of a run, `verify` finds it, names it, and says nothing of the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from kvsearch.errors import UsageError
+from kvsearch.evaluation.compare import Settings, prepare
+from kvsearch.evaluation.reply_store import WRITTEN, open_run
+from kvsearch.evaluation.samples import write_samples
+from kvsearch.plan import save_plan
+from kvsearch.report.evaluation import as_json
+from kvsearch.report.integrity import Verification, verify_paths
+from kvsearch.runs.directory import CONFIG, LEDGER, write_json
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.sums import SUMS, finish, unfinish
+from kvsearch.search.ledger import open_search
+from kvsearch.strategies.compared import sweep
+from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import Size
+from tests import tiny
+from tests.plan.builders import make_plan
+from tests.runs.sealing import reseal
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished evaluation of a tiny model."""
+    directory, model = tmp_path_factory.mktemp("integrity") / "run", tiny.loaded()
+    ready = sweep(model, find_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
+    one = prepare(model, ready, ready[1].name, [tiny.listed((60, 2), (48, 1))], Settings(batch=1))
+    with open_run(directory, one.config()) as store:
+        result = one.run(store=store)
+        write_samples(result.samples, directory / "samples.csv")
+        write_json(directory / "report.json", as_json(result))
+        finish(directory, (CONFIG, *WRITTEN))
+    return directory
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def states(found: Verification) -> dict[str, str]:
+    return {one.path.name: one.state for one in found.artefacts}
+
+
+def problem(directory: Path, name: str) -> str:
+    """What is said of the one file that is damaged, on one line, with what to do."""
+    found = verify_paths([directory])
+    assert [one.path.name for one in found.damaged] == [name], found.damaged
+    (damaged,) = found.damaged
+    assert damaged.remedy
+    assert "\n" not in damaged.problem + damaged.remedy
+    return damaged.problem
+
+
+def test_a_finished_run_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verify_paths([run])
+    assert set(states(found).items()) == {
+        (name, "whole") for name in (CONFIG, LEDGER, SUMS, "samples.csv", "report.json")
+    }
+    assert {one.path.name for one in found.artefacts if not one.sealed} == {SUMS}
+    assert {one.what for one in found.artefacts} >= {"an evaluation", "a row per reply", "checksums of 4 files"}
+    assert found.as_json()["whole"]
+    monkeypatch.chdir(run)
+    assert verify_paths([Path()]).damaged == ()
+    assert [one.path for one in verify_paths([Path("report.json")]).artefacts] == [Path("report.json")]
+    assert verify_paths([Path("report.json"), run]).artefacts[0].sealed  # the checksums lie beside it
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [CONFIG, LEDGER, "samples.csv", "report.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: flipped(path, path.stat().st_size // 3),
+        lambda path: flipped(path, path.stat().st_size - 1),
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        lambda path: os.truncate(path, 0),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes() * 2),
+    ],
+    ids=["changed", "end", "cut", "empty", "missing", "twice"],
+)
+def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(run / name)
+    found = verify_paths([run])
+    assert name in [one.path.name for one in found.damaged]
+    assert all(one.path.name in (name, LEDGER) for one in found.damaged)  # a ledger begins with its configuration
+
+
+def test_the_line_of_a_ledger_is_told(run: Path) -> None:
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    (run / LEDGER).write_text("".join(lines[1:]))
+    said = problem(run, LEDGER)
+    assert said == "line 1 is damaged (it does not say that it is line 1: one was removed, added or moved)"
+
+
+def test_results_are_those_of_the_ledger(run: Path) -> None:
+    """Also where somebody has computed all checksums anew."""
+    text = (run / "samples.csv").read_text()
+    (run / "samples.csv").write_text("".join(text.splitlines(keepends=True)[:-1]))
+    finish(run, (CONFIG, *WRITTEN))
+    assert "rows, the ledger 9 replies" in problem(run, "samples.csv")
+    (run / "samples.csv").write_text(text)
+    ledger = (run / LEDGER).read_text()
+    (run / LEDGER).write_text(ledger.replace('"entries": ', '"entries": 1', 1))
+    reseal(run / LEDGER)
+    finish(run, (CONFIG, *WRITTEN))
+    assert "is of no reply in the ledger" in problem(run, "samples.csv")
+
+
+def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
+    unfinish(run)
+    os.truncate(run / LEDGER, (run / LEDGER).stat().st_size - 5)
+    (run / ".kvsearch-12.tmp").write_text("{")
+    (run / "samples.csv").unlink()
+    found = verify_paths([run])
+    assert states(found) == {CONFIG: "unfinished", LEDGER: "whole", "report.json": "whole"}
+    assert found.damaged == ()
+    ledger = next(one for one in found.artefacts if one.path.name == LEDGER)
+    assert ledger.what.endswith("; one more was cut short and is done again")
+    config = next(one for one in found.artefacts if one.path.name == CONFIG)
+    assert (config.problem, config.remedy) == ("its command has not ended", "repeat it to go on: config.json has it")
+
+
+def test_a_search_says_what_its_ledger_says(tmp_path: Path) -> None:
+    config = RunConfig(job="evolve", content={"seed": 1})
+    with open_search(tmp_path / "run", config) as search:
+        search.ledger.begin("start plans")
+    found = verify_paths([tmp_path / "run"])
+    assert states(found) == {CONFIG: "unfinished", LEDGER: "whole"}
+    other = RunConfig(job="evolve", content={"seed": 2})
+    (tmp_path / "run" / CONFIG).write_bytes(other.to_bytes())
+    said = problem(tmp_path / "run", LEDGER)
+    assert said == "line 1 is damaged (its checksum does not fit: it was changed, or is that of another run)"
+
+
+def test_damaged_checksums(run: Path) -> None:
+    (run / SUMS).write_text("nonsense\n")
+    assert problem(run, SUMS).startswith(f"{run / SUMS}, line 1 is damaged: delete the file")
+
+
+def test_files_that_stand_for_themselves(tmp_path: Path) -> None:
+    policy = {"name": "streaming", "params": {"sinks": 2}}
+    layers = [{"policy": policy, "budget": budget} for budget in ([10, 6], [8, 8], [4, 12])]
+    plan = make_plan([layer["budget"] for layer in layers], prefill={"layers": layers})
+    save_plan(plan, tmp_path / "mine.json")
+    assert verify_paths([tmp_path]).artefacts[0].what == "a plan of 48 entries"
+    text = (tmp_path / "mine.json").read_text()
+    for old, new, words in (
+        ('"total": 48', '"total": 49', "add up to 48"),
+        ('"sinks": 2', '"sinks": -2', "sinks must be 0 or more, got -2"),
+        ("}", "", "is not valid JSON"),
+    ):
+        (tmp_path / "mine.json").write_text(text.replace(old, new))
+        assert words in problem(tmp_path, "mine.json")
+
+
+def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
+    from hashlib import sha256
+
+    data = save({"x": np.zeros(3, np.float32)})
+    path = tmp_path / f"probe-{sha256(data).hexdigest()[:12]}.safetensors"
+    path.write_bytes(data)
+    assert states(verify_paths([path])) == {path.name: "whole"}
+    flipped(path, len(data) - 1)
+    assert "has other weights than its name says" in problem(tmp_path, path.name)
+
+
+def test_files_of_others_are_left_alone(run: Path, tmp_path: Path) -> None:
+    (run / "notes.txt").write_text("mine")
+    (run / "mine.json").write_text("{")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": []}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(save({"x": np.zeros(3, np.float32)}))
+    assert set(states(verify_paths([tmp_path]))) == {CONFIG, LEDGER, SUMS, "samples.csv", "report.json"}
+    for path in (tmp_path / "model", tmp_path / "nothing"):
+        with pytest.raises(UsageError, match="nothing"):
+            verify_paths([path])
+    assert verify_paths([run / "notes.txt", run / "mine.json"]).damaged[0].path == run / "mine.json"
