@@ -24,8 +24,6 @@ def verify(options: VerifyOptions, console: Console) -> None:
     found = jobs.verify(options, talk=console)
     show_view(found, console)
     if found.damaged:
-        number, first, count = len(found.damaged), found.damaged[0], counted(len(found.artefacts), "artefact")
-        raise UsageError(
-            f"{number} of {count} {'is' if number == 1 else 'are'} damaged, the first is {first.path}: {first.problem}; "
-            f"{first.remedy}"
-        )
+        number, first = len(found.damaged), found.damaged[0]
+        count = f"{number} of {counted(len(found.artefacts), 'artefact')} {'is' if number == 1 else 'are'} damaged"
+        raise UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")

@@ -51,7 +51,8 @@ def is_ours(path: Path) -> bool:
     """Tell whether a file is one that kvsearch writes, by its name, what is beside it, or what is in it."""
     if path.name in (LEDGER, SUMS, PROFILE) or path.suffix == CACHE or _WEIGHTS.fullmatch(path.name):
         return True
-    if path.name in OURS and any((path.parent / name).exists() for name in (LEDGER, SUMS)):
+    beside = (LEDGER,) if path.name == CONFIG else (LEDGER, SUMS)  # many tools have a config.json
+    if path.name in OURS and any((path.parent / name).exists() for name in beside):
         return True
     return _is_measured(path) or (path.suffix in READ and _is_marked(path))
 
