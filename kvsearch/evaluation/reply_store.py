@@ -29,6 +29,7 @@ from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import METRICS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger, damaged, read_lines
 from kvsearch.runs.lock import locked
+from kvsearch.runs.sums import require_unchanged
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.identity import ReplyKeys
@@ -217,6 +218,7 @@ def open_run(
                     f"{directory} holds another run: {found}; repeat its command to go on with it, choose another "
                     f"--output (with --reuse {directory} for what is the same), or --force to start anew"
                 )
+            require_unchanged(directory, LOSSES, "delete it, and give --losses to measure them again")
             _warn_of_metrics(directory, there, config)
         begin(directory, config, WRITTEN if force else ())
         with ReplyStore(directory / LEDGER, config.identity, lent) as store:
