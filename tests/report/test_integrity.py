@@ -13,13 +13,13 @@ from safetensors.numpy import save
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings, prepare
-from kvsearch.evaluation.reply_store import WRITTEN, open_run
+from kvsearch.evaluation.reply_store import LOSSES, WRITTEN, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.plan import save_plan
 from kvsearch.report.evaluation import as_json
 from kvsearch.report.integrity import Verification, verify_paths
 from kvsearch.runs.directory import CONFIG, LEDGER, write_json
-from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.identity import RunConfig, read_config
 from kvsearch.runs.sums import SUMS, finish, unfinish
 from kvsearch.search.ledger import open_search
 from kvsearch.strategies.compared import sweep
@@ -122,6 +122,19 @@ def test_results_are_those_of_the_ledger(run: Path) -> None:
     reseal(run / LEDGER)
     finish(run, (CONFIG, *WRITTEN))
     assert "is of no reply in the ledger" in problem(run, "samples.csv")
+
+
+def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None:
+    """Its own checksums would hide that."""
+    (run / LOSSES).write_text("[]")
+    finish(run, (CONFIG, *WRITTEN))
+    config = read_config(run)
+    assert config is not None
+    (run / LOSSES).write_text("[1]")
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    with pytest.raises(UsageError, match=r"losses.json was changed since it was finished, .*: delete it, and give"):
+        open_run(run, config).__enter__()
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
 def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
