@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.samples import Place, Sample
+from kvsearch.plan.limits import MOST_NUMBER
 from kvsearch.runs.chain import Unfit
 from kvsearch.runs.directory import LEDGER, begin, check_directory, run_in
 from kvsearch.runs.identity import METRICS, Job, RunConfig, read_config
@@ -80,6 +81,8 @@ class ReplyStore(Ledger[Finished]):
             for name, kind in _FIELDS.items():
                 if not _fits(item[name], kind):
                     raise Unfit(f"{name} is not a {kind}")
+                if kind in ("int", "float") and not -MOST_NUMBER * (name == "score") <= item[name] <= MOST_NUMBER:
+                    raise Unfit(f"{name} is out of range, which ends at 2^63 - 1")
         return Finished([(item.pop(_KEY), Sample(**item)) for item in content["samples"]], content["reused"])
 
     def add(self, samples: Sequence[tuple[str, Sample]], *, reused: bool = False) -> None:
