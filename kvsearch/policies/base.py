@@ -210,7 +210,8 @@ class Policy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
 
-    signed_scores: ClassVar[bool] = False  # whether scores may be below 0: they have no shares and no entropy
+    # whether scores, or priorities while decoding, may be below 0: they have no shares and no entropy
+    signed_scores: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

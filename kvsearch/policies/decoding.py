@@ -82,6 +82,7 @@ class Step:
     seen: Tensor  # [S] tokens so far, this one included
     attention: Tensor | None  # [S, C] fp32, the step's attention row as `Policy.row` wants it; 0 in empty slots
     look: Callable[[], Observation] | None = None  # at the step's own token alone
+    full: bool = False  # every slot holds an entry
 
     @property
     def row(self) -> Tensor:
@@ -108,9 +109,13 @@ def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
     return torch.argsort(key, dim=-1, stable=True)
 
 
-def slots_of(chosen: Tensor, positions: Tensor) -> Tensor:
-    """Return the `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind."""
-    order = by_position(positions, chosen)[:, : int(chosen.sum(-1).max())]
+def slots_of(chosen: Tensor, positions: Tensor, most: int | None = None) -> Tensor:
+    """Return the `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind.
+
+    Unless `most` is given, the device is asked for it.
+    """
+    count = int(chosen.sum(-1).max()) if most is None else most
+    order = by_position(positions, chosen)[:, :count]
     return torch.where(chosen.gather(-1, order), order, -1)
 
 
@@ -125,11 +130,23 @@ def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tens
     return held & ((positions < sinks[:, None]) | (positions >= (seen - recent)[:, None]))
 
 
-def lowest(priorities: Tensor, candidates: Tensor, positions: Tensor) -> Tensor:
-    """Return the slot of the lowest-ranked candidate in each segment, [S]; the later position among equals."""
-    value = priorities.masked_fill(~candidates, float("inf"))
-    tied = candidates & (value <= value.amin(-1, keepdim=True))
-    return positions.masked_fill(~tied, -1).argmax(-1)
+def lowest(
+    priorities: Tensor, positions: Tensor, outside: Tensor | None, signed: bool, out: Tensor | None = None
+) -> Tensor:
+    """Return the slot of the lowest priority in each segment, [S]; the later position among equals.
+
+    `priorities` are [S, C] fp32, below 0 only if `signed`; what is `outside` [S, C] bool (None: nothing) never leaves.
+    The bits of a float that is not negative are in the order of the floats, so that a priority and a position make one
+    whole number that has no equals: a single reduction finds it.
+    """
+    bits = priorities.view(torch.int32)
+    if signed:
+        bits = (priorities + 0.0).view(torch.int32)  # -0 is 0
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = torch.add(positions, bits, alpha=-(2**32))
+    if outside is not None:
+        order.masked_fill_(outside, torch.iinfo(torch.int64).min)
+    return torch.argmax(order, -1) if out is None else torch.argmax(order, -1, out=out)
 
 
 def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Observation, Policy
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.tensors import F, Tensor
+from kvsearch.policies.tensors import F, Tensor, torch
 
 EPSILON = 1e-8
 
@@ -28,8 +28,16 @@ class KeyDiff(Policy):
         return _difference(observation.keys, observation.valid[:, None])
 
     def step(self, step: Step) -> Tensor:
-        """Return the negative cosine to the anchor of what is held now, [S, C] fp32."""
-        return _difference(step.cached.keys, step.cached.held)
+        """Return the negative cosine to the anchor of what is held now, [S, C] fp32, times one number per segment.
+
+        That number, the length of the sum of unit keys, changes nothing about the order, which is all that counts.
+        """
+        keys = step.cached.keys.float()
+        if not step.full:
+            keys = keys.masked_fill(~step.cached.held[..., None], 0.0)
+        scale = torch.linalg.vector_norm(keys, dim=-1).clamp_(min=EPSILON).reciprocal_()  # [S, C]
+        mean = torch.bmm(scale[:, None], keys).transpose(1, 2)  # of unit keys, times their number, [S, D, 1]
+        return torch.baddbmm(scale[..., None], keys, mean, beta=0, alpha=-1)[..., 0].mul_(scale)
 
 
 def _difference(keys: Tensor, real: Tensor) -> Tensor:

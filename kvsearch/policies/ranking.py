@@ -64,12 +64,17 @@ def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tens
 
 def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
     """Return scores [B, Hkv, T] whose best entries are kept at `budgets` [B, Hkv]: +inf for the first stage's."""
+    taken = torch.minimum(at_each(policy.quota, budgets).to(budgets.device), budgets)
+    return scores_taking(policy, observation, taken)
+
+
+def scores_taking(policy: Policy, observation: Observation, taken: Tensor) -> Tensor:
+    """Return scores [B, Hkv, T], +inf for the best `taken` [B, Hkv] entries of the first stage, if there is one."""
     scores = scored(policy, observation)
     first = first_staged(policy, observation)
     if first is None:
         return scores
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
-    taken = torch.minimum(at_each(policy.quota, budgets).to(budgets.device), budgets)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
 

@@ -152,11 +152,17 @@ def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads:
 
 
 def slot_attention(
-    query: Tensor, cached: Cached, empty: Tensor | None, logits: Logits, want_row: bool
+    query: Tensor,
+    cached: Cached,
+    bias: Tensor | None,
+    logits: Logits,
+    want_row: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with one token per segment to its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
 
-    `empty` [S, C] bool. The row is the mean over the group, [S, C] fp32.
+    `bias` [S, C] is -inf where a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype;
+    None: every slot has one. The row is the mean over the group, [S, C] fp32, written to `into` if that is given.
     """
     keys, values = cached.keys, cached.values
     if serves(query, keys, values):
@@ -165,14 +171,14 @@ def slot_attention(
         sinks = logits.sinks_of(cached.heads)
         return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row)
     if not want_row and logits.plain:
-        mask = None if empty is None else ~empty[:, None, None]
+        mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
-    scores = logits.of(query, keys)
-    if empty is not None:
-        scores = scores.masked_fill(empty[:, None], float("-inf"))
-    weights = logits.softmax(scores, cached.heads)
-    return weights.to(values.dtype) @ values, weights.mean(1) if want_row else None
+    weights = logits.softmax(logits.of(query, keys, None if bias is None else bias[:, None]), cached.heads)
+    output = weights.to(values.dtype) @ values
+    if not want_row:
+        return output, None
+    return output, weights.mean(1) if into is None else torch.mean(weights, 1, out=into)
 
 
 def require_attention(what: str, runs: str) -> None:

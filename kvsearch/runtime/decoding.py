@@ -1,4 +1,8 @@
-"""A layer while its decode rule is in force: token by token, attention first, then the rule, then the slot is free."""
+"""A layer while its decode rule is in force: token by token, attention first, then the rule, then the slot is free.
+
+A step has two parts. `foresee` is the host's: it makes room and decides what the step does. `step` is the device's: it
+changes tensors in place and looks at no value. `attend` runs both; who compiles or captures steps runs the first ahead.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ import torch
 from torch import Tensor
 
 from kvsearch.arrays import Bools, Ints
+from kvsearch.errors import InternalError
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
+from kvsearch.runtime.board import Board
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import StepRule
-from kvsearch.runtime.slots import SlotBlock, SlotSource, SlotStore, pack, source_of
+from kvsearch.runtime.slots import SlotBlock, SlotSource, SlotStore, Turn, capacities, pack, source_of
 
 
 class Decoding:
@@ -24,6 +30,9 @@ class Decoding:
         self.store, self.rule = store, rule
         self.peak = peak  # the most each segment has held
         self.columns = columns  # tokens so far, padding counted
+        self.room = 0  # tokens that there is room for ahead of time; 0: steps are as small as they can be
+        self.packed = 0  # how often the storage was made anew, so that what refers to it is not used any more
+        self.board: Board | None = None
 
     @classmethod
     def begin(cls, observation: Observation, keep: Tensor, rule: StepRule, state: State) -> Decoding:
@@ -54,82 +63,113 @@ class Decoding:
             real = active = None
             if valid is not None and arrived is not None and not arrived[:, token].all():
                 real, active = arrived[:, token], valid[:, token]
-            self._store(key[:, :, token], value[:, :, token], real, active)
             states = None if hidden is None else hidden[:, :, token]
-            self.rule.begin(query[:, :, one], positions[:, one], self._over(), real, active, states)
-            outputs.append(self._attend(query[:, :, token], real, active, logits))
-        return torch.stack(outputs, 2)
+            self.foresee(real)
+            step = (query[:, :, one], key[:, :, one], value[:, :, one])
+            outputs.append(self.step(*step, positions[:, one], logits, states, active))
+            self.tidy()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-    def _store(self, key: Tensor, value: Tensor, real: Bools | None, active: Tensor | None) -> None:
-        store = self.store
-        if not all(block.has_room() for block in store.blocks):
-            self._repack([None] * len(store.blocks))
-            store = self.store
-        parts = zip(store.blocks, store.split(key.flatten(0, 1)), store.split(value.flatten(0, 1)), strict=True)
-        for block, keys, values in parts:
-            block.put(keys, values, *self._of_block(block, real, active))
+    # --- the host's part ------------------------------------------------------------------------------------------
+
+    def foresee(self, real: Bools | None = None) -> None:
+        """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
+        if not all(block.has_room() for block in self.store.blocks):
+            self._repack()
+        store, heads = self.store, self.store.heads
+        over = np.zeros(store.batch, dtype=bool)
+        for block in store.blocks:
+            dtype = torch.float32 if self.rule.policy.row is not None else block.cached.keys.dtype
+            used = block.foresee(None if real is None else real[block.names // heads], self.room > 0, dtype)
+            over[block.names[used > block.limits.host] // heads] = True
+            self.peak[block.names] = np.maximum(self.peak[block.names], used)
+        self.rule.foresee(over, real)
         self.columns += 1
-        self.peak = np.maximum(self.peak, store.used())
+        if self.rule.policy.row == "layer" and (self.board is None or not self.board.holds(self.columns)):
+            slots = [block.capacity for block in store.blocks]
+            self.board = Board.growing([b.rows for b in store.blocks], slots, store.batch, self.columns + self.room)
 
-    def _of_block(
-        self, block: SlotBlock, real: Bools | None, active: Tensor | None
-    ) -> tuple[Bools | None, Tensor | None]:
-        """Return what is known of sequences [B], for the segments of a block [S]."""
-        if real is None or active is None:
-            return None, None
-        return real[block.names // self.store.heads], active[block.rows]
-
-    def _over(self) -> Bools:
-        """Return the sequences with a head over its budget, [B]."""
-        over = np.zeros(self.store.batch, dtype=bool)
+    def tidy(self) -> None:
+        """Give up slots that are not needed any more, once many entries have left."""
         for block in self.store.blocks:
-            over[block.names[block.used > block.limits.host] // self.store.heads] = True
-        return over
+            many = block.turn is not None and block.turn.leaving.most > 1
+            wanted = capacities(block.used, block.limits.host, self.room) if many else None
+            if wanted is not None and int(wanted.max()) < block.capacity:
+                self._repack()
+                return
 
-    def _attend(self, query: Tensor, real: Bools | None, active: Tensor | None, logits: Logits) -> Tensor:
-        """Compute one token's attention [B, Hq, D] -> [B, Hq, Dv], and what follows from it."""
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
+        self.room = tokens
+        wanted = (capacities(block.used, block.limits.host, tokens) for block in self.store.blocks)
+        if tokens and any((most > block.capacity).any() for most, block in zip(wanted, self.store.blocks, strict=True)):
+            self._repack()
+        for block in self.store.blocks:
+            block.biased = False
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what the step that was foreseen is like: steps of one kind do the same to the same tensors."""
+        turns = [block.turn for block in self.store.blocks]
+        kinds = [(t.width, t.full, t.bias, t.leaving.most, t.leaving.each_one, t.holes) for t in turns if t is not None]
+        return (self.packed, self.rule.due, id(self.board), *kinds)
+
+    def _repack(self) -> None:
+        """Make new blocks for what is held."""
+        sources = []
+        for block in self.store.blocks:
+            cached = block.in_use()
+            slots = slots_of(cached.held, cached.positions, int(block.used.max()))
+            sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
+        self.store = pack(sources, self.rule, self.store.batch, self.store.heads, self.room)
+        self.packed += 1
+        self.board = None
+
+    # --- the device's part ----------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        logits: Logits,
+        hidden: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> Tensor:
+        """Take in the token that was foreseen; see `attend` for the tensors, of which q is 1.
+
+        Not `active` [B] bool (None: all are) has padding. Nothing here waits for the device, depends on values, or
+        binds a tensor that lasts.
+        """
         store, policy = self.store, self.rule.policy
-        queries = store.split(query.reshape(store.batch * store.heads, -1, query.shape[-1]))
+        self.rule.begin(query, positions, active, hidden)
+        segments = store.batch * store.heads
+        parts = (store.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
         outputs: list[Tensor] = []
         rows: list[Tensor | None] = []
-        for block, part in zip(store.blocks, queries, strict=True):
-            cached = block.in_use()
-            empty = None if block.full else ~cached.held
-            output, row = slot_attention(part, cached, empty, logits, policy.row is not None)
+        for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
+            turn = _foreseen(block)
+            block.put(keys[:, 0], values[:, 0], turn, None if active is None else active[block.rows])
+            into = None if self.board is None else self.board.own(index, turn.width)
+            cached, bias = block.first(turn.width), block.bias_of(turn)
+            output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into)
             outputs.append(output)
             rows.append(row)
-        if policy.row == "layer":
-            parts = zip(store.blocks, rows, strict=True)
-            known = [(block.rows, block.in_use().positions, row) for block, row in parts if row is not None]
-            rows = list(layer_rows(known, store.batch, self.columns))
-        self._evict(rows, real, active, logits)
-        return store.join(outputs).view(store.batch, -1, outputs[0].shape[-1])
+        if self.board is not None:
+            rows[:] = self.board.layer_rows([b.first(_foreseen(b).width).positions for b in store.blocks])
+        for block, row in zip(store.blocks, rows, strict=True):
+            self._evict(block, row, active, logits)
+        return store.join(outputs).view(store.batch, -1, 1, outputs[0].shape[-1])
 
-    def _evict(self, rows: Sequence[Tensor | None], real: Bools | None, active: Tensor | None, logits: Logits) -> None:
-        leaving = []
-        for block, row in zip(self.store.blocks, rows, strict=True):
-            came, mine = self._of_block(block, real, active)
-            cached = block.in_use()
-            before = None if mine is None else cached.state.changed(torch.clone, torch.clone)
-            step = Step(cached, block.slot, block.seen, row)
-            gone, block.used = self.rule.decide(step, block.rows, block.limits, block.used, came, mine, logits)
-            if mine is not None and before is not None:
-                cached.state.restore(before, ~mine)
-            leaving.append(gone)
-        if any(gone is not None and gone.shape[1] > 1 for gone in leaving):
-            self._repack(leaving)
-            return
-        for block, gone in zip(self.store.blocks, leaving, strict=True):
-            block.free(None if gone is None else gone[:, 0], None if active is None else active[block.rows])
-
-    def _repack(self, leaving: Sequence[Tensor | None]) -> None:
-        """Make new blocks for what stays once `leaving` has left."""
-        sources = []
-        for block, gone in zip(self.store.blocks, leaving, strict=True):
-            cached = block.in_use()
-            held = cached.held if gone is None else cached.staying(gone)
-            sources.append(SlotSource(block.names, cached, slots_of(held, cached.positions), block.used, block.seen))
-        self.store = pack(sources, self.rule, self.store.batch, self.store.heads)
+    def _evict(self, block: SlotBlock, row: Tensor | None, active: Tensor | None, logits: Logits) -> None:
+        mine, turn = None if active is None else active[block.rows], _foreseen(block)
+        cached = block.first(turn.width)
+        before = None if mine is None else cached.state.changed(torch.clone, torch.clone)
+        step = Step(cached, block.slot, block.seen, row, full=turn.full)
+        gone = self.rule.decide(step, block.rows, block.names, block.limits, turn.leaving, mine, logits, block.slot)
+        if mine is not None and before is not None:
+            cached.state.restore(before, ~mine)
+        block.free(gone, turn, mine)
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
         """Return keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
@@ -170,19 +210,7 @@ class Decoding:
         return self.store.nbytes() + self.rule.nbytes()
 
 
-def layer_rows(parts: Sequence[tuple[Tensor, Tensor, Tensor]], batch: int, columns: int) -> list[Tensor]:
-    """Average attention rows over all heads of the layer that hold an entry (TOVA), [S, C] fp32 per part.
-
-    A part is the sequence of each segment [S], its positions [S, C], all below `columns`, and its own rows [S, C].
-    """
-    sums = parts[0][2].new_zeros(batch, columns + 1)  # empty slots go to the last place
-    counts = torch.zeros_like(sums)
-    places = []
-    for sequences, positions, row in parts:
-        held = positions >= 0
-        where = (sequences[:, None].expand_as(positions), torch.where(held, positions, columns))
-        sums.index_put_(where, row, accumulate=True)
-        counts.index_put_(where, held.float(), accumulate=True)
-        places.append(where)
-    mean = sums / counts.clamp(min=1)
-    return [mean[where] for where in places]
+def _foreseen(block: SlotBlock) -> Turn:
+    if block.turn is None:
+        raise InternalError("a step was run that was not foreseen")
+    return block.turn

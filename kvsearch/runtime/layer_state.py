@@ -195,7 +195,7 @@ def _slots(part: Given, rule: StepRule, of: Whole) -> SlotBlock:
     part.done()
     used = (positions >= 0).sum(-1).cpu().numpy()
     limits = rule.limits(host, names.device)
-    return SlotBlock(host, names // rule.heads, cached, limits, used, tokens, slot, width)
+    return SlotBlock(host, names // rule.heads, cached, limits, used, tokens, slot, width, holes=True)
 
 
 def fill_stock(layer: Any, given: Given) -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvsearch.arrays import Ints
 from kvsearch.models.architecture import output_projection, output_weight
 from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
@@ -39,18 +41,25 @@ class OutputProjection:
             _factors[self.module] = found = (state, made)
         return found[1]
 
-    def of_heads(self, heads: Tensor) -> Callable[[Tensor, Norm], Tensor]:
-        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`."""
+    def of_heads(self, heads: Tensor, host: Ints) -> Callable[[Tensor, Norm], Tensor]:
+        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`, on the host `host[s]`."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
-            if order == "l2" and values.shape[2] == 1:  # as in every decode step, which must not wait for the device
+            if order == "l2" and values.shape[2] == 1:  # as in every decode step: two small products
                 states = values[:, :, None].float()
                 squares = (states @ self.factors()[heads][:, None] * states).sum(-1)
                 return squares.clamp(min=0).sqrt()
-            weight, group = output_weight(self.module, self.query_heads), self.group
+            weight, group, count = (
+                output_weight(self.module, self.query_heads),
+                self.group,
+                self.query_heads // self.group,
+            )
+            if len(host) % count == 0 and (host.reshape(-1, count) == np.arange(count)).all():  # whole layers
+                whole = projected_norms(values.view(-1, count, *values.shape[2:]), weight, order)
+                return whole.view(len(values), 1, *whole.shape[2:])
             norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
-            for head in sorted(set(heads.tolist())):
-                mine = heads == head
+            for head in sorted(set(host.tolist())):
+                mine = torch.from_numpy(np.flatnonzero(host == head)).to(heads.device)
                 norms[mine] = projected_norms(values[mine], weight[head * group : (head + 1) * group], order)
             return norms
 
@@ -95,28 +104,35 @@ class Logits:
         sinks = self.sinks_of(heads)
         return softmax(scores, None if sinks is None else sinks.view(*sinks.shape, *[1] * (scores.dim() - 2)))
 
-    def of(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Return scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D]."""
-        scores = products(query, keys) * self.scaling
-        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+    def of(self, query: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return scaled, soft-capped logits [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D].
+
+        `bias` [..., 1 or q, T] fp32 is added to them.
+        """
+        if self.softcap is None:
+            return products(query, keys, self.scaling, bias)
+        scores = self.softcap * torch.tanh(products(query, keys, self.scaling) / self.softcap)
+        return scores if bias is None else scores + bias
 
 
-def products(query: Tensor, keys: Tensor) -> Tensor:
-    """Return q.k [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D] with the same leading dimensions.
+def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
+    """Return scaled q.k [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D] with the same leading dimensions.
 
-    A product of half-precision matrices is rounded to half precision: at logits of hundreds bf16 is off by whole units,
-    and fp16 overflows. So CUDA is told to leave its fp32 sums as they are, and elsewhere half precision is cast, some
-    matrices at a time, so that what is cast stays in a CPU's cache.
+    `bias` [..., 1 or q, T] fp32 is added. A product of half-precision matrices is rounded to half precision: at logits
+    of hundreds bf16 is off by whole units, and fp16 overflows. So CUDA is told to leave its fp32 sums as they are, and
+    elsewhere half precision is cast, some matrices at a time, so that what is cast stays in a CPU's cache.
     """
-    if query.dtype == torch.float32 == keys.dtype:
-        return query @ keys.transpose(-1, -2)
     shape = (*query.shape[:-1], keys.shape[-2])
     rows, columns = query.flatten(0, -3), keys.flatten(0, -3).transpose(-1, -2)
+    added = rows.new_empty(1, 1, 1, dtype=torch.float32) if bias is None else bias.flatten(0, -3)
+    beta = 0 if bias is None else 1
+    if query.dtype == torch.float32 == keys.dtype:
+        return torch.baddbmm(added, rows, columns, beta=beta, alpha=scaling).view(shape)
     learning = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
     if query.is_cuda and not learning and query.dtype == keys.dtype:
-        return torch.bmm(rows, columns, out_dtype=torch.float32).view(shape)
+        return torch.baddbmm(added, rows, columns, out_dtype=torch.float32, beta=beta, alpha=scaling).view(shape)
     step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
-    if step >= len(rows):
-        return (rows.float() @ columns.float()).view(shape)
-    parts = zip(torch.split(rows, step), torch.split(columns, step), strict=True)
-    return torch.cat([some.float() @ others.float() for some, others in parts]).view(shape)
+    added = added.expand(len(rows), -1, -1)
+    parts = zip(*(torch.split(tensor, step) for tensor in (added, rows, columns)), strict=True)
+    made = [torch.baddbmm(part, some.float(), others.float(), beta=beta, alpha=scaling) for part, some, others in parts]
+    return (made[0] if len(made) == 1 else torch.cat(made)).view(shape)

@@ -31,7 +31,7 @@ class Part:
             return [self]
         device = self.ranks.device
         keep = (self.block.positions >= 0) & (self.ranks < torch.from_numpy(budgets).to(device)[:, None])
-        return [self._taken(np.array(rows), counts, keep) for rows in bucket(counts.tolist())]
+        return [self._taken(np.array(rows), counts, keep) for rows in bucket(counts.tolist(), device)]
 
     def _taken(self, rows: Ints, counts: Ints, keep: Tensor) -> Part:
         width = int(counts[rows].max())

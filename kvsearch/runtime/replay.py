@@ -19,8 +19,8 @@ from kvsearch.policies import Observation
 from kvsearch.policies.checks import require_finite
 from kvsearch.policies.decoding import Cached, State, Step, by_position, entries_at
 from kvsearch.runtime.attention import causal_mask
+from kvsearch.runtime.board import Board
 from kvsearch.runtime.collector import Rotary
-from kvsearch.runtime.decoding import layer_rows
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import Limits, StepRule
@@ -116,8 +116,9 @@ class _ReplayState:
         self.batch, self.heads, self.length = left.keep.shape
         self.count = self.query.shape[2]
         self.rows = torch.arange(self.batch, device=self.query.device).repeat_interleave(self.heads)
-        everyone = np.arange(len(self.rows))
-        self.limits = None if left.rule is None else left.rule.limits(everyone, self.query.device)
+        self.names = np.arange(len(self.rows))
+        self.limits = None if left.rule is None else left.rule.limits(self.names, self.query.device)
+        self.board: Board | None = None
         self.cached = self._columns(left)
         self.columns: Tensor | None = None  # [S, C] column of each slot; None: all of them
         self.own = self.length  # slot of the first token
@@ -219,11 +220,18 @@ class _ReplayState:
     def _evict(self, rule: StepRule, limits: Limits, token: int, row: Tensor | None) -> None:
         over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
         states = None if self.hidden is None else self.hidden[:, :, token]
-        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], over, hidden=states)
+        rule.foresee(over)
+        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], hidden=states)
         if row is not None and rule.policy.row == "layer":
-            row = layer_rows([(self.rows, self.cached.positions, row)], self.batch, self.length + token + 1)[0]
+            positions = self.cached.positions
+            if self.board is None:
+                self.board = Board([self.rows], [positions.shape[1]], self.batch, self.length + self.count)
+            self.board.own(0, positions.shape[1]).copy_(row)
+            row = self.board.layer_rows([positions])[0]
         step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
-        leaving, self.used = rule.decide(step, self.rows, limits, self.used, None, None, self.logits)
+        plan = limits.leaving(self.used, None)
+        leaving = rule.decide(step, self.rows, self.names, limits, plan, None, self.logits)
+        self.used = plan.stay
         if leaving is not None:
             gone = self.cached.held & ~self.cached.staying(leaving)
             self.cached.positions.masked_fill_(gone, -1)

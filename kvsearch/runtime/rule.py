@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from kvsearch.policies.decoding import (
     protected_slots,
     slots_of,
 )
-from kvsearch.policies.ranking import at_each, scores_at
+from kvsearch.policies.ranking import at_each, scores_taking
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
 from kvsearch.runtime.logits import Logits
 
@@ -53,20 +54,61 @@ def decode_needs(policy: Policy) -> Needs:
     return Needs(query_rows=rows, projection=needs.projection)
 
 
+class Leaving(NamedTuple):
+    """How many entries leave some segments after a step: known on the host before the step runs."""
+
+    stay: Ints  # [S] entries that each segment holds then
+    most: int  # the most that leave one of them
+    each_one: bool  # every segment loses one, whose slot is free for the next token
+
+
 @dataclass(frozen=True)
 class Limits:
     """What some segments may hold, on the host and on the device, [S] each."""
 
     host: Ints  # budgets
     stay: Ints  # entries left after an eviction
+    guarded: bool  # whether entries are protected
     budgets: Tensor
     sinks: Tensor
     recent: Tensor
+    stays: Tensor  # `stay`
+    quotas: Tensor  # entries that the first stage of the policy takes
+
+    @classmethod
+    def of(cls, policy: Policy, host: Ints, device: torch.device) -> Limits:
+        """Return the limits of segments with these budgets; one copy to the device."""
+        budgets = torch.from_numpy(host)
+        sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
+        stay = np.maximum(host + 1 - at_each(policy.drop_at, budgets).numpy(), 1)
+        quotas = torch.minimum(at_each(policy.quota, budgets), budgets)
+        made = torch.stack([budgets, sinks, recent, torch.from_numpy(stay), quotas]).to(device)
+        guarded = bool((sinks + recent).any())
+        return cls(host, stay, guarded, *made.unbind())
 
     def select(self, rows: Ints) -> Limits:
         """Return the limits of some of the segments."""
         index = torch.from_numpy(rows).to(self.budgets.device)
-        return Limits(self.host[rows], self.stay[rows], self.budgets[index], self.sinks[index], self.recent[index])
+        held = (tensor[index] for tensor in (self.budgets, self.sinks, self.recent, self.stays, self.quotas))
+        return Limits(self.host[rows], self.stay[rows], self.guarded, *held)
+
+    def leaving(self, used: Ints, real: Bools | None) -> Leaving:
+        """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
+        over = used > self.host if real is None else (used > self.host) & real
+        stay = np.where(over, self.stay, used)
+        gone = used - stay
+        most = int(gone.max())
+        return Leaving(stay, most, most == 1 and bool((gone == 1).all()))
+
+    def outside(self, positions: Tensor, seen: Tensor, full: bool) -> Tensor | None:
+        """Mark the slots [S, C] without an entry and those protected; None: there are none.
+
+        Right for segments that hold more than they may; others may have nothing that is not protected.
+        """
+        if not self.guarded:
+            return None if full else positions < 0
+        newest = (seen - self.recent)[:, None] - 1  # that may leave
+        return positions.clamp(self.sinks[:, None], newest) != positions
 
 
 class StepRule:
@@ -92,14 +134,22 @@ class StepRule:
         self.policy, self.budgets, self.rotary = policy, budgets, rotary
         self.layer, self.heads = layer, heads
         self.needs = decode_needs(policy)
-        self.queries, self.next_position = queries, next_position
+        self.next_position = next_position.clone()
+        self.ring = None if queries is None or not queries.shape[2] else Ring(queries)
         self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
         self.interval = self._intervals()
-        # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never), and who is due
+        # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never)
         self.scored = np.full(len(self.interval), -1) if scored is None else scored
-        self.due = np.zeros(len(self.interval), dtype=bool)
+        self.due = ""  # whether "all" sequences are scored anew in this step, "some" of them, or none
+        self.due_rows = torch.zeros(len(self.interval), dtype=torch.bool, device=next_position.device)
         self.decisions = 0  # steps that asked the policy; what it says in the first is noted for `require_finite`
+        self.noting = False  # whether this is that step
         self.looks: list[Look] = []
+
+    @property
+    def queries(self) -> Tensor | None:
+        """The last query rows [B, Hq, w, D], where the policy looks at them."""
+        return None if self.ring is None else self.ring.rows()
 
     @classmethod
     def after(cls, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> StepRule:
@@ -128,125 +178,138 @@ class StepRule:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
+    def foresee(self, over: Bools, real: Bools | None = None) -> None:
+        """Decide, on the host and before a step, whether its scores are made anew.
+
+        `over` [B] says which sequences have a head over its budget; those not `real` [B] (None: all are) had padding.
+        """
+        if self.policy.online:
+            self._count(True)
+            return
+        arrived = np.ones_like(over) if real is None else real
+        self.scored = self.scored + (arrived & (self.scored >= 0))
+        due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
+        self.scored = np.where(due, 0, self.scored)
+        self._count(bool(due.any()))
+        self.due = "all" if due.all() else "some" if due.any() else ""
+        if self.due == "some":
+            self.due_rows.copy_(torch.from_numpy(due))
+
     def begin(
-        self,
-        query: Tensor,
-        positions: Tensor,
-        over: Bools,
-        real: Bools | None = None,
-        active: Tensor | None = None,
-        hidden: Tensor | None = None,
+        self, query: Tensor, positions: Tensor, active: Tensor | None = None, hidden: Tensor | None = None
     ) -> None:
         """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
 
         `hidden` [B, Hkv] is what the policy makes of the tokens' hidden states (`Needs.hidden`), where it wants them.
-        `over` [B] says which sequences have a head over its budget. Those not `real`, or `active` on the device, [B]
-        bool each (None: all are), had padding in this step.
+        Those not `active` [B] bool (None: all are) had padding in this step.
         """
         self.hidden = hidden
-        following = positions[:, -1].expand_as(self.next_position) + 1
-        if self.queries is not None and self.queries.shape[2]:
-            rows = torch.cat([self.queries[:, :, 1:], query.to(self.queries.dtype)], 2)
-            self.queries = rows if active is None else torch.where(active[:, None, None, None], rows, self.queries)
-        self.next_position = following if active is None else torch.where(active, following, self.next_position)
         if self.policy.online:
-            self.decisions += 1
-            return
-        arrived = np.ones_like(over) if real is None else real
-        self.scored = self.scored + (arrived & (self.scored >= 0))
-        self.due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
-        self.scored = np.where(self.due, 0, self.scored)
-        self.decisions += bool(self.due.any())
+            return  # what is asked for of its own token does not depend on what came before
+        last = positions[:, -1].expand_as(self.next_position)
+        if active is None:
+            torch.add(last, 1, out=self.next_position)
+        else:
+            self.next_position.copy_(torch.where(active, last + 1, self.next_position))
+        if self.ring is not None:
+            self.ring.add(query, active)
+
+    def _count(self, asked: bool) -> None:
+        self.noting = asked and self.decisions == 0
+        self.decisions += asked
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
         """Return the budgets and protection of the segments `names`."""
-        host = self.budgets[names]
-        budgets = torch.from_numpy(host)
-        sinks, recent = at_each(self.policy.protected_at, budgets).unbind(-1)
-        stay = np.maximum(host + 1 - at_each(self.policy.drop_at, budgets).numpy(), 1)
-        return Limits(host, stay, budgets.to(device), sinks.to(device), recent.to(device))
+        return Limits.of(self.policy, self.budgets[names], device)
 
     def decide(
         self,
         step: Step,
         rows: Tensor,
+        names: Ints,
         limits: Limits,
-        used: Ints,
-        real: Bools | None,
+        plan: Leaving,
         active: Tensor | None,
         logits: Logits,
-    ) -> tuple[Tensor | None, Ints]:
-        """Choose the slots that leave after this step; return them with what each segment holds then.
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """Choose the slots that leave after this step, as many as `plan` says.
 
-        `rows` [S] are the segments' sequences, `used` what they hold now. The step brought a token where `real`, or
-        `active` on the device, says so, [S] bool each (None: everywhere).
-        The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing leaves. Updates the
-        running state, and merges what leaves where the policy does.
+        `rows` [S] are the sequences of the segments `names` [S]. The step brought a token where `active` [S] bool says
+        so (None: everywhere). The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing
+        leaves. Updates the running state, and merges what leaves where the policy does. Where one entry leaves every
+        segment its slot is written to `out` [S], if given.
         """
-        priorities = self._priorities(step, rows, limits, logits)
-        over = used > limits.host if real is None else (used > limits.host) & real
-        if not over.any():
-            return None, used
+        priorities = self._priorities(step, rows, names, limits, logits)
+        if not plan.most:
+            return None
         positions = step.cached.positions
-        protected = protected_slots(positions, step.seen, limits.sinks, limits.recent)
-        stay = np.where(over, limits.stay, used)
-        if (used - stay).max() == 1:
-            leaving = lowest(priorities, step.cached.held & ~protected, positions)[:, None]
-            if not over.all():  # the same on the device, which is not waited for
+        if plan.most == 1:
+            outside = limits.outside(positions, step.seen, step.full)
+            signed = self.policy.signed_scores
+            slots = lowest(priorities, positions, outside, signed, out if plan.each_one else None)
+            leaving = slots[:, None]
+            if not plan.each_one:  # the same on the device, which is not waited for
                 stays = step.cached.held.sum(-1) <= limits.budgets
                 leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
-            keep = best(priorities, protected, positions, torch.from_numpy(stay).to(positions.device))
-            leaving = slots_of(step.cached.held & ~keep, positions)
+            protected = protected_slots(positions, step.seen, limits.sinks, limits.recent)
+            held = step.cached.held.sum(-1)
+            over = held > limits.budgets if active is None else (held > limits.budgets) & active
+            stay = torch.where(over, limits.stays, held)
+            keep = best(priorities, protected, positions, stay)
+            leaving = slots_of(step.cached.held & ~keep, positions, plan.most)
         if self.policy.merges:
             self.policy.merge(step.cached, leaving)
-        return leaving, stay
+        return leaving
 
     # --- priorities -----------------------------------------------------------------------------------------------
 
-    def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
+    def _priorities(self, step: Step, rows: Tensor, names: Ints, limits: Limits, logits: Logits) -> Tensor:
         if self.policy.online:
-            found = self.policy.step(replace(step, look=partial(self._arrived, step, rows, logits)))
+            look = partial(self._arrived, step, rows, names, logits)
+            asked = Step(step.cached, step.newest, step.seen, step.attention, look, step.full)
+            found = self.policy.step(asked)
             given = check_form(self.policy, "step", found, step.cached.positions.shape, step.cached.positions)
-            if self.decisions == 1:
+            if self.noting:
                 wrong = (given.isnan() & step.cached.held).any()
                 self.looks.append(Look(self.policy, self.layer, wrong))
             return given
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # protected until it is scored
-        if self.due.all():
-            priority.copy_(self._score(step, rows, limits, logits))
-        elif self.due.any():
-            due = torch.from_numpy(self.due).to(rows.device)[rows]
-            priority.copy_(torch.where(due[:, None], self._score(step, rows, limits, logits), priority))
+        if self.due == "all":
+            priority.copy_(self._score(step, rows, names, limits, logits))
+        elif self.due == "some":
+            due = self.due_rows[rows]
+            priority.copy_(torch.where(due[:, None], self._score(step, rows, names, limits, logits), priority))
         return priority
 
-    def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
+    def _score(self, step: Step, rows: Tensor, names: Ints, limits: Limits, logits: Logits) -> Tensor:
         """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
-        observation = self._seen(step, rows, order, logits)
-        scores = scores_at(self.policy, observation, limits.budgets[:, None])[:, 0]
+        observation = self._seen(step, rows, names, order, logits)
+        scores = scores_taking(self.policy, observation, limits.quotas[:, None])[:, 0]
         self.looks += observation.looks or ()
         protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
         scores = scores.masked_fill(protected, float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
-    def _arrived(self, step: Step, rows: Tensor, logits: Logits) -> Observation:
+    def _arrived(self, step: Step, rows: Tensor, names: Ints, logits: Logits) -> Observation:
         """Return the step's own token as policies see it, an entry for each segment."""
-        seen = self._seen(step, rows, step.newest[:, None], logits)
+        seen = self._seen(step, rows, names, step.newest[:, None], logits)
         what = self.needs.hidden
         if what is None or self.hidden is None:
             return seen
         return replace(seen, hidden={what: self.hidden[rows, step.cached.heads][:, None, None]})
 
-    def _seen(self, step: Step, rows: Tensor, order: Tensor, logits: Logits) -> Observation:
+    def _seen(self, step: Step, rows: Tensor, names: Ints, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
-        cached, queries = step.cached, None
+        cached, queries, held = step.cached, None, self.queries
         index = cached.positions.gather(-1, order)
-        if self.queries is not None and self.queries.shape[2]:
-            batch, _, count, dim = self.queries.shape
-            queries = self.queries.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
+        if held is not None:
+            batch, _, count, dim = held.shape
+            queries = held.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
         sinks = logits.sinks_of(cached.heads)
         return Observation(
             keys=entries_at(cached.keys, order)[:, None],
@@ -255,28 +318,32 @@ class StepRule:
             scaling=logits.scaling,
             queries=queries,
             softcap=logits.softcap,
-            statistics=self._statistics(rows, cached.heads, step.seen),
+            statistics=self._statistics(held, rows, cached.heads, step.seen),
             rotary=self.rotary,
-            next_position=self.next_position[rows],
-            projection=None if logits.projection is None else logits.projection.of_heads(cached.heads),
+            next_position=None if self.policy.online else self.next_position[rows],
+            projection=None
+            if logits.projection is None
+            else logits.projection.of_heads(cached.heads, names % self.heads),
             token_index=index,
             token_count=step.seen,
             layer=self.layer,
             sinks=None if sinks is None else sinks[:, None],
             heads=cached.heads,
-            looks=[] if self.decisions == 1 else None,
+            looks=[] if self.noting else None,
         )
 
-    def _statistics(self, row: Tensor, head: Tensor, seen: Tensor) -> dict[int, QueryStatistics]:
+    def _statistics(
+        self, queries: Tensor | None, row: Tensor, head: Tensor, seen: Tensor
+    ) -> dict[int, QueryStatistics]:
         """Compute statistics of the query rows for segments: sequences, kv heads and tokens so far, [S] each."""
         start = self.policy.needs().query_statistics_from
         if start is None or self.policy.online:
             return {}
-        if self.queries is None:
+        if queries is None:
             raise InternalError("query statistics without the rows behind them")
-        batch, query_heads, rows, dim = self.queries.shape
+        batch, query_heads, rows, dim = queries.shape
         back = torch.arange(rows, device=row.device) - rows
-        plain = plain_queries(self.queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        plain = plain_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
         tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
         found = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
@@ -302,11 +369,38 @@ class StepRule:
         index = torch.tensor(chosen, device=self.next_position.device)
         made = copy(self)
         made.budgets = self.budgets.reshape(-1, self.heads)[chosen].flatten()
-        made.interval, made.scored, made.due = self.interval[chosen], self.scored[chosen], self.due[chosen]
-        made.queries = None if self.queries is None else self.queries[index]
-        made.next_position = self.next_position[index]
+        made.interval, made.scored = self.interval[chosen], self.scored[chosen]
+        made.due_rows, made.next_position = self.due_rows[index], self.next_position[index]
+        made.ring = None if self.ring is None else self.ring.select(index)
         return made
 
     def nbytes(self) -> int:
         """Return the bytes of query rows held."""
-        return 0 if self.queries is None else self.queries.untyped_storage().nbytes()
+        return 0 if self.ring is None else self.ring.states.untyped_storage().nbytes()
+
+
+class Ring:
+    """The last w query rows of a batch, written in place: `place` [B] is where the oldest is, and the next one goes."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.states = rows.clone()  # [B, Hq, w, D]
+        self.place = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+
+    def add(self, query: Tensor, active: Tensor | None) -> None:
+        """Replace the oldest row by queries [B, Hq, 1, D]; not where not `active` [B] bool (None: all are)."""
+        where = self.place[:, None, None, None].expand_as(query)
+        query = query.to(self.states.dtype)
+        if active is not None:
+            query = torch.where(active[:, None, None, None], query, self.states.gather(2, where))
+        self.states.scatter_(2, where, query)
+        self.place.add_(1 if active is None else active).remainder_(self.states.shape[2])
+
+    def rows(self) -> Tensor:
+        """Return the rows, the oldest first, [B, Hq, w, D]."""
+        count = self.states.shape[2]
+        order = (self.place[:, None] + torch.arange(count, device=self.place.device)) % count
+        return self.states.gather(2, order[:, None, :, None].expand_as(self.states))
+
+    def select(self, rows: Tensor) -> Ring:
+        """Return the ring of some of the sequences, as a copy."""
+        return Ring(self.rows()[rows])

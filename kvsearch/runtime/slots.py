@@ -1,14 +1,17 @@
-"""Storage of a layer whose entries are evicted while decoding: a new token takes the slot of the one that left.
+"""Storage of a layer whose entries are evicted while decoding: a new token takes the slot of one that left.
 
-Every (sequence, kv head) is a segment with slots; segments that may hold (nearly) as much share one dense block. Slots
-are filled from the left, so a block at its budgets has one free slot per segment between two steps and none during
-attention: its shape never changes, and no step waits for the device.
+Every (sequence, kv head) is a segment with slots; segments that may hold (nearly) as much share one dense block. What a
+step does is known on the host before it runs (`SlotBlock.foresee`): how many entries every segment holds does not
+depend on which. The step itself changes tensors in place, waits for nothing, and has no branch that depends on their
+values, so it can be compiled, or captured and replayed. A block at its budgets has one free slot per segment between
+two steps and none during attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +20,23 @@ from torch import Tensor
 from kvsearch.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
-from kvsearch.runtime.rule import Limits, StepRule
+from kvsearch.runtime.rule import Leaving, Limits, StepRule
 from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket
+
+
+class Turn(NamedTuple):
+    """What a step does to a block, known before it runs."""
+
+    width: int  # slots that are looked at
+    full: bool  # all of them hold an entry
+    bias: Literal["", "keep", "fill", "make"]  # what becomes of the bias: not used, right as it is, one slot, all of it
+    leaving: Leaving
+    holes: bool  # whether slots may be free left of one that is not, after the step
 
 
 @dataclass
 class SlotBlock:
-    """Segments with slots of their own; host copies of what each holds spare every step a synchronisation."""
+    """Segments with slots of their own; `used` on the host spares every step a synchronisation."""
 
     names: Ints  # [S] sequence * Hkv + kv head, ascending
     rows: Tensor  # [S] sequence of each segment
@@ -33,28 +46,75 @@ class SlotBlock:
     seen: Tensor  # [S] tokens of the sequence so far
     slot: Tensor  # [S] where the next token goes
     width: int = 0  # slots that have been in use
+    holes: bool = False
+    turn: Turn | None = None  # the step that runs now, or ran last
+    bias: Tensor | None = None  # [S, C] what to add to logits, -inf where there is no entry; right if `biased`
+    biased: bool = False  # for all slots but the next token's
+
+    def __post_init__(self) -> None:
+        self.lines = torch.arange(len(self.names), device=self.slot.device)
 
     def has_room(self) -> bool:
         """Tell whether every segment can take another token."""
-        return int(self.used.max()) < self.cached.positions.shape[1]
-
-    def put(self, keys: Tensor, values: Tensor, real: Bools | None, active: Tensor | None) -> None:
-        """Store one token per segment, keys [S, D] and values [S, Dv]; none where not `real` and `active`, [S] bool."""
-        self.width = max(self.width, int(self.used.max()) + 1)
-        where, cached = (torch.arange(len(keys), device=keys.device), self.slot), self.cached
-        cached.keys[where], cached.values[where] = keys, values
-        cached.positions[where] = self.seen if active is None else self.seen.masked_fill(~active, -1)
-        self.seen = self.seen + 1 if active is None else self.seen + active
-        self.used = self.used + (1 if real is None else real)
+        return int(self.used.max()) < self.capacity
 
     @property
-    def full(self) -> bool:
-        """Whether every slot in use holds an entry."""
-        return bool((self.used == self.width).all())
+    def capacity(self) -> int:
+        return self.cached.positions.shape[1]
+
+    def foresee(self, real: Bools | None, fixed: bool, dtype: torch.dtype) -> Ints:
+        """Decide what the next step does; return the entries [S] that are held in it.
+
+        Segments not `real` [S] bool (None: all are) have padding in it. With `fixed`, all slots are looked at, whether
+        they have been in use or not, so that steps are alike. `dtype` is that of the bias.
+        """
+        used = self.used + (1 if real is None else real)
+        self.width = max(self.width, int(self.used.max()) + 1)  # padding, too, is written to a slot
+        width = self.capacity if fixed else self.width
+        leaving = self.limits.leaving(used, real)
+        full = bool((used == width).all())
+        before = self.turn
+        again = before is not None and before.leaving.each_one
+        self.turn = Turn(
+            width,
+            full,
+            "" if full else "make" if not self.biased else "keep" if again else "fill",
+            leaving,
+            holes := self.holes or not (leaving.most == 0 or leaving.each_one),
+        )
+        self.biased = not full and real is None and (leaving.most == 0 or leaving.each_one)
+        self.holes = holes
+        self.used = leaving.stay
+        if not full and (self.bias is None or self.bias.dtype != dtype):
+            self.bias = torch.empty(self.cached.positions.shape, dtype=dtype, device=self.slot.device)
+        return used
+
+    def put(self, keys: Tensor, values: Tensor, turn: Turn, active: Tensor | None) -> None:
+        """Store one token per segment, keys [S, D] and values [S, Dv]; none where not `active` [S] bool."""
+        cached, where = self.cached, (self.lines, self.slot)
+        cached.keys.index_put_(where, keys)
+        cached.values.index_put_(where, values)
+        position = self.seen if active is None else self.seen.masked_fill(~active, -1)
+        cached.positions.scatter_(1, self.slot[:, None], position[:, None])
+        self.seen.add_(1 if active is None else active)
+        if self.bias is not None and turn.bias == "make":
+            self.bias.zero_().masked_fill_(cached.positions < 0, float("-inf"))
+        elif self.bias is not None and turn.bias == "fill":
+            self.bias.scatter_(1, self.slot[:, None], 0.0)
+
+    def bias_of(self, turn: Turn) -> Tensor | None:
+        """Return what to add to the logits, [S, width]; None: every slot holds an entry."""
+        return None if turn.full or self.bias is None else self.bias[:, : turn.width]
 
     def in_use(self) -> Cached:
         """Return the slots in use, as views of keys, values, positions and state."""
-        cached, width = self.cached, self.width
+        return self.first(self.width)
+
+    def first(self, width: int) -> Cached:
+        """Return the first slots, as views."""
+        cached = self.cached
+        if width == self.capacity:
+            return cached
         return replace(
             cached,
             keys=cached.keys[:, :width],
@@ -63,21 +123,46 @@ class SlotBlock:
             state=State({k: v[:, :width] for k, v in cached.state.entries.items()}, cached.state.heads),
         )
 
-    def free(self, leaving: Tensor | None, active: Tensor | None) -> None:
-        """Make room for the next token: the slot `leaving` [S] where one left (-1: none), else the next unused one.
+    def free(self, leaving: Tensor | None, turn: Turn, active: Tensor | None) -> None:
+        """Make room for the next token where entries left, `leaving` [S, E] (-1: none); else the next slot is taken.
 
         Segments that are not `active` [S] bool took no token and keep the slot they have.
         """
-        last = self.cached.positions.shape[1] - 1
-        slot = self.cached.held.sum(-1).clamp(max=last)
+        positions, states = self.cached.positions, self.cached.state.entries.values()
+        if turn.leaving.each_one:  # it is in `slot` already
+            _clear(positions, self.slot[:, None], -1)
+            for tensor in states:
+                _clear(tensor, self.slot[:, None], 0)
+            return
         if leaving is not None:
-            gone = leaving >= 0
-            slot = torch.where(gone, leaving, slot)
-            where = (torch.arange(len(leaving), device=leaving.device), leaving.clamp(min=0))
-            for tensor, empty in ((self.cached.positions, -1), *((t, 0) for t in self.cached.state.entries.values())):
-                now = tensor[where]
-                tensor[where] = now.masked_fill(gone.view(-1, *[1] * (now.dim() - 1)), empty)
-        self.slot = slot if active is None else torch.where(active, slot, self.slot)
+            for tensor, empty in ((positions, -1), *((tensor, 0) for tensor in states)):
+                _blank(tensor, leaving, empty)
+        if turn.holes:
+            torch.argmin(positions, -1, out=self.slot)  # the first that is free
+        else:
+            self.slot.add_(1 if active is None else active).clamp_(max=self.capacity - 1)
+
+
+def _clear(tensor: Tensor, slots: Tensor, empty: int) -> None:
+    """Set the slots [S, 1] of a tensor [S, C, ...] to `empty`, in place."""
+    tensor.scatter_(1, _beside(slots, tensor), empty)
+
+
+def _blank(tensor: Tensor, leaving: Tensor, empty: int) -> None:
+    """Set the slots `leaving` [S, E] (-1: none) of a tensor [S, C, ...] to `empty`, in place."""
+    if leaving.shape[1] == 1:
+        gone, where = _beside(leaving >= 0, tensor), _beside(leaving.clamp(min=0), tensor)
+        tensor.scatter_(1, where, tensor.gather(1, where).masked_fill(gone, empty))
+        return
+    gone = leaving.new_zeros(len(leaving), tensor.shape[1] + 1, dtype=torch.bool)
+    gone = gone.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
+    tensor.masked_fill_(gone.view(*gone.shape, *[1] * (tensor.dim() - 2)), empty)
+
+
+def _beside(slots: Tensor, tensor: Tensor) -> Tensor:
+    """Expand [S, E] to the dimensions of a tensor [S, C, ...] behind the second."""
+    rest = tensor.shape[2:]
+    return slots.view(*slots.shape, *[1] * len(rest)).expand(*slots.shape, *rest)
 
 
 class SlotStore(Segmented):
@@ -163,15 +248,20 @@ def source_of(observation: Observation, keep: Tensor, state: State) -> SlotSourc
     return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
 
 
-def pack(sources: Sequence[SlotSource], rule: StepRule, batch: int, heads: int) -> SlotStore:
+def capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
+    """Return slots for segments that hold `used` entries and may hold `budgets`, with room for some tokens, [S]."""
+    spare = np.maximum(max(MIN_SPARE, room), (used * GROWTH).astype(np.int64))
+    found: Ints = np.maximum(np.minimum(budgets + 1, used + spare), used + 1)
+    return found
+
+
+def pack(sources: Sequence[SlotSource], rule: StepRule, batch: int, heads: int, room: int = 0) -> SlotStore:
     """Copy the entries of sources into a store with room for more tokens, in as few blocks as is economical."""
     names = np.concatenate([source.names for source in sources])
     used = np.concatenate([source.used for source in sources])
-    budgets = rule.budgets[names]
-    spare = np.maximum(MIN_SPARE, (used * GROWTH).astype(np.int64))
-    capacity = np.maximum(np.minimum(budgets + 1, used + spare), used + 1)
+    capacity = capacities(used, rule.budgets[names], room)
     blocks = []
-    for group in bucket(capacity.tolist()):
+    for group in bucket(capacity.tolist(), sources[0].order.device):
         members = np.array(sorted(group, key=lambda index: names[index]))
         blocks.append(_block(sources, names[members], int(capacity[members].max()), rule, heads))
     return SlotStore(blocks, batch, heads)
@@ -254,4 +344,7 @@ def _selected(block: SlotBlock, names: Ints, rows: Ints, heads: int) -> SlotBloc
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],
+        turn=None,
+        bias=None,
+        biased=False,
     )

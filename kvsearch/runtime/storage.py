@@ -18,7 +18,11 @@ from torch import Tensor
 
 from kvsearch.errors import InternalError
 
-WASTE = 1 / 64  # padding allowed inside blocks, as a share of the entries of the layer
+WASTE = 1 / 64  # on a CPU, padding allowed inside blocks, as a share of the entries of the layer
+# On other devices every block is some 5 to 20 kernels per step, of about 4 microseconds to launch: time to read 2^17
+# entries at 2 TB/s. So blocks are joined while that costs no more of each, and all in all no more memory than this:
+SHARE, SMALL = 1 / 4, 2**14  # of the entries of the layer, or this many where that is more (4 MiB in bf16, D = 64)
+LAUNCHES = 2**17
 GROWTH = 1 / 8
 MIN_SPARE = 32
 
@@ -254,7 +258,7 @@ class RaggedStore(Segmented):
 def regrouped(blocks: list[Block]) -> list[Block]:
     """Put the same segments into as few blocks as is economical, if that is fewer: attention is one call for each."""
     counts = np.concatenate([(block.positions[:, : block.end] >= 0).sum(-1).cpu().numpy() for block in blocks])
-    groups = bucket(counts.tolist())
+    groups = bucket(counts.tolist(), blocks[0].keys.device)
     if len(groups) >= len(blocks):
         return blocks
     home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
@@ -275,7 +279,7 @@ def dense_blocks(
     `lengths` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
     """
     heads, flat_keep = keys.shape[1], keep.flatten(0, 1)
-    for members in bucket(lengths):
+    for members in bucket(lengths, keys.device):
         segments = torch.tensor(members, device=keys.device)
         width = int(max(lengths[i] for i in members))
         columns, filled = right_aligned(flat_keep[segments], width)
@@ -288,20 +292,23 @@ def dense_blocks(
         yield Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded), columns
 
 
-def bucket(lengths: Sequence[int]) -> list[list[int]]:
-    """Group segments so that padding every group to its longest costs at most `WASTE` of all entries.
+def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Group segments so that every group can be padded to its longest, in few groups where these are what costs.
 
-    Starts from one group per distinct length and merges neighbours, cheapest first, while the allowance lasts.
+    Starts from one group per distinct length and merges neighbours, cheapest first, while the allowance lasts: on a CPU
+    `WASTE` of all entries, elsewhere `SHARE` of them or `SMALL`, and no more than `LAUNCHES` for any merger.
     """
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_length.setdefault(length, []).append(index)
     groups = [(length, by_length[length]) for length in sorted(by_length)]
-    allowance = int(sum(lengths) * WASTE)
+    host = device.type == "cpu"
+    allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * SHARE))
+    most = allowance if host else LAUNCHES
     while len(groups) > 1:
         costs = [(b[0] - a[0]) * len(a[1]) for a, b in pairwise(groups)]
         cheapest = min(range(len(costs)), key=costs.__getitem__)
-        if costs[cheapest] > allowance:
+        if costs[cheapest] > min(most, allowance):
             break
         allowance -= costs[cheapest]
         length, members = groups[cheapest + 1]

@@ -111,6 +111,7 @@ def leaves(policy: Policy, step: Step, budget: int) -> list[int]:
     assert (step.cached.held.sum(-1) == budgets + 1).all()
     sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
     protected = protected_slots(positions, step.seen, sinks, recent)
-    slot = lowest(policy.step(step), step.cached.held & ~protected, positions)
+    outside = protected | ~step.cached.held
+    slot = lowest(policy.step(step), positions, outside, policy.signed_scores)
     left: list[int] = positions.gather(-1, slot[:, None]).flatten().tolist()
     return left

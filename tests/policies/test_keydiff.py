@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.keydiff import KeyDiff
@@ -46,7 +48,13 @@ def test_a_decode_step_ranks_what_is_held_as_a_prompt_would_be(seed: int) -> Non
     for segment, held in enumerate(step.cached.held):
         keys = step.cached.keys[segment, held][None, None]
         alone = Observation(keys, keys, torch.ones(1, int(held.sum()), dtype=torch.bool), 1.0)
-        torch.testing.assert_close(priorities[segment, held], KeyDiff().score(alone)[0, 0])
+        expected = KeyDiff().score(alone)[0, 0] * _length(keys[0, 0])
+        torch.testing.assert_close(priorities[segment, held], expected, rtol=1e-5, atol=1e-5)
+
+
+def _length(keys: Tensor) -> Tensor:
+    """The length of the sum of unit keys [C, D], by which decode steps multiply all cosines."""
+    return F.normalize(keys, dim=-1).sum(0).norm()
 
 
 def test_the_most_similar_key_leaves_while_decoding() -> None:
@@ -54,9 +62,8 @@ def test_the_most_similar_key_leaves_while_decoding() -> None:
     keys = torch.tensor([[[1.0, 0.1], [0.9, -0.3], [7.0, 7.0], [0.0, 1.0], [1.0, 0.0]]])
     step = step_at([1, 3, -1, 2, 0])
     step = dataclasses.replace(step, cached=dataclasses.replace(step.cached, keys=keys))
-    torch.testing.assert_close(
-        KeyDiff().step(step)[0, [4, 0, 3, 1]], torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0
-    )
+    cosines = KeyDiff().step(step)[0, [4, 0, 3, 1]] / _length(keys[0, [4, 0, 3, 1]])
+    torch.testing.assert_close(cosines, torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0)
     assert leaves(KeyDiff(), step, budget=3) == [1]
     assert leaves(KeyDiff(window=1, sinks=2), step, budget=3) == [2]
 

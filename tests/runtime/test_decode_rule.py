@@ -202,7 +202,7 @@ def test_statistics_while_decoding_are_those_of_the_prompt() -> None:
     rule = begin(layer, None, policy).rule
     lengths = layer.valid.sum(-1)
     rows, heads = torch.arange(2).repeat_interleave(2), torch.arange(2).repeat(2)
-    found = rule._statistics(rows, heads, lengths[rows])[3]
+    found = rule._statistics(rule.queries, rows, heads, lengths[rows])[3]
     torch.testing.assert_close(found.mean.reshape(2, 4, DIM), given_prompt.mean)
     torch.testing.assert_close(found.covariance.reshape(2, 4, DIM, DIM), given_prompt.covariance)
 

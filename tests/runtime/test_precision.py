@@ -50,12 +50,12 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", HALF)
 def test_products_do_not_overflow_and_are_not_rounded(dtype: torch.dtype) -> None:
     query, keys = (torch.randn(5, rows, 64).to(dtype) * 100 for rows in (3, 40))
-    found = products(query, keys)
+    found = products(query, keys, 1.0)
     exact = query.double() @ keys.double().transpose(-1, -2)
     assert found.dtype == torch.float32
     assert float(exact.abs().max()) > torch.finfo(torch.float16).max
     assert error(found, exact) < 1e-6
-    nested = products(query.view(5, 1, 3, 64), keys.view(5, 1, 40, 64))
+    nested = products(query.view(5, 1, 3, 64), keys.view(5, 1, 40, 64), 1.0)
     assert torch.equal(nested[:, 0], found)
 
 

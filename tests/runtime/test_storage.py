@@ -15,12 +15,14 @@ from kvsearch.runtime.storage import RaggedStore, bucket
 from tests.examples import fixed
 from tests.families import DEVICES
 
+CPU = torch.device("cpu")
+
 
 class TestBucket:
     @fixed()
     @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     def test_segments_of_similar_length_share_a_block(self, lengths: list[int]) -> None:
-        groups = bucket(lengths)
+        groups = bucket(lengths, CPU)
         assert sorted(index for members in groups for index in members) == list(range(len(lengths)))
         assert all(members == sorted(members) for members in groups)
         widths = [max(lengths[index] for index in members) for members in groups]
@@ -29,11 +31,11 @@ class TestBucket:
         assert 0 <= waste <= storage.WASTE * sum(lengths)
 
     def test_equal_lengths_share_one_block(self) -> None:
-        assert bucket([7, 7, 7]) == [[0, 1, 2]]
+        assert bucket([7, 7, 7], CPU) == [[0, 1, 2]]
 
     def test_near_lengths_do_too(self) -> None:
-        assert bucket([1000, 500, 995]) == [[1], [0, 2]]
-        assert bucket([1000, 500, 900]) == [[1], [2], [0]]
+        assert bucket([1000, 500, 995], CPU) == [[1], [0, 2]]
+        assert bucket([1000, 500, 900], CPU) == [[1], [2], [0]]
 
 
 def dense_attention(query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, softcap: float | None) -> Tensor:
