@@ -34,7 +34,7 @@ class KeyDiff(Policy):
         """
         keys = step.cached.keys.float()
         if not step.full:
-            keys = keys.masked_fill(~step.cached.held[..., None], 0.0)
+            keys = keys.masked_fill((step.cached.positions < 0)[..., None], 0.0)
         scale = torch.linalg.vector_norm(keys, dim=-1).clamp_(min=EPSILON).reciprocal_()  # [S, C]
         mean = torch.bmm(scale[:, None], keys).transpose(1, 2)  # of unit keys, times their number, [S, D, 1]
         return torch.baddbmm(scale[..., None], keys, mean, beta=0, alpha=-1)[..., 0].mul_(scale)

@@ -166,10 +166,10 @@ def slot_attention(
     """
     keys, values = cached.keys, cached.values
     if serves(query, keys, values):
-        positions = None if empty is None else cached.positions
-        held = kernels.Entries(keys, values, keys.shape[1], positions=positions)
+        held = kernels.Entries(keys, values, keys.shape[1], positions=None if bias is None else cached.positions)
         sinks = logits.sinks_of(cached.heads)
-        return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row)
+        made, row = kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row)
+        return made, row if row is None or into is None else into.copy_(row)
     if not want_row and logits.plain:
         mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
@@ -178,7 +178,10 @@ def slot_attention(
     output = weights.to(values.dtype) @ values
     if not want_row:
         return output, None
-    return output, weights.mean(1) if into is None else torch.mean(weights, 1, out=into)
+    if into is not None and into.is_contiguous():
+        return output, torch.mean(weights, 1, out=into)
+    row = weights.mean(1)
+    return output, row if into is None else into.copy_(row)
 
 
 def require_attention(what: str, runs: str) -> None:

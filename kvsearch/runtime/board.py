@@ -19,10 +19,10 @@ class Board:
     def __init__(self, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int) -> None:
         self.columns = columns
         width = columns + 1  # in front, a column for slots without an entry
-        self.sums = torch.empty(batch * width, 2, device=rows[0].device)  # of attention, and how many hold the entry
+        self.sums = torch.empty(2, batch * width, device=rows[0].device)  # of attention, and how many hold the entry
         self.first = [sequences[:, None] * width + 1 for sequences in rows]  # [S, 1]
         # what is added up: attention, to be written by who makes it, and 1
-        self.parts = [self.sums.new_ones(len(one), count, 2) for one, count in zip(rows, slots, strict=True)]
+        self.parts = [self.sums.new_ones(2, len(one), count) for one, count in zip(rows, slots, strict=True)]
 
     @classmethod
     def growing(cls, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int) -> Board:
@@ -35,15 +35,15 @@ class Board:
 
     def own(self, part: int, count: int) -> Tensor:
         """Return where the rows [S, C] of a part are to be written, for its first slots."""
-        return self.parts[part][:, :count, 0]
+        return self.parts[part][0, :, :count]
 
     def layer_rows(self, positions: Sequence[Tensor]) -> list[Tensor]:
         """Average the rows over all heads of the layer that hold an entry, [S, C] fp32, for positions of each part."""
         self.sums.zero_()
         places = []
         for held, first, own in zip(positions, self.first, self.parts, strict=True):
-            place = (held + first).view(-1, 1)
-            self.sums.scatter_add_(0, place.expand(-1, 2), own[:, : held.shape[1]].reshape(-1, 2))
-            places.append(place[:, 0])
-        mean = self.sums[:, 0] / self.sums[:, 1]
+            place = (held + first).view(-1)
+            self.sums.scatter_add_(1, place.expand(2, -1), own[:, :, : held.shape[1]].reshape(2, -1))
+            places.append(place)
+        mean = self.sums[0] / self.sums[1]
         return [mean.gather(0, place).view_as(held) for place, held in zip(places, positions, strict=True)]

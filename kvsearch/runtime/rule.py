@@ -74,6 +74,7 @@ class Limits:
     recent: Tensor
     stays: Tensor  # `stay`
     quotas: Tensor  # entries that the first stage of the policy takes
+    young: Tensor  # `recent`, and one
 
     @classmethod
     def of(cls, policy: Policy, host: Ints, device: torch.device) -> Limits:
@@ -82,14 +83,16 @@ class Limits:
         sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
         stay = np.maximum(host + 1 - at_each(policy.drop_at, budgets).numpy(), 1)
         quotas = torch.minimum(at_each(policy.quota, budgets), budgets)
-        made = torch.stack([budgets, sinks, recent, torch.from_numpy(stay), quotas]).to(device)
+        made = torch.stack([budgets, sinks, recent, torch.from_numpy(stay), quotas, recent + 1]).to(device)
         guarded = bool((sinks + recent).any())
         return cls(host, stay, guarded, *made.unbind())
 
     def select(self, rows: Ints) -> Limits:
         """Return the limits of some of the segments."""
         index = torch.from_numpy(rows).to(self.budgets.device)
-        held = (tensor[index] for tensor in (self.budgets, self.sinks, self.recent, self.stays, self.quotas))
+        held = (
+            tensor[index] for tensor in (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
+        )
         return Limits(self.host[rows], self.stay[rows], self.guarded, *held)
 
     def leaving(self, used: Ints, real: Bools | None) -> Leaving:
@@ -107,7 +110,7 @@ class Limits:
         """
         if not self.guarded:
             return None if full else positions < 0
-        newest = (seen - self.recent)[:, None] - 1  # that may leave
+        newest = (seen - self.young)[:, None]  # that may leave
         return positions.clamp(self.sinks[:, None], newest) != positions
 
 

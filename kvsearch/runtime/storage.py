@@ -133,7 +133,8 @@ class RaggedStore(Segmented):
 
     def __init__(self, blocks: list[Block], heads: int, tokens: Tensor, even: bool) -> None:
         self.blocks, self.batch, self.heads = blocks, len(tokens), heads
-        self.tokens = self.longest = tokens  # [B] int32 tokens of each sequence now, and at most
+        self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
+        self._most = tokens  # and how many they were before some were forgotten
         self.even = even  # all sequences have the same number of tokens
         self.appended = 0
         super().__init__([block.segments for block in blocks])
@@ -172,29 +173,38 @@ class RaggedStore(Segmented):
         """
         count = keys.shape[2]
         if valid is None:
-            new = torch.arange(count, dtype=torch.int32, device=keys.device)[None]
-            positions = new + (self.tokens[:1] if self.even else self.tokens)[:, None]
-            self.tokens = self.tokens + count
+            positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
+            if count > 1:
+                positions = positions + torch.arange(count, dtype=torch.int32, device=keys.device)
         else:
             positions = (self.tokens[:, None] + valid.cumsum(-1).int() - 1).masked_fill(~valid, -1)
-            self.tokens, self.even = self.tokens + valid.sum(-1).int(), False
-        self.longest = torch.maximum(self.longest, self.tokens)
+            self.even = False
         rows = [positions] * len(self.blocks)
         if len(positions) > 1:
             rows = self.split(positions.repeat_interleave(self.heads, 0))
         parts = zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
         for block, block_keys, block_values, block_positions in parts:
             block.append(block_keys, block_values, block_positions, valid is not None)
+        self.tokens += count if valid is None else valid.sum(-1).int()
         self.appended += count
+
+    @property
+    def longest(self) -> Tensor:
+        """The most tokens that each sequence has had, [B] int32."""
+        return torch.maximum(self._most, self.tokens)
+
+    @longest.setter
+    def longest(self, tokens: Tensor) -> None:
+        self._most = tokens.clone()
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
-        lost = torch.zeros_like(self.tokens)
+        self.longest, lost = self.longest, torch.zeros_like(self.tokens)
         for block in self.blocks:
             gone = block.positions[:, block.end - count : block.end] >= 0
             lost[block.segments // self.heads] = gone.sum(-1).int()  # the same for all heads of a sequence
             block.crop(count)
-        self.tokens = self.tokens - lost
+        self.tokens -= lost
         self.appended -= count
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:

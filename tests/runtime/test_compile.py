@@ -1,0 +1,71 @@
+"""A decode step is one graph: it compiles as a whole, for what every kind of policy does, and does the same then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.eviction import evict
+from tests.policies.contract import rope
+from tests.runtime.layers import Layer, Scene, held
+from tests.runtime.policies import SMALL
+
+KINDS = ("streaming{'sinks': 2}", "h2o", "tova", "cake{'window': 3, 'kernel': 3}", "d2o{'sinks': 1}", "keydiff",
+         "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", "vatp{'sinks': 1}")  # fmt: skip
+
+
+def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, object]:
+    """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end."""
+    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, budgets, 0)), SMALL[name]
+    holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
+    assert isinstance(holder, Decoding)
+    run, outputs = made(lambda *states: holder.step(*states, layer.logits)), []
+    for index, states in enumerate(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True)):
+        holder.foresee()
+        outputs.append(run(*states, layer.valid.sum(-1, keepdim=True) + index))
+        holder.tidy()
+    return torch.cat(outputs, 2), held(holder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_a_step_compiles_without_a_break(name: str) -> None:
+    for budgets in ((7, 7), (7, 10)):
+        torch._dynamo.reset()
+        whole, plain = (
+            steps(name, budgets, made)
+            for made in (lambda f: torch.compile(f, fullgraph=True, backend="eager"), lambda f: f)
+        )
+        assert torch.equal(whole[0], plain[0])
+        assert whole[1] == plain[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_binds_no_tensor(name: str) -> None:
+    """Between steps that make no room, all that lasts lies where it lay."""
+    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, (7, 10), 0)), SMALL[name]
+    holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
+    assert isinstance(holder, Decoding)
+    for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True)):
+        holder.foresee()
+        before = lasting(holder)
+        holder.step(query, key, value, layer.valid.sum(-1, keepdim=True) + index, layer.logits)
+        assert lasting(holder) == before
+        holder.tidy()
+
+
+def lasting(holder: Decoding) -> list[int]:
+    """Where the tensors of a holder lie."""
+    rule, found = holder.rule, list[Tensor | None]()
+    found += [rule.next_position, None if rule.ring is None else rule.ring.states]
+    for block in holder.store.blocks:
+        cached = block.cached
+        found += [cached.keys, cached.values, cached.positions, block.seen, block.slot, block.bias]
+        found += [*cached.state.entries.values(), *cached.state.heads.values()]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in found]
