@@ -37,6 +37,7 @@ def attend(
     sinks: Tensor | None = None,
     rows: int = 1,
     want_row: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the last `rows` tokens of every segment to its entries, their own included, causally.
 
@@ -48,6 +49,7 @@ def attend(
         sinks: [S, G] fp32, logits that take their share of every softmax and have no value.
         rows: tokens.
         want_row: give the mean of the softmax over the query group, too; of one token.
+        into: [S, columns] fp32, of a block: where to write the row.
 
     Returns:
         The output [S, G * rows, Dv], 0 where nothing is visible, and the row or None: [S, columns] fp32, or flat [N],
@@ -83,11 +85,11 @@ def attend(
     )  # fmt: skip
     if whole and not want_row:
         return output, None
-    row = _empty_row(entries, segments) if want_row else output
+    row = output if not want_row else _empty_row(entries, segments) if into is None else into
     row_blocks = whole_blocks(columns, ROW_BLOCK) if want_row else 0
     merge_chunks[(segments, (0 if whole else count) + row_blocks)](
         partial, statistics, logits, sinks, output, row, starts, lengths,
-        columns, count, splits, columns, 0 if entries.flat else columns,
+        columns, count, splits, columns, 0 if entries.flat else row.stride(0), row.stride(-1),
         ROWS=rows, DV=value_dim, BDV=blocks.value_dim, SP=power_of_two(splits), BM=power_of_two(count), BN=ROW_BLOCK,
         OUTPUT=not whole, LOGITS=want_row, **kinds, num_warps=4,
     )  # fmt: skip

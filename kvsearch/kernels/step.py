@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +41,7 @@ def step(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    arriving: Tensor | None = None,
+    arriving: Callable[[], Tensor] | None = None,
     active: Tensor | None = None,
 ) -> Tensor:
     """Take in one token per segment; see `attention.attend` for what is not said here.
@@ -56,7 +57,8 @@ def step(
         scaling: logits = scaling * q.k.
         softcap: see `attend`.
         sinks: [S, G] fp32, see `attend`.
-        arriving: [S] fp32, the priority of the new entry where these are stored.
+        arriving: gives [S] fp32, the priority of the new entry where these are stored, which is in its slot by then;
+            None: +inf.
         active: [S] bool, segments to which a token comes; None: all. The others stay as they are.
 
     Returns:
@@ -91,12 +93,13 @@ def step(
         FLAT=False, RAGGED=False, HOLES=True, APPEND=True, SOFTCAP=softcap is not None, WHOLE=whole, LOGITS=weighs,
         **kinds, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
+    scores = output if arriving is None else arriving().contiguous()
     finish_step[(segments, 1 if whole else count + 1)](
-        partial, statistics, logits, sinks, output, positions, state, state if arriving is None else arriving,
+        partial, statistics, logits, sinks, output, positions, state, scores,
         slots.slot, slots.seen, slots.budgets, slots.sinks, slots.recent, paused,
         width, positions.shape[1], count, splits, width, positions.stride(0), state_stride,
         DV=value_dim, BDV=blocks.value_dim, SP=power_of_two(splits), BM=power_of_two(count), BN=RANKED,
-        OUTPUT=not whole, RULE=rule, **kinds, num_warps=4,
+        OUTPUT=not whole, RULE=rule, SCORED=arriving is not None, **kinds, num_warps=4,
     )  # fmt: skip
     return output
 

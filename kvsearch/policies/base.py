@@ -75,6 +75,7 @@ class QueryStatistics:
 Shared = TypeVar("Shared")
 Norm = Literal["l1", "l2"]
 Row = Literal["group", "layer"]
+Running = Literal["position", "mass", "stored"]
 AS_WINDOW = -1  # a `protect` that is as large as the window
 Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
 
@@ -332,6 +333,18 @@ class Policy(ABC):
         recent = self.recent_at(budget)
         sinks = min(self.sink_count, budget - (recent > 0))
         return sinks, min(recent, budget - sinks)
+
+    @property
+    def running(self) -> Running | None:
+        """What `step` is, where a kernel can do it: an entry's position, attention received, or its score on arrival.
+
+        The last two are all that the running state has of entries; a score on arrival is that of `arriving`.
+        """
+        return None
+
+    def arriving(self, step: Step) -> Tensor:  # noqa: ARG002
+        """Return the score of the step's own token, [S] fp32, where scores are made when entries arrive."""
+        raise InternalError(f"policy {self.name} makes no scores of entries that arrive")
 
     def start(self, observation: Observation) -> State:  # noqa: ARG002
         """Return the running state at the end of the prompt: per entry [B, Hkv, T, ...] and per head [B, Hkv, ...]."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.policies.base import Needs, Observation, Policy
+from kvsearch.policies.base import Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
 from kvsearch.policies.ranking import scored
@@ -34,6 +34,7 @@ class Fitted(Policy):
     the prompt's entries then, and those are handed scores by it once.
     """
 
+    running: ClassVar[Running] = "stored"
     made_by: ClassVar[str]  # what writes a directory with weights, in words
     published: ClassVar[str | None] = None  # the file of such a directory; None: a profile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Observation, Policy
+from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.tensors import Tensor, torch
 
@@ -19,6 +19,8 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form"
+
+    running: ClassVar[Running] = "position"
 
     sinks: int = 4
 

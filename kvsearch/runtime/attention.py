@@ -168,8 +168,7 @@ def slot_attention(
     if serves(query, keys, values):
         held = kernels.Entries(keys, values, keys.shape[1], positions=None if bias is None else cached.positions)
         sinks = logits.sinks_of(cached.heads)
-        made, row = kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row)
-        return made, row if row is None or into is None else into.copy_(row)
+        return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row, into=into)
     if not want_row and logits.plain:
         mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))

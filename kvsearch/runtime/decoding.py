@@ -18,6 +18,7 @@ from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.board import Board
+from kvsearch.runtime.fused import fused_step
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.rule import StepRule
 from kvsearch.runtime.slots import SlotBlock, SlotSource, SlotStore, Turn, capacities, pack, source_of
@@ -147,9 +148,16 @@ class Decoding:
         parts = (store.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
         outputs: list[Tensor] = []
         rows: list[Tensor | None] = []
+        done: set[int] = set()
         for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
-            turn = _foreseen(block)
-            block.put(keys[:, 0], values[:, 0], turn, None if active is None else active[block.rows])
+            turn, mine = _foreseen(block), None if active is None else active[block.rows]
+            fused = fused_step(block, turn, self.rule, (own, keys[:, 0], values[:, 0]), logits, mine)
+            if fused is not None:
+                outputs.append(fused)
+                rows.append(None)
+                done.add(index)
+                continue
+            block.put(keys[:, 0], values[:, 0], turn, mine)
             into = None if self.board is None else self.board.own(index, turn.width)
             cached, bias = block.first(turn.width), block.bias_of(turn)
             output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into)
@@ -157,8 +165,9 @@ class Decoding:
             rows.append(row)
         if self.board is not None:
             rows[:] = self.board.layer_rows([b.first(_foreseen(b).width).positions for b in store.blocks])
-        for block, row in zip(store.blocks, rows, strict=True):
-            self._evict(block, row, active, logits)
+        for index, (block, row) in enumerate(zip(store.blocks, rows, strict=True)):
+            if index not in done:
+                self._evict(block, row, active, logits)
         return store.join(outputs).view(store.batch, -1, 1, outputs[0].shape[-1])
 
     def _evict(self, block: SlotBlock, row: Tensor | None, active: Tensor | None, logits: Logits) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvsearch.arrays import Bools, Ints
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.base import Needs, QueryStatistics
+from kvsearch.policies.base import Needs, QueryStatistics, Running
 from kvsearch.policies.checks import Look, check_form, check_state
 from kvsearch.policies.decoding import (
     State,
@@ -139,6 +139,9 @@ class StepRule:
         self.needs = decode_needs(policy)
         self.next_position = next_position.clone()
         self.ring = None if queries is None or not queries.shape[2] else Ring(queries)
+        # a class that overrides `step` says anew what it is
+        made = [vars(kind) for kind in type(policy).__mro__ if "step" in vars(kind) or "running" in vars(kind)]
+        self._running = None if policy.merges or "running" not in made[0] else policy.running
         self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
         self.interval = self._intervals()
         # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never)
@@ -265,6 +268,17 @@ class StepRule:
         if self.policy.merges:
             self.policy.merge(step.cached, leaving)
         return leaving
+
+    @property
+    def running(self) -> Running | None:
+        """What kernels can do in place of `decide` for the step that was foreseen; see `Policy.running`."""
+        if self.noting or self.due:
+            return None
+        return self._running if self.policy.online else "stored"  # of before, and +inf for what has arrived since
+
+    def arriving(self, step: Step, rows: Tensor, names: Ints, logits: Logits) -> Tensor:
+        """Return the priority of the step's own token where it is made on arrival, [S] fp32."""
+        return self.policy.arriving(replace(step, look=partial(self._arrived, step, rows, names, logits)))
 
     # --- priorities -----------------------------------------------------------------------------------------------
 

@@ -111,7 +111,18 @@ def lower_step(rule: Rule) -> None:
     positions, state = torch.zeros(2, 4096, dtype=torch.int64), torch.zeros(2, 4096)
     slots = Slots(case.keys, case.values, positions, state, *numbers)
     key, value, active = case.keys[:, 0], case.values[:, 0], torch.ones(2, dtype=torch.bool)
-    step(case.query, key, value, slots, 4096, rule, 0.1, sinks=torch.zeros(2, 4), arriving=state[:, 0], active=active)
+    step(
+        case.query,
+        key,
+        value,
+        slots,
+        4096,
+        rule,
+        0.1,
+        sinks=torch.zeros(2, 4),
+        arriving=state[:, 0].clone,
+        active=active,
+    )
 
 
 def report(found: list[dict[str, Any]]) -> None:

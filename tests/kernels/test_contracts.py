@@ -9,7 +9,9 @@ import torch
 
 from kvsearch.kernels import attention
 from kvsearch.kernels.dispatch import interpreted
+from kvsearch.kernels.step import step
 from kvsearch.policies import create_policy
+from kvsearch.runtime import fused
 from tests.runtime import test_eviction, test_families
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.test_decode_rule import begin, feed
@@ -17,16 +19,22 @@ from tests.runtime.test_storage import Pair
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Count the calls of the kernels: a test without any would be one of PyTorch's path again."""
-    calls, attend = [], attention.attend
+    calls: list[str] = []
+    attend = attention.attend
 
     def counted(*args: object, **kwargs: object) -> object:
-        calls.append(1)
+        calls.append("attend")
         return attend(*args, **kwargs)  # type: ignore[arg-type]
 
+    def stepped(*args: object, **kwargs: object) -> object:
+        calls.append("step")
+        return step(*args, **kwargs)  # type: ignore[arg-type]
+
     monkeypatch.setattr(attention, "attend", counted)
-    yield
+    monkeypatch.setattr(fused, "step", stepped)
+    yield calls
     assert calls
 
 
@@ -41,9 +49,10 @@ def test_a_store_with_a_history() -> None:
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "cake", "scissorhands", "cam", "d2o", "vatp", "snapkv"])
-def test_decode_rules(name: str) -> None:
+def test_decode_rules(name: str, served: list[str]) -> None:
     """A padded batch with padding among its tokens ends with the entries that PyTorch's path leaves."""
-    policy = create_policy(name, {"window": 3} if name in ("snapkv", "cake") else {})
+    settings = {"cake": {"window": 3}, "snapkv": {"window": 1, "refresh": 3}}
+    policy = create_policy(name, settings.get(name, {}))
     layer = Layer(Scene(2, 2, 12, (0, 4), 5, (5, 8), 3, softcap=2.0 if name == "h2o" else None))
     valid = torch.ones(2, 5, dtype=torch.bool)
     valid[0, 1:3] = False
@@ -53,6 +62,7 @@ def test_decode_rules(name: str) -> None:
     holder = begin(layer, policy, policy)
     torch.testing.assert_close(feed(layer, holder, 0, 5, valid), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
+    assert ("step" in served) == (name in ("streaming", "h2o", "snapkv"))
 
 
 def test_models_under_eviction_equal_masking() -> None:

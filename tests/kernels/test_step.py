@@ -79,7 +79,15 @@ def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, capacit
             arriving = head.state[:, 3].clone()  # equal priorities: the later one leaves
         active = torch.tensor([True, token != 1, token != 2]) if pauses else torch.ones(S, dtype=torch.bool)
         output = step(
-            query, key, value, slots, capacity, rule, D**-0.5, arriving=arriving, active=active if pauses else None
+            query,
+            key,
+            value,
+            slots,
+            capacity,
+            rule,
+            D**-0.5,
+            arriving=arriving.clone,
+            active=active if pauses else None,
         )
         expected = head.step(query, key, value, rule, arriving, active)
         torch.testing.assert_close(output, expected.float(), atol=1e-5, rtol=1e-5)

@@ -118,7 +118,7 @@ def attend_chunks(
 @triton.jit
 def merge_chunks(
     Acc, Stat, Logit, Sinks, Out, Row, Starts, Lengths,
-    columns, M, splits, l_col, r_seg,
+    columns, M, splits, l_col, r_seg, r_col,
     ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr, OUTPUT: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +132,11 @@ def merge_chunks(
     if OUTPUT:
         if job < M:
             merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, ROWS, DV, BDV, SP, SINKS)
-        else:
-            if LOGITS:
-                merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, job - M, columns, M, splits, l_col, r_seg,
-                          SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
-    else:
-        merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, job, columns, M, splits, l_col, r_seg,
-                  SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
+    if LOGITS:
+        block = job - M if OUTPUT else job
+        if block >= 0:
+            merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg, r_col,
+                      SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -191,7 +189,7 @@ def normalisers(
 
 @triton.jit
 def merge_row(
-    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg,
+    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg, r_col,
     SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -208,4 +206,4 @@ def merge_row(
     if FLAT:
         tl.store(Row + tl.load(Starts + seg).to(tl.int64) + c, row, mask=there)
     else:
-        tl.store(Row + seg * r_seg + c, row, mask=c < columns)
+        tl.store(Row + seg * r_seg + c * r_col, row, mask=c < columns)

@@ -14,24 +14,22 @@ def finish_step(
     Acc, Stat, Logit, Sinks, Out, Positions, State, Arriving, Slot, Seen, Budgets, First, Recent, Active,
     width, capacity, M, splits, l_col, p_seg, s_seg,
     DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, OUTPUT: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr,
+    SINKS: tl.constexpr, OUTPUT: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Merge the output and choose what leaves; grid (S, M + 1 if OUTPUT else 1).
 
     RULE: an entry's priority is its "position", its "mass" (`State`, to which the mean softmax of the M queries is
-    added) or "stored" in `State`, for the new entry from `Arriving` [S]. See `kernels.step`.
+    added) or "stored" in `State`, for the new entry from `Arriving` [S] where SCORED, else +inf. See `kernels.step`.
     """
     seg = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     if OUTPUT:
         if job < M:
             merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, 1, DV, BDV, SP, SINKS)
-        else:
-            leave(Stat, Logit, Sinks, Positions, State, Arriving, Slot, Seen, Budgets, First, Recent, Active,
-                  seg, width, capacity, M, splits, l_col, p_seg, s_seg, SP, BM, BN, SINKS, PAUSES, RULE)  # fmt: skip
-    else:
+    if job == (M if OUTPUT else 0):
         leave(Stat, Logit, Sinks, Positions, State, Arriving, Slot, Seen, Budgets, First, Recent, Active,
-              seg, width, capacity, M, splits, l_col, p_seg, s_seg, SP, BM, BN, SINKS, PAUSES, RULE)  # fmt: skip
+              seg, width, capacity, M, splits, l_col, p_seg, s_seg,
+              SP, BM, BN, SINKS, PAUSES, RULE, SCORED)  # fmt: skip
 
 
 @triton.jit
@@ -39,7 +37,7 @@ def leave(
     Stat, Logit, Sinks, Positions, State, Arriving, Slot, Seen, Budgets, First, Recent, Active,
     seg, width, capacity, M, splits, l_col, p_seg, s_seg,
     SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr,
+    SINKS: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Update the state, free the slot of the lowest entry where there are too many, and say where the next one goes."""
     arrived = 1
@@ -69,7 +67,10 @@ def leave(
                 tl.store(state, priority, mask=n < width)
         elif RULE == "stored":
             new = n == slot
-            priority = tl.where(new, tl.load(Arriving + seg), tl.load(state, mask=n < width, other=0.0))
+            score = float("inf")
+            if SCORED:
+                score = tl.load(Arriving + seg)
+            priority = tl.where(new, score, tl.load(state, mask=n < width, other=0.0))
             tl.store(state, priority, mask=new)
         else:
             priority = position.to(tl.float32)
