@@ -6,9 +6,10 @@ beside its report, such as the ledger; any other file stands for itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,6 +218,10 @@ def _yaml(path: Path) -> Opened:
     if not isinstance(found, dict):
         raise _unknown(path)
     if found.get("format") != STRATEGY_FORMAT:
+        for place in () if document.problems else tuple(document.lines):
+            value: Any = reduce(lambda inner, key: inner[key], place, found)
+            if isinstance(value, float) and not math.isfinite(value):  # JSON has no such numbers
+                document.tell(place, f"must be a finite number, not {value}")
         if document.problems:
             raise document.refusal()
         return Opened(path, "recipe", Recipe(None, found), _text(found.get("model")), found)

@@ -28,8 +28,6 @@ BILLION = "a: &a [x, x]\n" + "".join(
         ('policy: !!int ""', "line 1: '' is no number in base 10"),
         ("a: 1\nb: !!bool x", "line 2: 'x' is neither true nor false"),
         ("a: !!float x", "line 1: 'x' is no number"),
-        ("a: .inf", "line 1: '.inf' is no finite number"),
-        ("a: .nan", "line 1: '.nan' is no finite number"),
         ("a: !!null x", "line 1: 'x' is not null"),
         ("a: !!python/object/apply:os.system [x]", "line 1: the tag 'tag:yaml.org,2002:python/object/apply:os.sys"),
         ("a: !!binary x", "line 1: the tag 'tag:yaml.org,2002:binary' is not read"),

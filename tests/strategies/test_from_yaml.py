@@ -286,6 +286,7 @@ MISTAKES: list[tuple[list[tuple[str, str]], str]] = [
     ([("  seed: 7\n", "  sed: 7\n")], "line 22: provenance.sed: unknown key; did you mean 'seed'?"),
     ([("  seed: 7\n", "")], "line 20: provenance.seed: is missing: add it"),
     ([("note: né", "note: {a: 1}")], "line 27: provenance.settings.note: must be a finite number"),
+    ([("note: né", "note: .nan")], "line 27: provenance.settings.note: must be a finite number"),
     ([("prefill:", "allocation: {name: adakv, parms: {}}\nprefill:")], "line 8: allocation.parms: unknown key; did yo"),
     (
         [("prefill:", "allocation: {name: adakv}\nprefill:"), (LAST, "4-5: {policy: full, budget: 9}")],
