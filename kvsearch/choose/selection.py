@@ -78,7 +78,7 @@ class PhaseResult:
 
     def method(self, name: str) -> MethodResult:
         """Return what is known of a candidate or baseline."""
-        return next(one for one in self.methods if one.name == name)
+        return {one.name: one for one in self.methods}[name]
 
     @property
     def score(self) -> float:

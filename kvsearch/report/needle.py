@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvsearch.arrays import Floats
 from kvsearch.evaluation.samples import Sample
 from kvsearch.report.figures.style import is_light
 from kvsearch.report.screen import screen_table
@@ -38,7 +39,7 @@ def grids_json(grids: Mapping[str, Grid]) -> dict[str, dict[str, Any]]:
             "lengths": list(grid.lengths),
             "depths": list(grid.depths),
             "scores": [[None if math.isnan(score) else score for score in row] for row in grid.means.tolist()],
-            "mean": float(np.nanmean(grid.means)),
+            "mean": _mean(grid.means),
         }
         for method, grid in grids.items()
     }
@@ -49,10 +50,16 @@ def grid_table(method: str, grid: Grid) -> Table:
     columns = [f" {column} " for column in ("depth", *map(str, grid.lengths), "mean")]
     table = screen_table(f"{method}: needle by depth and length", columns, padding=(0, 0))
     for depth, row in zip(grid.depths, grid.means, strict=True):
-        table.add_row(f" {depth}% ", *map(_cell, row.tolist()), _plain(float(np.nanmean(row))))
-    below = [_plain(float(score)) for score in np.nanmean(grid.means, axis=0)]
-    table.add_row(" mean ", *below, _plain(float(np.nanmean(grid.means))))
+        table.add_row(f" {depth}% ", *map(_cell, row.tolist()), _plain(_mean(row)))
+    below = [_plain(_mean(column)) for column in grid.means.T]
+    table.add_row(" mean ", *below, _plain(_mean(grid.means)))
     return table
+
+
+def _mean(scores: Floats) -> float:
+    """Return the mean of what was asked; NaN where nothing was."""
+    asked = scores[~np.isnan(scores)]
+    return float(asked.mean()) if asked.size else math.nan
 
 
 def _cell(score: float) -> Text:

@@ -19,6 +19,7 @@ from kvsearch.tasks.rows import READERS, Row, is_saved, read_archive, read_file,
 
 Checked = TypeVar("Checked", bound=BaseModel)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SHOWN = 20  # columns in a message
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def checked(rows: Sequence[Row], model: type[Checked], where: object) -> list[Ch
     for number, row in enumerate(rows, 1):
         missing = ", ".join(repr(name) for name in needed if name not in row)
         if missing:
-            there = ", ".join(map(short_key, row)) or "nothing"
+            there = ", ".join(map(short_key, [*row][:_SHOWN])) or "nothing"
             raise UsageError(f"row {number} of {where} has no column {missing} (found: {there})")
     found, problems = [], []
     for number, row in enumerate(rows, 1):

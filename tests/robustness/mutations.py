@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from random import Random
 from typing import Any
@@ -154,7 +155,7 @@ def _nudged(value: Any, rng: Random) -> Any:
     """Return something near a value."""
     if type(value) is bool:
         return not value
-    if isinstance(value, int) or (isinstance(value, float) and abs(value) < 1e300):
+    if isinstance(value, int | float) and abs(value) < 10**300:
         return rng.choice(
             (
                 value + 1,
@@ -187,7 +188,7 @@ def _reordered(value: Any, rng: Random) -> Any:
     elif kind == 1:
         items.insert(rng.randrange(len(items) + 1), copy.deepcopy(rng.choice(items)))
     elif kind == 2:
-        times = rng.choice((2, 50, 400)) if len(items) < 50 else 2
+        times = rng.choice((2, 50, 400)) if len(pickle.dumps(items)) < 2_000 else 2
         items = [copy.deepcopy(one) for one in items * times]  # else a change of one would be of all
     else:
         items = []

@@ -45,8 +45,9 @@ def read_selection(data: Any, path: Path) -> SelectionResult:
     chosen = [one for one in results if one.phases == found.written.phases]
     if not chosen:
         raise UsageError(f"{path} is damaged (nothing was found for phases {found.written.phases!r}): restore it")
+    size = stored(Size, {"budget": found.budget, "ratio": found.ratio}, path)
     return SelectionResult(
-        found.model, Size(found.budget, found.ratio), found.protocol, found.seed, found.rule, results, chosen[0],
+        found.model, size, found.protocol, found.seed, found.rule, results, chosen[0],
         str(found.report.get("uniform")), stored(Reported, {**found.report, "held": held}, path),
     )  # fmt: skip
 
