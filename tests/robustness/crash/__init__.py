@@ -1,0 +1,1 @@
+"""Commands that are stopped at every write, and what is there afterwards."""
