@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from kvsearch.report.fitting import FittingTable
 
 MOST_BLOCKS = 2  # of heads; a map in more of them is none
+MOST_CELLS = 2**14  # of a map; a larger one shows layers only
 
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
     """A row per layer with a coloured cell per head, their sum or mean and, where given, the pattern of the layer.
 
-    On a page too narrow for `MOST_BLOCKS` blocks of heads, a cell is a digit: tenths of the range of all values.
+    On a page too narrow for `MOST_BLOCKS` blocks of heads, a cell is a digit: tenths of the range of all values. Of more
+    than `MOST_CELLS` heads there is a row per layer without them.
     `values` are [L, Hkv], `form` says how a number is written.
     """
 
@@ -37,6 +40,10 @@ class HeatMap:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the map that fits."""
+        if self.values.size > MOST_CELLS:
+            yield self._totals()
+            yield f"{self.values.size:,} heads are too many for a map: --json has them all"
+            return
         numbers = self._numbers()
         if len(numbers.blocks(console, options)) <= MOST_BLOCKS:
             yield numbers
@@ -44,6 +51,12 @@ class HeatMap:
         yield self._shades(cell=2)
         low, high = (self.form.format(value) for value in (self.values.min(), self.values.max()))
         yield f"a digit is a tenth of the way from {low} (0) to {high} (9); numbers: a wider screen, a pipe, or --json"
+
+    def _totals(self) -> FittingTable:
+        made = self._table([])
+        for at in range(len(self.values)):
+            self._add(made, at, [])
+        return made
 
     def _numbers(self) -> FittingTable:
         from rich.text import Text
@@ -79,8 +92,12 @@ class HeatMap:
         words = [] if self.patterns is None else [f"  {self.patterns[at]}"]
         made.add_row(f"{self.layers[at]} ", *cells, f"  {self.form.format(last)}", *words)
 
+    @cached_property
+    def _range(self) -> tuple[float, float]:
+        return float(self.values.min()), float(self.values.max())
+
     def _share(self, value: float) -> float:
-        low, high = float(self.values.min()), float(self.values.max())
+        low, high = self._range
         return (value - low) / (high - low) if high > low else 0.5
 
     def _tenth(self, value: float) -> int:

@@ -13,6 +13,7 @@ from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan.parsing import list_problems
+from kvsearch.plan.yaml import layer_ranges
 from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import policy_of
 
@@ -23,6 +24,7 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers call
 # Rank by the length of a key; a third-party class says so by `key_norms = True`. KeyDiff is not among them: it compares
 # directions, which do not change when every key gets the same length.
 BY_KEY_NORM = ("knorm",)
+MOST_HEADS = 8  # that a message names
 _warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
@@ -89,7 +91,7 @@ def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int 
         problem = _budget_problem(policy, layer.budget, length)
         small += [f"{phase}.layers.{index}.budget: {problem}"] if problem else []
     for what, where in unusable.items():
-        others = f" (and in layers {', '.join(map(str, where[1:]))})" if where[1:] else ""
+        others = f" (and in layers {', '.join(layer_ranges(where[1:]))})" if where[1:] else ""
         yield f"{phase}.layers.{where[0]}.policy{others}: {what}"
     yield from small
 
@@ -101,7 +103,8 @@ def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None)
     low = [head for head, few in enumerate(budget) if few < enough and not policy.exempt(few, longest)]
     if not low:
         return None
-    shown = ", ".join(f"{budget[head]} at head {head}" for head in low)
+    more = f" and {len(low) - MOST_HEADS} more" if len(low) > MOST_HEADS else ""
+    shown = ", ".join(f"{budget[head]} at head {head}" for head in low[:MOST_HEADS]) + more
     lower = " or ".join(policy.protecting)
     return (
         f"is {shown}, below the {policy.floor} entries that {policy.name} always keeps ({policy.sink_count} sinks and "

@@ -56,6 +56,14 @@ def test_a_wide_model(width: int) -> None:
     assert ("a digit is a tenth" in " ".join(text.split())) == (width < 200)
 
 
+def test_more_heads_than_anybody_reads() -> None:
+    text = rendered([heatmap("entries", np.full((200, 100), 3), range(200))], 140)
+    assert "20,000 heads are too many for a map: --json has them all" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["199", "300"] in rows
+    assert not any("h0" in row for row in rows)
+
+
 def test_tenths() -> None:
     values = np.array([[0.0, 0.5, 1.0] * 20])
     text = rendered([heatmap("shares", values, [7], "{:.2f}", "mean")], 140)
