@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from kvsearch.calibration.sample_files import SAMPLES, has_samples, sample_files
 from kvsearch.errors import UsageError
-from kvsearch.plan.files import TEMPORARY
 from kvsearch.plan.parsing import read_json
 from kvsearch.plan.saved import PROFILE
+from kvsearch.plan.temporary import TEMPORARY
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import other_kind
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsearch.plan.files import TEMPORARY
+from kvsearch.plan.temporary import TEMPORARY
 
 SAMPLES = "samples"  # folder of a calibration: what is finished of it
 _NAME = re.compile(r"\d{6,}-\d{4,}\.safetensors")

@@ -6,7 +6,6 @@ import errno
 import logging
 import mmap
 import os
-import secrets
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,8 +14,8 @@ from typing import BinaryIO, NamedTuple
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.limits import MOST_DATA
+from kvsearch.plan.temporary import temporary_for
 
-TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
 _PART = 1 << 20  # bytes read at once of what has no size
 _REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -175,19 +174,13 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None) -> None:
-    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
-            file.flush()
-            os.fsync(file.fileno())
+    with temporary_for(target) as (temporary, file):
+        file.writelines([data] if isinstance(data, bytes) else data)
+        file.flush()
+        os.fsync(file.fileno())
         if mode is not None:
             temporary.chmod(mode)
         temporary.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _sync_folder(folder: Path) -> None:

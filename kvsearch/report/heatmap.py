@@ -26,9 +26,9 @@ MOST_CELLS = 2**14  # of a map; a larger one shows layers only
 class HeatMap:
     """A row per layer with a coloured cell per head, their sum or mean and, where given, the pattern of the layer.
 
-    On a page too narrow for `MOST_BLOCKS` blocks of heads, a cell is a digit: tenths of the range of all values. Of more
-    than `MOST_CELLS` heads there is a row per layer without them.
-    `values` are [L, Hkv], `form` says how a number is written.
+    On a page too narrow for `MOST_BLOCKS` blocks of heads, a cell is a digit: tenths of the range of all values. Of
+    more than `MOST_CELLS` heads there is a row per layer without them. `values` are [L, Hkv], `form` says how a number
+    is written.
     """
 
     title: str

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvsearch.errors import KvsearchError, UsageError
-from kvsearch.plan.files import TEMPORARY
+from kvsearch.plan.temporary import TEMPORARY
 from kvsearch.report.agreement import disagreements
 from kvsearch.report.artefacts import describe, is_ours
 from kvsearch.runs.directory import LEDGER

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvsearch.errors import UsageError
 from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.files import TEMPORARY, atomic_write, write_fault
+from kvsearch.plan.files import atomic_write, write_fault
+from kvsearch.plan.temporary import TEMPORARY
 from kvsearch.runs.identity import CONFIG, Job, RunConfig, read_config
 from kvsearch.runs.lock import locked, refuse_locked, require_lock
 from kvsearch.runs.sums import unfinish

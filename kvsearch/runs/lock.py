@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from kvsearch.errors import EnvironmentFault, InternalError, KvsearchWarning, UsageError
-from kvsearch.plan.files import TEMPORARY, write_fault
+from kvsearch.plan.files import write_fault
+from kvsearch.plan.temporary import TEMPORARY
 from kvsearch.runs.holder import LEASE, Busy, is_live, read_holder, renewing, seconds_ago, sign, take
 
 LOCK = f"{TEMPORARY}lock"

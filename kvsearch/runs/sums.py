@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.files import TEMPORARY, atomic_write, read_text, write_fault
+from kvsearch.plan.files import atomic_write, read_text, write_fault
+from kvsearch.plan.temporary import TEMPORARY
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\\\r\n]+)")

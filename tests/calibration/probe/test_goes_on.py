@@ -20,7 +20,7 @@ from kvsearch.calibration.probe.measure import calibrate_probe
 from kvsearch.calibration.sample_files import SAMPLES, forget_samples, has_samples, sample_files
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.files import TEMPORARY
+from kvsearch.plan.temporary import TEMPORARY
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibration.probe.test_kinds import of_kinds

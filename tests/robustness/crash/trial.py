@@ -10,12 +10,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from kvsearch.plan.files import TEMPORARY
+from kvsearch.plan.temporary import TEMPORARY
 from tests.robustness.crash.faults import KILLED, Faults, Kind, injected
 
 PATIENCE = 120  # seconds that a command may take
@@ -71,7 +72,7 @@ def _child(folder: Path, words: Sequence[str], faults: Faults, told: Path, talk:
         os.dup2(quiet, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", errors="replace") for number in (1, 2))
         sys.argv = ["kvsearch", *words]
-        with mock.patch.multiple(time, perf_counter=lambda: NOW, monotonic=lambda: NOW, time=lambda: NOW):
+        with _no_time():
             code = _command(words, faults)
         told.write_text(json.dumps({"names": faults.names, "passes": faults.passes}))
         sys.stderr.flush()
@@ -80,6 +81,18 @@ def _child(folder: Path, words: Sequence[str], faults: Faults, told: Path, talk:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+@contextmanager
+def _no_time() -> Iterator[None]:
+    """Let time stand still, for modules that have taken a clock for themselves, too."""
+    clocks = ("perf_counter", "monotonic", "time")
+    with ExitStack() as stack:
+        for module in [*(one for name, one in sys.modules.items() if name.startswith("kvsearch.")), time]:
+            for clock in clocks:
+                if getattr(module, clock, None) is getattr(time, clock) or module is time:
+                    stack.enter_context(mock.patch.object(module, clock, lambda: NOW))
+        yield
 
 
 def _command(words: Sequence[str], faults: Faults) -> int:
