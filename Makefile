@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint fuzz races interop wheel bench train clean
+.PHONY: setup demo test quick ci lint fuzz crash races interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -43,6 +43,10 @@ lint: setup
 CASES ?= 100000
 fuzz: setup
 	$(BIN)/python -m tests.robustness --cases $(CASES)
+
+# Every command that writes, stopped at every write and in forward passes, and given again: an hour or more.
+crash: setup
+	$(BIN)/python -m tests.robustness.crash
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup

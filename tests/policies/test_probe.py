@@ -113,9 +113,10 @@ def test_arrays_that_cannot_be_used(arrays: dict[str, Any], problem: str) -> Non
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
     changed = {name: array for name, array in {**load(whole), **arrays}.items() if array is not None}
     stated = {name: array if array.dtype.kind == "i" else array.astype(np.float32) for name, array in changed.items()}
-    policy = create_policy("probe", {"weights": know(save(stated, header), Path("tests"))})
     with pytest.raises(UsageError, match=problem):
-        policy.check_model(tiny.loaded().fingerprint)
+        create_policy("probe", {"weights": know(save(stated, header), Path("tests"))}).check_model(
+            tiny.loaded().fingerprint
+        )
 
 
 def test_protection_is_stated_as_it_is() -> None:

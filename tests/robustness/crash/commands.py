@@ -33,7 +33,7 @@ TYPED = {
     "compress": ("compress bundled --plan plan.json --context @text.txt -o text.kv", ("plan.json",)),
     "report": ("report cal plan.json -o report.html --figures figures", ("cal", "plan.json")),
 }
-AGAIN = {"evolve": " --resume"}
+AGAIN = {"evolve": " --resume", "export --to": " --force"}
 REPLACED = {"export --force": ("plan.json",), "validate": ("poly/validation.json",)}
 
 

@@ -152,16 +152,24 @@ def problem_of(command: Command, wanted: Tree, folder: Path, kind: Kind, at: int
     halves = [name for name in command.replaces if after.get(name) not in (before.get(name), wanted.get(name))]
     if halves:
         return f"neither the old nor the new content of {halves}"
+    if after == wanted:
+        return None  # the last thing that failed was not needed
+    if stopped.code == 0 and kind == "memory":  # it went on with smaller batches, which decide last bits
+        return f"left behind {left}" if (left := _temporary(after)) else None
     ended = run_in(folder, command.again if stopped.code and command.again else command.words)
     if ended.code:
         return f"given again it ends with {ended.code}: {_last(ended.talk)}"
     found = tree_of(folder)
-    if left := [name for name in found if TEMPORARY in name]:
+    if left := _temporary(found):
         return f"left behind {left}"
     if found != wanted:
         other = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
         return f"given again it writes something else: {other}"
     return None
+
+
+def _temporary(tree: Tree) -> list[str]:
+    return [name for name in tree if TEMPORARY in name]
 
 
 def _badly_stopped(ended: Ended, kind: Kind) -> str | None:
