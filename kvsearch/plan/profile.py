@@ -307,6 +307,8 @@ def _query_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> I
         shape = arrays[name].shape if name in arrays else ()
         if shape not in [(*heads, *end) for end in ends]:
             yield f"arrays.{name}: has shape {list(shape)}, which does not fit {QUERY_MEAN} of {list(mean.shape)}"
+        elif (np.diagonal(arrays[name], axis1=-2, axis2=-1) if len(ends[0]) == 2 else arrays[name]).min(initial=0) < 0:
+            yield f"arrays.{name}: has a {'variance' if len(ends[0]) == 2 else 'value'} below 0"
 
 
 def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:

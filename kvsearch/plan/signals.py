@@ -20,6 +20,7 @@ ROWS_ENTROPY = "entropy"  # [M, P, L] mean over rows, as a share of the largest 
 LITERAL_ENTROPY = "literal_entropy"  # [P, L] of old files: nats, of the mean of the last rows of a prompt
 TOKENS = "sample_tokens"  # [M] tokens whose loss counts
 LENGTH, CONTEXT = "sample_length", "sample_context"  # [M] tokens of the prompt, number of the context
+MOST_NATS = 500  # per token: perplexities, their exponentials, have room in float64
 ALWAYS = (TOKENS, LENGTH, CONTEXT)
 
 
@@ -67,6 +68,9 @@ def signal_problems(arrays: Mapping[str, NDArray[Any]], axes: SignalAxes | None,
     for name in ALWAYS:
         if name in arrays and (arrays[name].dtype.kind != "i" or not arrays[name].size or arrays[name].min() < 0):
             yield f"arrays.{name}: must be whole numbers of 0 or more, one of every sample"
+    for name in ("nll", FULL_NLL):
+        if name in arrays and (np.abs(arrays[name][np.isfinite(arrays[name])]) > MOST_NATS).any():
+            yield f"arrays.{name}: has values beyond {MOST_NATS} nats per token"
     if TOKENS in arrays and not arrays[TOKENS].any():
         yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
 

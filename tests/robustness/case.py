@@ -28,7 +28,18 @@ from tests.robustness.kinds import Kind
 SECONDS = 2.0
 MEMORY = 500 * 2**20
 # what stands for the file in messages about what is in it
-NAMES = ("this profile", "this 'lukv' profile", "policy ", "task ", "qa_1", "qa_2", "narrativeqa", "passkey", "gsm8k")
+NAMES = (
+    "this profile",
+    "this 'lukv' profile",
+    "policy ",
+    "task ",
+    "qa_1",
+    "qa_2",
+    "narrativeqa",
+    "passkey",
+    "gsm8k",
+    "entries per",
+)
 LONGEST = 20_000  # letters of a message
 Verdict = Literal["accepted", "refused", "failed"]
 
