@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from kvsearch.choose.acceptance import Share
-from kvsearch.report.files.stored import Stored, stored
+from kvsearch.report.files.stored import Stored, reading, stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.ledger import SearchLedger
@@ -69,8 +69,9 @@ class SearchResult(Stored):
 def read_search(data: Any, path: Path) -> SearchResult:
     """Return what a search found, at one budget or at several; UsageError if the file at `path` is damaged."""
     found = stored(_SearchFile, data, path)
-    by_budget = found.budgets if isinstance(found.budgets, dict) else {found.settings.get("budget", 0): data}
-    whole = {**data, "found": {budget: by_budget[budget] for budget in sorted(by_budget)}}
+    with reading(path):
+        by_budget = found.budgets if isinstance(found.budgets, dict) else {found.settings.get("budget", 0): data}
+        whole = {**data, "found": {budget: by_budget[budget] for budget in sorted(by_budget)}}
     return stored(SearchResult, whole, path)
 
 
