@@ -19,7 +19,7 @@ bench() { # NAME, then options of bench
 }
 
 part "tests that need CUDA"
-"$BIN/python" -m pytest -q -m cuda tests || echo "(some failed)"
+TRITON_INTERPRET=0 "$BIN/python" -m pytest -q -m cuda tests || echo "(some failed)"
 part "32k, batch 8: DynamicCache, StaticCache, prefill only"
 bench batch8-snapkv --length 32768 --batch 8 --policy snapkv
 part "32k, both phases"

@@ -108,12 +108,6 @@ class Decoding:
         for block in self.store.blocks:
             block.biased = False
 
-    def kind(self) -> tuple[object, ...]:
-        """Return what the step that was foreseen is like: steps of one kind do the same to the same tensors."""
-        turns = [block.turn for block in self.store.blocks]
-        kinds = [(t.width, t.full, t.bias, t.leaving.most, t.leaving.each_one, t.holes) for t in turns if t is not None]
-        return (self.packed, self.rule.due, id(self.board), *kinds)
-
     def _repack(self) -> None:
         """Make new blocks for what is held."""
         sources = []

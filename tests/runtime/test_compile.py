@@ -60,6 +60,29 @@ def test_a_step_binds_no_tensor(name: str) -> None:
         holder.tidy()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", SMALL)
+def test_room_that_is_reserved_changes_nothing(name: str) -> None:
+    """All tensors stay where they are from the first step on, and the outcome is that of room made as it is needed."""
+    found = []
+    for reserved in (False, True):
+        layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, (7, 10), 0)), SMALL[name]
+        holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
+        assert isinstance(holder, Decoding)
+        parts = list(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True))
+        if reserved:
+            holder.reserve(len(parts))
+        packed, outputs = holder.packed, []
+        for index, states in enumerate(parts):
+            holder.foresee()
+            outputs.append(holder.step(*states, layer.valid.sum(-1, keepdim=True) + index, layer.logits))
+            holder.tidy()
+        assert not reserved or holder.packed == packed
+        found.append((torch.cat(outputs, 2), held(holder)))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+
+
 def lasting(holder: Decoding) -> list[int]:
     """Where the tensors of a holder lie."""
     rule, found = holder.rule, list[Tensor | None]()
