@@ -9,7 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns that its default will change
 
+import pytest
+
 from tests import examples  # noqa: F401 - the profiles of all property tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest."""
+    items.sort(key=lambda item: item.name != "test_on_device")
 
 
 def pytest_collection_finish() -> None:

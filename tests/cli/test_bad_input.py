@@ -157,7 +157,7 @@ def test_an_output_that_is_a_file(run: Run, tmp_path: Path) -> None:
     [
         (("--ratio", "1.5"), "outside (0, 1)"),
         (("--ratio", "0"), "outside (0, 1)"),
-        (("--ratio", "nan"), "outside (0, 1)"),
+        (("--ratio", "nan"), "finite number, not nan"),
         ((), "either a ratio"),
         (("--ratio", "0.5", "--budget", "100"), "either a ratio"),
         (("--budget", "20"), "below the 36"),

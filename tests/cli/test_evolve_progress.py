@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 
 from kvsearch.cli.console import Console
 from kvsearch.jobs.evolve_progress import watching
+from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.ledger import SearchLedger, SearchRun
 from kvsearch.search.settings import SearchLimits
@@ -24,7 +25,7 @@ BETTER = Candidate(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SearchRun]:
-    with SearchLedger(tmp_path / "ledger.jsonl") as ledger:
+    with locked(tmp_path), SearchLedger(tmp_path / "ledger.jsonl") as ledger:
         yield SearchRun(tmp_path, ledger)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.device.accelerator import backend
 from tests.device.build import NoCompiler
+
+# The device has to be there before the first backward pass of a process: see test_on_device.py.
+collect_ignore_glob = ["test_*.py"] if "PYTEST_XDIST_WORKER" in os.environ else []
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,7 +30,7 @@ def test_it_loads_as_the_plan_that_was_written(tmp_path: Path) -> None:
     plan = make_plan()
     path = folder(tmp_path, plan)
     assert kvsearch.load_plan(path) == plan
-    assert sorted(item.name for item in path.iterdir()) == ["README.md", "generate.py", "plan.json"]
+    assert sorted(item.name for item in path.iterdir()) == ["README.md", "SHA256SUMS", "generate.py", "plan.json"]
 
 
 def test_its_card_says_what_it_is(tmp_path: Path) -> None:

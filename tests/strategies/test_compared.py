@@ -495,7 +495,7 @@ def test_no_two_names_stand_for_the_same() -> None:
 
 
 def test_other_weights_are_no_other_setting(model: LoadedModel) -> None:
-    one, other = (fitted(ranking(model=model.fingerprint, bias=[[bias]])) for bias in (0.0, 1.0))
+    one, other = (fitted(ranking(heads=2, model=model.fingerprint, bias=[[bias] * 2])) for bias in (0.0, 1.0))
     uniform = [Program.uniform(model.model, policy, lambda length: length) for policy in (one, other)]
     assert one != other
     assert different_settings([ReadyMethod(str(n), program, {}) for n, program in enumerate(uniform)]) is None

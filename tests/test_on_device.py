@@ -1,0 +1,32 @@
+"""The tests of tests/device, in a process that has the fake accelerator from its beginning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "device"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests/device is collected itself")
+def test_on_device(request: pytest.FixtureRequest) -> None:
+    profile = request.config.getoption("--hypothesis-profile") or "default"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile",
+        profile,
+    ]
+    ended = subprocess.run([*command, str(FOLDER)], env=own, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
