@@ -18,6 +18,7 @@ from kvsearch.evaluation.speed import (
     decode_seconds,
     peak_bytes,
     prefill_seconds,
+    random_prompts,
     step_seconds,
 )
 from kvsearch.models.memory import free_memory, is_out_of_memory
@@ -69,10 +70,8 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> C
 
 
 def _filled(model: Any, kind: CacheKind, length: int) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator).to(model.device)
     cache = kind.make()
-    prefill_seconds(model, cache, ids)
+    prefill_seconds(model, cache, random_prompts(model, 1, length))
     return cache
 
 

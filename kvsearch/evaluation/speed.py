@@ -97,8 +97,7 @@ def measure(
     model: Any, kinds: Sequence[CacheKind], work: Workload, progress: Progress | None = None
 ) -> list[CacheCosts]:
     """Measure kinds of caches, the first of which all are compared with."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (work.batch, work.length), generator=generator).to(model.device)
+    ids = random_prompts(model, work.batch, work.length)
     times, before = {kind.name: _Times() for kind in kinds}, model.config._attn_implementation
     caches: dict[str, Any] = {}
     steps = iter(range(1, (2 * (work.rounds + 1) + 1) * len(kinds) + 1))
@@ -128,6 +127,12 @@ def measure(
         model.set_attn_implementation(before)
     counted = {name: _Times(taken.prefill[1:], taken.token[1:]) for name, taken in times.items()}
     return _costs(model, work, counted, held, peaks, launched)
+
+
+def random_prompts(model: Any, batch: int, length: int) -> Tensor:
+    """Return prompts [B, T] on the model's device, the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 def _costs(
