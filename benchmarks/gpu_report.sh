@@ -32,5 +32,5 @@ bench largest --length 32768 --batch 1 --policy snapkv --largest-batch
 part "scoring beside prefill"
 "$BIN/python" benchmarks/bench_policies.py --device cuda --dtype bfloat16
 part "search"
-"$BIN/python" benchmarks/bench_search.py --device cuda
+"$BIN/python" benchmarks/bench_search.py --device cuda --shape llama-3.1-8b --length 8192 --answer 64 --budget 512 --naive 1
 "$BIN/kvsearch" report "$OUT"/*.json -o "$OUT/report.html" --title "kvsearch on a GPU"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Blocks, chunks, power_of_two, whole_blocks
+from kvsearch.kernels.blocks import power_of_two, whole_blocks
+from kvsearch.kernels.chunked import Chunked
 
 
 @dataclass(frozen=True)
@@ -55,60 +55,39 @@ def attend(
         The output [S, G * rows, Dv], 0 where nothing is visible, and the row or None: [S, columns] fp32, or flat [N],
         0 where there is no entry. Accumulated in fp32; nothing waits for the device.
     """
-    from kvsearch.kernels.jit.attention import attend_chunks, merge_chunks
+    from kvsearch.kernels.jit.attention import merge_chunks
 
-    segments, count, dim = query.shape
-    keys, values, columns = entries.keys, entries.values, entries.columns
-    value_dim, device = values.shape[-1], query.device
-    blocks = Blocks.of(count, dim, value_dim, query.dtype)
-    tiles = -(-count // blocks.rows)
-    splits, chunk = chunks(columns, segments * tiles, blocks.columns, device)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    output = query.new_empty(segments, count, value_dim)
-    whole = splits == 1
-    partial = output if whole else _fp32(device, segments, splits, count, value_dim)
-    statistics = output if whole and not want_row else _fp32(device, segments, splits, 2, count)
-    logits = _fp32(device, segments, count, columns) if want_row else output
-    positions = keys if entries.positions is None else entries.positions
-    lengths = keys if entries.lengths is None else entries.lengths
-    starts = keys if entries.starts is None else entries.starts
-    kinds = {"FLAT": entries.flat, "RAGGED": entries.lengths is not None, "SINKS": sinks is not None}
-    sinks = output if sinks is None else sinks.contiguous()
-    attend_chunks[(segments, splits, tiles)](
-        query, keys, values, starts, lengths, positions, sinks, output, partial, statistics, logits, *[keys] * 5,
-        scaling, 1.0 if softcap is None else softcap, columns, chunk, count, splits,
-        query.stride(0), query.stride(1), _segment_stride(keys, entries), keys.stride(-2),
-        _segment_stride(values, entries), values.stride(-2), 0 if entries.flat else positions.stride(0), columns,
-        ROWS=rows, D=dim, DV=value_dim, BM=blocks.rows, BN=blocks.columns, BD=blocks.dim, BDV=blocks.value_dim,
-        HOLES=entries.positions is not None, SOFTCAP=softcap is not None, WHOLE=whole, LOGITS=want_row, **kinds,
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    if whole and not want_row:
-        return output, None
-    row = output if not want_row else _empty_row(entries, segments) if into is None else into
+    segments, count, _ = query.shape
+    keys, values, columns, flat = entries.keys, entries.values, entries.columns, entries.flat
+    ragged = entries.lengths is not None
+    made = Chunked(query, values.shape[-1], columns, scaling, softcap, sinks, want_row)
+    starts, lengths, positions = (
+        keys if given is None else given for given in (entries.starts, entries.lengths, entries.positions)
+    )
+    strides = (0, 0, 0) if flat else (keys.stride(0), values.stride(0), positions.stride(0))
+    holes = entries.positions is not None
+    made.launch(
+        keys, values, (starts, lengths, positions), strides, (keys,) * 5, rows, FLAT=flat, RAGGED=ragged, HOLES=holes
+    )
+    if made.whole and not want_row:
+        return made.output, None
+    row = made.output if not want_row else _empty_row(made, entries) if into is None else into
     row_blocks = whole_blocks(columns, ROW_BLOCK) if want_row else 0
-    merge_chunks[(segments, (0 if whole else count) + row_blocks)](
-        partial, statistics, logits, sinks, output, row, starts, lengths,
-        columns, count, splits, columns, 0 if entries.flat else row.stride(0), row.stride(-1),
-        ROWS=rows, DV=value_dim, BDV=blocks.value_dim, SP=power_of_two(splits), BM=power_of_two(count), BN=ROW_BLOCK,
-        OUTPUT=not whole, LOGITS=want_row, **kinds, num_warps=4,
+    merge_chunks[(segments, (0 if made.whole else count) + row_blocks)](
+        made.partial, made.statistics, made.logits, made.beside, made.output, row, starts, lengths,
+        columns, count, made.splits, columns, 0 if flat else row.stride(0), row.stride(-1),
+        ROWS=rows, DV=made.value_dim, BDV=made.blocks.value_dim, SP=power_of_two(made.splits), BM=power_of_two(count),
+        BN=ROW_BLOCK, OUTPUT=not made.whole, LOGITS=want_row, FLAT=flat, RAGGED=ragged, SINKS=sinks is not None,
+        num_warps=4,
     )  # fmt: skip
-    return output, row if want_row else None
+    return made.output, row if want_row else None
 
 
 ROW_BLOCK = 256  # columns of the row that one program merges
 
 
-def _segment_stride(states: Tensor, entries: Entries) -> int:
-    return 0 if entries.flat else states.stride(0)
-
-
-def _fp32(device: torch.device, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def _empty_row(entries: Entries, segments: int) -> Tensor:
-    device = entries.keys.device
+def _empty_row(made: Chunked, entries: Entries) -> Tensor:
     if entries.flat:  # places between segments are nobody's
-        return _fp32(device, len(entries.keys)).zero_()
-    return _fp32(device, segments, entries.columns)
+        return made.scratch(len(entries.keys)).zero_()
+    return made.scratch(len(made.query), entries.columns)

@@ -5,25 +5,20 @@ On the CPU they are served in Triton's interpreter, and only where `interpreted`
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvsearch.errors import InternalError, KvsearchWarning
+from kvsearch.errors import InternalError, warn_once
+from kvsearch.kernels.compiled import constant
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head dimension
 INTERPRETED_PROCESSORS = 4  # of the device that the interpreter stands for
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-_said: set[str] = set()
 
 
 class _Interpreter:
@@ -56,18 +51,9 @@ def serves(*states: Tensor) -> bool:
     if device.type != "cuda" and not (device.type == "cpu" and _Interpreter.serves):
         return False
     reason = _unserved(states)
-    if reason is not None and reason not in _said and not torch.compiler.is_compiling():
-        _said.add(reason)
-        warnings.warn(
-            f"PyTorch's own operations run in place of fused kernels: {reason}", KvsearchWarning, stacklevel=2
-        )
+    if reason is not None and not torch.compiler.is_compiling():
+        warn_once(f"PyTorch's own operations run in place of fused kernels: {reason}")
     return reason is None
-
-
-def constant(function: Function) -> Function:
-    """Let compiled code take what a function returns for a constant, and not look into it."""
-    torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    return function
 
 
 @constant

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Blocks, chunks, power_of_two
+from kvsearch.kernels.blocks import power_of_two, whole_blocks
+from kvsearch.kernels.chunked import Chunked
 
 RANKED = 512  # slots that a program looks at together
 
-Rule = Literal["position", "mass", "stored"]
+Rule = Literal["position", "mass", "stored", "row", "persistence", "pooled"]
+WEIGHING = ("mass", "row", "persistence", "pooled")  # rules that read the attention row
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,20 @@ class Slots:
     keys: Tensor  # [S, C, D]
     values: Tensor  # [S, C, Dv]
     positions: Tensor  # [S, C] int64
-    state: Tensor | None  # [S, C] fp32, what `rule` reads
+    state: tuple[Tensor, ...]  # what `rule` reads: [S, C] fp32; or fp32, int16 and [S, C, bytes] uint8; or nothing
     slot: Tensor  # [S] int64, where the next token goes
-    seen: Tensor  # [S] int64, tokens so far
+    clock: Tensor  # [2, S] int64, tokens so far, and the newest position that may leave
     budgets: Tensor  # [S] int64; a segment that holds more gives one entry up
     sinks: Tensor  # [S] int64, how many of the first tokens always stay
     recent: Tensor  # [S] int64, and of the last
+
+
+@dataclass(frozen=True)
+class LayerSums:
+    """Where the heads of a layer add up their rows: attention, and how many heads hold the entry."""
+
+    sums: Tensor  # [2, N] fp32, zeros
+    first: Tensor  # [S] int64, the place of position 0 of each segment
 
 
 def step(
@@ -41,8 +50,10 @@ def step(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    arriving: Callable[[], Tensor] | None = None,
+    arriving: Callable[[], Tensor | None] | None = None,
     active: Tensor | None = None,
+    constants: Mapping[str, int | str] | None = None,
+    layer: LayerSums | None = None,
 ) -> Tensor:
     """Take in one token per segment; see `attention.attend` for what is not said here.
 
@@ -53,56 +64,64 @@ def step(
         slots: free slots are those behind the entries but one, where the next token goes.
         width: slots in use, the token's own among them.
         rule: the entry that leaves has the lowest priority, and of equal ones the latest position: "position" itself,
-            "mass", the attention received so far (mean over the group), or as it is "stored" when entries arrive.
+            "mass", the attention received so far (mean over the group), as it is "stored" when entries arrive, the
+            mean "row" of the layer, "persistence" (Scissorhands) or the row, "pooled" (CAKE).
         scaling: logits = scaling * q.k.
         softcap: see `attend`.
         sinks: [S, G] fp32, see `attend`.
         arriving: gives [S] fp32, the priority of the new entry where these are stored, which is in its slot by then;
-            None: +inf.
+            None, or nothing given: +inf.
         active: [S] bool, segments to which a token comes; None: all. The others stay as they are.
+        constants: what the rule is compiled for: HISTORY of "persistence", KERNEL, POOLING and PROTECT of "pooled".
+        layer: where the "row" is made, of all segments of a layer; one more launch.
 
     Returns:
         The output [S, G, Dv].
     """
-    from kvsearch.kernels.jit.attention import attend_chunks
     from kvsearch.kernels.jit.step import finish_step
 
-    segments, count, dim = query.shape
     keys, values, positions = slots.keys, slots.values, slots.positions
-    value_dim, device = values.shape[-1], query.device
-    blocks = Blocks.of(count, dim, value_dim, query.dtype)
-    tiles = -(-count // blocks.rows)
-    splits, chunk = chunks(width, segments * tiles, blocks.columns, device)
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    output = query.new_empty(segments, count, value_dim)
-    weighs, whole = rule == "mass", splits == 1
-    partial = output if whole else _fp32(device, segments, splits, count, value_dim)
-    statistics = _fp32(device, segments, splits, 2, count) if weighs or not whole else output
-    logits = _fp32(device, segments, count, width) if weighs else output
-    state, state_stride = (output, 0) if slots.state is None else (slots.state, slots.state.stride(0))
-    paused = slots.slot if active is None else active
-    kinds = {"SINKS": sinks is not None, "PAUSES": active is not None}
-    sinks = output if sinks is None else sinks.contiguous()
-    attend_chunks[(segments, splits, tiles)](
-        query, keys, values, keys, keys, positions, sinks, output, partial, statistics, logits,
-        key, value, slots.slot, slots.seen, paused,
-        scaling, 1.0 if softcap is None else softcap, width, chunk, count, splits,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        positions.stride(0), width,
-        ROWS=1, D=dim, DV=value_dim, BM=blocks.rows, BN=blocks.columns, BD=blocks.dim, BDV=blocks.value_dim,
-        FLAT=False, RAGGED=False, HOLES=True, APPEND=True, SOFTCAP=softcap is not None, WHOLE=whole, LOGITS=weighs,
-        **kinds, num_warps=blocks.warps, num_stages=blocks.stages,
+    weighs = rule in WEIGHING
+    made = Chunked(query.contiguous(), values.shape[-1], width, scaling, softcap, sinks, weighs)
+    output, paused = made.output, slots.slot if active is None else active
+    made.launch(
+        keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
+        (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused),
+        FLAT=False, RAGGED=False, HOLES=True, APPEND=True, PAUSES=active is not None,
     )  # fmt: skip
-    scores = output if arriving is None else arriving().contiguous()
-    finish_step[(segments, 1 if whole else count + 1)](
-        partial, statistics, logits, sinks, output, positions, state, scores,
-        slots.slot, slots.seen, slots.budgets, slots.sinks, slots.recent, paused,
-        width, positions.shape[1], count, splits, width, positions.stride(0), state_stride,
-        DV=value_dim, BDV=blocks.value_dim, SP=power_of_two(splits), BM=power_of_two(count), BN=RANKED,
-        OUTPUT=not whole, RULE=rule, SCORED=arriving is not None, **kinds, num_warps=4,
+    if layer is not None:
+        _spread(made, positions, width, layer)
+    scores = None if arriving is None else arriving()
+    scored = scores is not None
+    given, more = output if scores is None else scores.contiguous(), output
+    if layer is not None:
+        given, more = layer.first, layer.sums
+    elif rule == "pooled":
+        given, more = positions[:, :width].argsort(-1), made.scratch(len(query), width)
+    state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
+    merges = not made.whole and layer is None
+    finish_step[(len(query), query.shape[1] + 1 if merges else 1)](
+        made.partial, made.statistics, made.logits, made.beside, output, positions, state, more,
+        ring, given, slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused,
+        width, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0), state.stride(0),
+        more.shape[-1], **_merging(made), BN=RANKED, SINKS=sinks is not None, OUTPUT=merges,
+        PAUSES=active is not None, RULE=rule, SCORED=scored, BYTES=ring.shape[-1], **(constants or {}), num_warps=4,
     )  # fmt: skip
     return output
 
 
-def _fp32(device: torch.device, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def _spread(made: Chunked, positions: Tensor, width: int, layer: LayerSums) -> None:
+    """Add up the rows of all segments, and merge the output."""
+    from kvsearch.kernels.jit.step import spread_row
+
+    count = made.query.shape[1]
+    spread_row[(len(made.query), (0 if made.whole else count) + whole_blocks(width, RANKED))](
+        made.partial, made.statistics, made.logits, made.beside, made.output, positions, layer.sums, layer.first,
+        width, layer.sums.shape[-1], count, made.splits, width, positions.stride(0), **_merging(made), BN=RANKED,
+        SINKS=made.sinks is not None, OUTPUT=not made.whole, num_warps=4,
+    )  # fmt: skip
+
+
+def _merging(made: Chunked) -> dict[str, int]:
+    return {"DV": made.value_dim, "BDV": made.blocks.value_dim, "SP": power_of_two(made.splits),
+            "BM": power_of_two(made.query.shape[1])}  # fmt: skip

@@ -7,11 +7,14 @@ import json
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.canonical import sha256_of
+from kvsearch.plan.parsing import describe_validation_error
 
 # how a model is loaded does not make it another model
 VOLATILE = frozenset(
@@ -34,22 +37,26 @@ def fingerprint(
 
     Raises:
         EnvironmentFault: weights are asked for, and some are not on a device; see `refuse_offloaded`.
+        IncompatibleError: it has more layers, heads or dimensions than `kvsearch.plan.limits` allows.
     """
     shape = describe(model)
     called = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
     if weights:
         refuse_offloaded(model, called)
-    return ModelFingerprint(
-        name=called,
-        model_type=shape.model_type,
-        config_sha256=config_hash(text_config(model)),
-        weights_sha256=weights_hash(model) if weights else hashlib.sha256().hexdigest(),
-        revision=revision,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
+    try:
+        return ModelFingerprint(
+            name=called,
+            model_type=shape.model_type,
+            config_sha256=config_hash(text_config(model)),
+            weights_sha256=weights_hash(model) if weights else hashlib.sha256().hexdigest(),
+            revision=revision,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+    except ValidationError as error:
+        raise IncompatibleError(describe_validation_error(error, f"the shape of model {called!r}")) from error
 
 
 def config_hash(config: Any) -> str:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, KvsearchError, UsageError
 from kvsearch.models.memory import accelerator, is_out_of_memory
 from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.naming import did_you_mean
+from kvsearch.plan.limits import MOST_LAYERS
 from kvsearch.resources import resource
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -41,14 +47,42 @@ class LoadOptions:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
 
+class Workers(Protocol):
+    """Other processes that have loaded the same model; see `kvsearch.workers.models.ModelWorkers`."""
+
+    def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
+        """Yield what `work` makes of each item, in their order."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be calibrated or run, under the attention implementation it was loaded with."""
+    """A model ready to be calibrated or run, under the attention implementation it was loaded with.
+
+    `workers` have loaded it, too, if there are any.
+    """
 
     name: str
     model: Any
     tokenizer: Any
     fingerprint: ModelFingerprint
+    workers: Workers | None = field(default=None, compare=False, repr=False)
+
+    def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
+        """Yield what `work` makes of each item, in their order: here one after the other, or by the workers.
+
+        What is made depends on model and item alone, so it is the same by whomever it is made; an iterator comes from
+        a worker as a list. A work holds no model.
+        """
+        if self.workers is not None:
+            yield from self.workers.map(work, items)
+            return
+        for item in items:
+            yield work(self, item)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be sent to another process, which would take weights along."""
+        raise InternalError("a loaded model was to be sent to another process, which loads its own")
 
     @property
     def device(self) -> Any:
@@ -113,11 +147,14 @@ def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
         config = AutoConfig.from_pretrained(source, **common)
+        _refuse_size(name, config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
         dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
         model = model.to(dtype or torch.float32).eval()
     except Exception as error:
+        if isinstance(error, KvsearchError):
+            raise
         raise _explain(name, source, error) from error
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights=False))
 
@@ -135,11 +172,12 @@ def _common(name: str, source: str, options: LoadOptions) -> dict[str, Any]:
 
 def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     common = _common(name, source, options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        _refuse_size(name, AutoConfig.from_pretrained(source, **common))
         device = options.device
         if device == "auto":
             device = "auto" if torch.cuda.is_available() else "cpu"
@@ -148,7 +186,7 @@ def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any,
         )
     except Exception as error:
         # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, KvsearchError):
             raise
         raise _explain(name, source, error) from error
     if info["missing_keys"]:  # transformers makes them up
@@ -166,6 +204,13 @@ def require_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
+
+
+def _refuse_size(name: str, config: Any) -> None:
+    """Raise IncompatibleError for more layers than any model has, before they are made one by one."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise IncompatibleError(f"model {name!r} has {layers} layers, {MOST_LAYERS} are the most")
 
 
 def _explain(name: str, source: str, error: Exception) -> KvsearchError:

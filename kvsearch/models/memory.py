@@ -28,6 +28,12 @@ def accelerator(device: torch.device) -> Any | None:
     return module if hasattr(module, "mem_get_info") else None
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was asked to do."""
+    if (module := accelerator(device)) is not None:
+        module.synchronize(device)
+
+
 def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
     """Return the bytes that work beside the weights may take: `cpu_bytes`, or a share of what a GPU has free."""
     module = accelerator(device)

@@ -16,10 +16,10 @@ def refuse_offloaded(model: Any, name: str) -> None:
     They are brought one by one while the model runs and are nowhere in between: policies that read a projection, and
     the fingerprint, would find nothing there.
     """
-    sizes = {key: one.numel() * one.element_size() for key, one in model.named_parameters()}
-    away = {key: sizes[key] for key, one in model.named_parameters() if one.device.type == "meta"}
-    if not away:
+    if not any(one.is_meta for one in model.parameters()):
         return
+    sizes = {key: one.numel() * one.element_size() for key, one in model.named_parameters()}
+    away = {key: sizes[key] for key, one in model.named_parameters() if one.is_meta}
     missing, whole = (_size(sum(found.values())) for found in (away, sizes))
     places: dict[str, Any] = getattr(model, "hf_device_map", {})
     left = [module for module in places if any(f"{key}.".startswith(f"{module}.") for key in away)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.models.loading import LoadedModel, require_device
 from kvsearch.models.memory import free_bytes
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def random_model(
     from kvsearch.models.fingerprint import fingerprint
 
     if shape not in SHAPES:
-        raise UsageError(f"unknown shape {shape!r}{suggest(shape, list(SHAPES))}")
+        raise UsageError(unknown("shape", shape, list(SHAPES)))
     settings = dict(SHAPES[shape])
     if layers is not None:
         if not 1 <= layers <= settings["num_hidden_layers"]:

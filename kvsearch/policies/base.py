@@ -20,7 +20,7 @@ from kvsearch.policies.plugins import guard, is_ours
 from kvsearch.policies.tensors import Tensor
 
 if TYPE_CHECKING:
-    from kvsearch.policies.checks import Look
+    from kvsearch.policies.checks import Finding
 
 # hidden states that enter the attention of a layer [B, q, d_model], its index -> something of each entry [B, Hkv, q]
 OfHidden = Callable[[Tensor, int], Tensor]
@@ -75,7 +75,7 @@ class QueryStatistics:
 Shared = TypeVar("Shared")
 Norm = Literal["l1", "l2"]
 Row = Literal["group", "layer"]
-Running = Literal["position", "mass", "stored"]
+Running = Literal["position", "mass", "stored", "row", "persistence", "pooled"]
 AS_WINDOW = -1  # a `protect` that is as large as the window
 Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
 
@@ -106,8 +106,8 @@ class Observation:
     layer: int = 0
     sinks: Tensor | None = None  # [Hkv, G] fp32, or [B, 1, G] of one kv head each: logits that are no entry (gpt-oss)
     heads: Tensor | None = None  # [B] kv head of each row, where rows are of one head each; default: all, in order
-    # what was noted of the scores that policies gave, until the host looks at it; None: nothing is noted
-    looks: list[Look] | None = field(default_factory=list, compare=False, repr=False)
+    # what was noted of the prompt and of scores that policies gave, until the host looks at it; None: nothing is noted
+    looks: list[Finding] | None = field(default_factory=list, compare=False, repr=False)
     _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -211,8 +211,9 @@ class Policy(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
 
-    # whether scores, or priorities while decoding, may be below 0: they have no shares and no entropy
+    # whether scores may be below 0: they have no shares and no entropy
     signed_scores: ClassVar[bool] = False
+    signed_priorities: ClassVar[bool | None] = None  # whether what `step` returns may be; None: as scores
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -298,6 +299,11 @@ class Policy(ABC):
         return f"policy {self.name} needs {missing} and has no decode rule: use it in prefill"
 
     @property
+    def signed(self) -> bool:
+        """Whether priorities may be below 0 while decoding."""
+        return self.signed_scores if self.signed_priorities is None else self.signed_priorities
+
+    @property
     def row(self) -> Row | None:
         """The attention row of a decode step that `step` and `merge` read: mean over the query group, or the layer."""
         return None
@@ -336,14 +342,24 @@ class Policy(ABC):
 
     @property
     def running(self) -> Running | None:
-        """What `step` is, where a kernel can do it: an entry's position, attention received, or its score on arrival.
+        """What `step` returns, where a kernel can do it: positions, attention received, scores on arrival, or the row.
 
-        The last two are all that the running state has of entries; a score on arrival is that of `arriving`.
+        Attention received and scores are all that the running state has of entries; a score on arrival is that of
+        `arriving`. "row" is the step's own row as it is. "persistence" is Scissorhands', "pooled" CAKE's.
         """
         return None
 
+    @property
+    def running_constants(self) -> dict[str, int | str]:
+        """What the kernel of `running` is compiled for."""
+        return {}
+
     def arriving(self, step: Step) -> Tensor:  # noqa: ARG002
-        """Return the score of the step's own token, [S] fp32, where scores are made when entries arrive."""
+        """Return the scores of the tokens of `step.arrived`, [S, K] fp32, where scores are made as entries arrive.
+
+        They depend on the token and what holds for all of a sequence alone: K tokens that are protected are scored at
+        once, except where hidden states are read.
+        """
         raise InternalError(f"policy {self.name} makes no scores of entries that arrive")
 
     def start(self, observation: Observation) -> State:  # noqa: ARG002

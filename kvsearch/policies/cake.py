@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row
+from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import pool_positions, served_rows, window_rows
 from kvsearch.policies.tensors import Tensor, torch
@@ -25,6 +25,7 @@ class CAKE(Policy):
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
     row: ClassVar[Row] = "group"
+    running: ClassVar[Running] = "pooled"
 
     window: int = 32
     kernel: int = 5
@@ -49,6 +50,11 @@ class CAKE(Policy):
         indicator = (mean + self.gamma * variance).flatten(1, 2)
         pooled = pool_positions(indicator, self.kernel, self.pooling, observation.candidates(0, self.protect))
         return pooled.view_as(mean).mean(2)
+
+    @property
+    def running_constants(self) -> dict[str, int | str]:
+        kernel = 1 if self.pooling == "none" else self.kernel
+        return {"KERNEL": kernel, "POOLING": self.pooling, "PROTECT": self.protect}
 
     def step(self, step: Step) -> Tensor:
         """Return the step's own row, pooled over the candidates held, [S, C] fp32; +inf for the last `protect`."""

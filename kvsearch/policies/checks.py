@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvsearch.errors import IncompatibleError, KvsearchError
+from kvsearch.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.policies.plugins import fault, is_ours
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
     from kvsearch.policies.decoding import State
+
+
+LENGTHS = "lengths on the host"  # what they are shared by
+
+
+class Finding(Protocol):
+    """What may be wrong, as is known on a device and looked at later."""
+
+    @property
+    def wrong(self) -> Tensor:
+        """Whether it is, 0-dim bool."""
+
+    def error(self) -> KvsearchError:
+        """Return what to raise then."""
+
+
+class EndsPadded(NamedTuple):
+    """Whether a prompt ends with padding: a bool on its device."""
+
+    wrong: Tensor  # 0-dim
+
+    def error(self) -> KvsearchError:
+        """Return what to raise if it does."""
+        return UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
 
 
 class Look(NamedTuple):
@@ -70,7 +94,7 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
     return found
 
 
-def require_finite(looks: Iterable[Look] | None) -> None:
+def require_finite(looks: Iterable[Finding] | None) -> None:
     """Raise for the first scores that are not finite; waits for a device."""
     if found := list(looks or ()):
         _raise_first(found, torch.stack([one.wrong for one in found]).tolist())
@@ -80,16 +104,20 @@ def lengths_after(observation: Observation) -> list[int]:
     """Return the real entries per sequence; `require_finite` of what was noted of scores, in the same read."""
     looks, lengths = observation.looks, observation.lengths
     if not looks:
-        found: list[int] = lengths.tolist()
-        return found
+        return lengths_of(observation)
     wrong = torch.stack([one.wrong for one in looks])
     read: list[int] = torch.cat([lengths, wrong.to(lengths.dtype)]).tolist()
     _raise_first(looks, read[len(lengths) :])
     looks.clear()
-    return read[: len(lengths)]
+    return observation.shared(LENGTHS, lambda: read[: len(lengths)])
 
 
-def _raise_first(looks: Sequence[Look], wrong: Sequence[int | bool]) -> None:
+def lengths_of(observation: Observation) -> list[int]:
+    """Return the real entries per sequence; the device is waited for once for each observation."""
+    return observation.shared(LENGTHS, lambda: list(map(int, observation.lengths.tolist())))
+
+
+def _raise_first(looks: Sequence[Finding], wrong: Sequence[int | bool]) -> None:
     for one, is_wrong in zip(looks, wrong, strict=True):
         if is_wrong:
             raise one.error()

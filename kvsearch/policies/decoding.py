@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvsearch.errors import InternalError
@@ -42,13 +43,16 @@ class State:
 
 @dataclass
 class Cached:
-    """What S heads hold. A slot without an entry has position -1 and, in every state tensor, zeros."""
+    """What S heads hold. A slot without an entry has position -1 and, in every state tensor, zeros.
+
+    Its keys and values are any numbers, but finite ones, as those of entries.
+    """
 
     keys: Tensor  # [S, C, D]
     values: Tensor  # [S, C, Dv]
     positions: Tensor  # [S, C] int64, index of the token in its sequence
     state: State
-    layer: int
+    layer: int | Tensor  # [S, 1] int64 where segments are of several layers
     heads: Tensor  # [S] int64, kv head of each segment
 
     @property
@@ -64,6 +68,7 @@ class Cached:
             values=self.values[rows],
             positions=self.positions[rows],
             state=self.state.changed(lambda tensor: tensor[rows], lambda tensor: tensor[rows]),
+            layer=self.layer if isinstance(self.layer, int) else self.layer[rows],
             heads=self.heads[rows],
         )
 
@@ -81,8 +86,16 @@ class Step:
     newest: Tensor  # [S] slot of the step's own token
     seen: Tensor  # [S] tokens so far, this one included
     attention: Tensor | None  # [S, C] fp32, the step's attention row as `Policy.row` wants it; 0 in empty slots
-    look: Callable[[], Observation] | None = None  # at the step's own token alone
-    full: bool = False  # every slot holds an entry
+    look: Callable[[], Observation] | None = None  # at the tokens that arrived
+    full: bool = False  # every slot holds an entry, or is as good as full: `attention` is +inf where there is none
+    arrivals: Tensor | None = None  # [S, K] slots of the tokens that arrived, the newest first; None: the newest alone
+    waits: bool = False  # the token is scored in a later step, and protected until then
+    hidden: Tensor | None = None  # [S] fp32, what `Needs.hidden` makes of the token's hidden states
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """Slots without an entry, [S, C] bool."""
+        return self.cached.positions < 0
 
     @property
     def row(self) -> Tensor:
@@ -93,14 +106,18 @@ class Step:
 
     @property
     def arrived(self) -> Observation:
-        """The step's own token as an observation of one entry for each segment, keys [S, 1, 1, D]."""
+        """The step's own token as an observation, keys [S, 1, 1, D]; where scores may wait, the last K of them.
+
+        Where the segments are all heads of their sequences, in order, these are rows of it, keys [B, Hkv, K, D].
+        """
         if self.look is None:
             raise InternalError("a policy looked at the step's token where it cannot be seen")
         return self.look()
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
-        return values[torch.arange(len(self.newest), device=values.device), self.newest]
+        where = self.newest.view(-1, *[1] * (values.dim() - 1))
+        return values.gather(1, where.expand(-1, 1, *values.shape[2:])).squeeze(1)
 
 
 def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
@@ -140,9 +157,8 @@ def lowest(
     whole number that has no equals: a single reduction finds it.
     """
     bits = priorities.view(torch.int32)
-    if signed:
-        bits = (priorities + 0.0).view(torch.int32)  # -0 is 0
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if signed:  # the other way round below 0, and -0 is 0
+        bits = torch.where(bits < 0, torch.iinfo(torch.int32).min - bits, bits)
     order = torch.add(positions, bits, alpha=-(2**32))
     if outside is not None:
         order.masked_fill_(outside, torch.iinfo(torch.int64).min)

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.errors import InternalError, UsageError
+from kvsearch.plan.parsing import shown
 from kvsearch.policies.base import Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # of what weights mean to the policies that read them
 WRITTEN_FOR = "policy_version"  # the setting of a profile that has it; without it, 1
+_FILE = "file"  # of a policy that is sent to another process: where its weights were read, and what they are
 SCORE = "score"  # the running state: of every entry, as it was made
 
 
@@ -29,9 +31,9 @@ class Fitted(Policy):
 
     Of what a head keeps beyond its protected entries, a `share` goes to the `generic` ranking, see `generic.sharing`.
 
-    While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, when
-    it comes (`arriving`): by the fit alone, as generic rankings need what comes after an entry. The share is one of
-    the prompt's entries then, and those are handed scores by it once.
+    While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, with
+    those of others that came while all of them are protected (`arriving`): by the fit alone, as generic rankings need
+    what comes after an entry. The share is one of the prompt's entries then, and those are handed scores by it once.
     """
 
     running: ClassVar[Running] = "stored"
@@ -52,6 +54,20 @@ class Fitted(Policy):
             object.__setattr__(self, "generic", SPREAD)  # all that do without are equal
         known = isinstance(self.weights, str) and len(self.weights) == 64  # a plan may state anything
         self._require(known, f"weights is the SHA-256 of a file that {self.made_by} wrote")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take the weights along to another process, which may not see the file."""
+        from kvsearch.plan.weights import known_weights
+
+        return {**self.__dict__, _FILE: known_weights(self.weights)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the weights known to the process that this came to."""
+        from kvsearch.plan.weights import know
+
+        path, data = state.pop(_FILE)
+        know(data, path)
+        self.__dict__.update(state)
 
     @classmethod
     @abstractmethod
@@ -100,14 +116,20 @@ class Fitted(Policy):
         return State({SCORE: scored(self, observation).clone()})
 
     def step(self, step: Step) -> Tensor:
-        """Return the scores [S, C] fp32 of all entries; only that of the step's own token is made."""
-        scores = step.cached.state.entries[SCORE]
-        scores[torch.arange(len(scores), device=scores.device), step.newest] = self.arriving(step)
-        return scores
+        """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
+        scores, newest = step.cached.state.entries[SCORE], step.newest[:, None]
+        if step.waits:
+            return scores.scatter_(1, newest, torch.inf)
+        made = self.arriving(step)
+        if step.arrivals is None or made.shape[1] == 1:
+            return scores.scatter_(1, newest, made)
+        scores.scatter_(1, newest, torch.inf)
+        there = scores.gather(1, step.arrivals)  # entries of the prompt may be among them
+        return scores.scatter_(1, step.arrivals, torch.where(there == torch.inf, made, there))
 
     @abstractmethod
     def arriving(self, step: Step) -> Tensor:
-        """Return the score of the step's own token, [S] fp32."""
+        """Return the scores of the tokens that arrived, [S, K] fp32; see `Step.arrived`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +168,7 @@ def profile_of(digest: str, method: str) -> Profile:
     path, data = known_weights(digest)
     found = read_profile(data, str(path))
     if found.metadata.method != method:
-        raise UsageError(f"{path} has no weights of policy {method}: it is a {found.metadata.method} profile")
+        raise UsageError(f"{path} has no weights of policy {method}: it is a profile of {shown(found.metadata.method)}")
     version = found.metadata.provenance.settings.get(WRITTEN_FOR, 1)
     if version != VERSION:
         raise UsageError(

@@ -10,6 +10,7 @@ from kvsearch.policies.decoding import Step
 from kvsearch.policies.tensors import F, Tensor, torch
 
 EPSILON = 1e-8
+BELOW_ONE = 15 / 16
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class KeyDiff(Policy):
 
     name: ClassVar[str] = "keydiff"
     signed_scores: ClassVar[bool] = True
+    signed_priorities: ClassVar[bool] = False
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
 
     sinks: int = 0
@@ -28,16 +30,18 @@ class KeyDiff(Policy):
         return _difference(observation.keys, observation.valid[:, None])
 
     def step(self, step: Step) -> Tensor:
-        """Return the negative cosine to the anchor of what is held now, [S, C] fp32, times one number per segment.
+        """Return 1 minus the cosine to the anchor of what is held now, [S, C] fp32, by a rising line per segment.
 
-        That number, the length of the sum of unit keys, changes nothing about the order, which is all that counts.
+        That is |m| - c k.m / |k|, m the sum of unit keys, with c a little below 1, so that rounding leaves nothing
+        below 0: the order, which is all that counts, is the same.
         """
         keys = step.cached.keys.float()
-        if not step.full:
-            keys = keys.masked_fill((step.cached.positions < 0)[..., None], 0.0)
         scale = torch.linalg.vector_norm(keys, dim=-1).clamp_(min=EPSILON).reciprocal_()  # [S, C]
-        mean = torch.bmm(scale[:, None], keys).transpose(1, 2)  # of unit keys, times their number, [S, D, 1]
-        return torch.baddbmm(scale[..., None], keys, mean, beta=0, alpha=-1)[..., 0].mul_(scale)
+        if not step.full:
+            scale.masked_fill_(step.empty, 0.0)
+        total = torch.bmm(scale[:, None], keys).transpose(1, 2)  # of unit keys, [S, D, 1]
+        along = torch.baddbmm(scale[..., None], keys, total, beta=0, alpha=BELOW_ONE)[..., 0]
+        return torch.addcmul(torch.linalg.vector_norm(total, dim=1), along, scale, value=-1)
 
 
 def _difference(keys: Tensor, real: Tensor) -> Tensor:

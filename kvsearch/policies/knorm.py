@@ -34,7 +34,7 @@ class Knorm(Policy):
     def step(self, step: Step) -> Tensor:
         """Return the negative norms, [S, C] fp32; only the newest key's is computed."""
         norms = step.cached.state.entries[NORM]
-        norms[torch.arange(len(norms), device=norms.device), step.newest] = _norms(step.at_newest(step.cached.keys))
+        norms.scatter_(1, step.newest[:, None], _norms(step.at_newest(step.cached.keys))[:, None])
         return -norms
 
 

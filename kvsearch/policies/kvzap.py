@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.kernels.compiled import constant
 from kvsearch.plan.fingerprint import ModelFingerprint
 from kvsearch.plan.parsing import read_json
 from kvsearch.policies.base import Needs, Observation
@@ -83,18 +84,29 @@ class KVzap(Fitted):
 
     def fitted_score(self, observation: Observation) -> Tensor:
         """Return the scores, [B, Hkv, T] fp32."""
-        return observation.of_hidden(self.surrogate).clamp(-MOST_LOG, MOST_LOG).exp()
+        return _score(observation.of_hidden(self.surrogate))
 
     def arriving(self, step: Step) -> Tensor:
         """See `Fitted.arriving`."""
-        return self.fitted_score(step.arrived)[:, 0, 0]
+        hidden = step.arrived.of_hidden(self.surrogate).flatten(0, 1) if step.hidden is None else step.hidden[:, None]
+        return _score(hidden)
+
+
+def _score(logs: Tensor) -> Tensor:
+    return logs.clamp(-MOST_LOG, MOST_LOG).exp()
 
 
 Steps = tuple[tuple[Tensor, Tensor], ...]  # weight and bias of each linear map
 
 
-@lru_cache(maxsize=4)
+@constant
 def _layers(digest: str, device: Any) -> list[Steps]:
+    """Return the linear maps of every layer, as `_read` does, on a device; compiled code has them for a constant."""
+    return _read(digest, device)
+
+
+@lru_cache(maxsize=4)
+def _read(digest: str, device: Any) -> list[Steps]:
     """Return the linear maps of every layer, fp32; UsageError if the weights are not here, or not KVzap's."""
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from kvsearch.errors import UsageError
+from kvsearch.kernels.compiled import constant
 from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
@@ -154,11 +155,14 @@ class Probe(Calibrated):
     def arriving(self, step: Step) -> Tensor:
         """See `Fitted.arriving`."""
         seen = step.arrived
-        fitted, parts, first = self._on(seen), list[Tensor](), 0
-        average = fitted.of("center", seen.layer, seen)[..., None, :].expand(len(seen.keys), -1, -1, -1)  # [S, 1, 1, F]
+        shape = seen.keys.shape[:3]
+        fitted, first = self._on(seen), 0
+        parts: list[Tensor] = []
+        average = fitted.of("center", seen.layer, seen)[..., None, :].expand(*shape, -1)
         for name in fitted.features:
             if name == "keydiff":
-                part = keydiff.difference(seen.keys, step.cached.state.heads[ANCHOR][:, None])[..., None]
+                anchor = step.cached.state.heads[ANCHOR].view(*shape[:2], -1)
+                part = keydiff.difference(seen.keys, anchor)[..., None]
             elif name in OF_ATTENTION:
                 part = average[..., first : first + 1]
             else:
@@ -166,7 +170,7 @@ class Probe(Calibrated):
             parts.append(part)
             first += part.shape[-1]
         found = fitted.log_importance(torch.cat(parts, -1), seen.layer, seen)
-        return found[:, 0, 0].clamp(-MOST_LOG, MOST_LOG).exp()
+        return found.flatten(0, 1).clamp(-MOST_LOG, MOST_LOG).exp()
 
     @property
     def fitted(self) -> Weights:
@@ -181,8 +185,14 @@ class Probe(Calibrated):
         return found
 
 
-@lru_cache(maxsize=16)
+@constant
 def _weights(digest: str, device: Any = "cpu") -> Weights:
+    """Return what a file has, as `_read` does; compiled code has it for a constant."""
+    return _read(digest, device)
+
+
+@lru_cache(maxsize=16)
+def _read(digest: str, device: Any) -> Weights:
     profile = profile_of(digest, METHOD)
     features = profile.metadata.provenance.settings.get("features")
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from kvsearch.errors import UsageError
+from kvsearch.kernels.compiled import constant
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
@@ -75,12 +76,11 @@ class QueryBank(Calibrated):
 
     def arriving(self, step: Step) -> Tensor:
         """See `Fitted.arriving`."""
-        seen = step.arrived
-        logits = torch.cat([part[:, 0, :, :, 0] for part in self._logits(seen)], 2)  # [S, G, N]
-        taken = (logits - step.cached.state.heads[NORMALISER]).sigmoid()
-        attended = (taken * seen.projected_norms("l2")[:, 0]).sum(1).amax(-1)
-        mean = step.cached.state.heads[MEAN][:, None, None]
-        return self._evened(attended[:, None, None], mean, seen)[:, 0, 0]
+        seen, state = step.arrived, step.cached.state.heads
+        logits, shape = torch.cat(list(self._logits(seen)), 3), seen.keys.shape[:2]  # [B, Hkv, G, N, K]
+        taken = (logits - state[NORMALISER].view(*shape, *logits.shape[2:4], 1)).sigmoid()
+        attended = (taken * seen.projected_norms("l2")[:, :, :, None]).sum(2).amax(2)
+        return self._evened(attended, state[MEAN].view(*shape, 1), seen).flatten(0, 1)
 
     def _mean(self, observation: Observation) -> Tensor:
         """Return the mean score of the entries that are ranked, [B, Hkv]."""
@@ -99,7 +99,8 @@ class QueryBank(Calibrated):
 
         def compute() -> tuple[Tensor, Tensor]:
             norms, sinks = observation.projected_norms("l2"), observation.sinks_of(slice(None))
-            scores, sums = torch.zeros_like(norms[:, :, 0]), list[Tensor]()
+            scores = torch.zeros_like(norms[:, :, 0])
+            sums: list[Tensor] = []
             for logits in self._logits(observation):
                 whole = logits.logsumexp(-1, keepdim=True)
                 whole = whole if sinks is None else torch.logaddexp(whole, sinks)
@@ -148,8 +149,14 @@ def _amplitude(observation: Observation) -> Tensor:
     return made
 
 
-@lru_cache(maxsize=16)
+@constant
 def _bank(digest: str, device: Any = "cpu") -> Weights:
+    """Return what a file has, as `_read` does; compiled code has it for a constant."""
+    return _read(digest, device)
+
+
+@lru_cache(maxsize=16)
+def _read(digest: str, device: Any) -> Weights:
     """Return what a file has; UsageError if it is not here, or its arrays have other shapes."""
     profile = profile_of(digest, METHOD)
     tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}

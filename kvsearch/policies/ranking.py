@@ -7,10 +7,10 @@ first stage): `keep_under` applies that at given budgets, `rank_under` finds the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from kvsearch.policies.base import Observation, Policy
-from kvsearch.policies.checks import check_scores
+from kvsearch.policies.checks import check_scores, lengths_of
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -60,12 +60,6 @@ def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tens
     known = {different: rule(*different) for different in set(numbers)}
     found = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
     return found.view(*counts[0].shape, *found.shape[1:])
-
-
-def scores_at(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
-    """Return scores [B, Hkv, T] whose best entries are kept at `budgets` [B, Hkv]: +inf for the first stage's."""
-    taken = torch.minimum(at_each(policy.quota, budgets).to(budgets.device), budgets)
-    return scores_taking(policy, observation, taken)
 
 
 def scores_taking(policy: Policy, observation: Observation, taken: Tensor) -> Tensor:
@@ -124,17 +118,31 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
 
     Exempt heads keep everything.
     """
+    limits = limits_under(policy, budgets, lengths_of(observation))
+    return keep_at(policy, observation, limits.to(observation.keys.device))
+
+
+def limits_under(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return what heads may keep at `budgets` [B, Hkv] and how much of it is the first stage's, [2, B, Hkv] int64.
+
+    `lengths` are the real lengths of the sequences, and what exempt heads may keep. The result is on the CPU.
+    """
 
     def limit(budget: int, length: int) -> int:
         return length if policy.exempt(budget, length) else budget
 
-    budgets = at_each(limit, budgets, observation.lengths[:, None].expand_as(budgets)).to(observation.keys.device)
+    limits = at_each(limit, budgets, torch.tensor(lengths)[:, None].expand(budgets.shape))
+    return torch.stack([limits, torch.minimum(at_each(policy.quota, limits), limits)])
+
+
+def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
+    """Mark what a policy keeps, [B, Hkv, T] bool, at `limits` [2, B, Hkv] int64 on its device, see `limits_under`."""
     if first_staged(policy, observation) is None:
         ranks = rank_scored(policy, observation)
     else:
-        scores = scores_at(policy, observation, budgets)
+        scores = scores_taking(policy, observation, limits[1])
         ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.recent_count)
-    return keep_mask(ranks, budgets, observation.valid)
+    return keep_mask(ranks, limits[0], observation.valid)
 
 
 def rank_under(policy: Policy, observation: Observation) -> Tensor:

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan.limits import MOST_ROWS
 from kvsearch.plan.parameters import typed_values
 from kvsearch.plan.schema import PolicySpec
@@ -66,7 +66,7 @@ def policy_class(name: str) -> type[Policy]:
     for point in third_party():
         if point.name == name:
             return _load(point)
-    raise UsageError(f"unknown policy {name!r}{suggest(name, policy_names())}")
+    raise UsageError(unknown("policy", name, policy_names()))
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:

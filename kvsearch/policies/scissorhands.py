@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import window_rows
 from kvsearch.policies.tensors import F, Tensor, torch
@@ -31,6 +31,7 @@ class Scissorhands(Policy):
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
     row: ClassVar[Row] = "group"
+    running: ClassVar[Running] = "persistence"
 
     history: int = 400
     window: int = 10
@@ -95,6 +96,10 @@ class Scissorhands(Policy):
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
+    @property
+    def running_constants(self) -> dict[str, int | str]:
+        return {"HISTORY": self.history}
+
     def drop_at(self, budget: int) -> int:
         """Return `drop` entries or half the budget, as far as the protected ones leave so many."""
         return max(1, min(self.drop or budget // 2, budget + 1 - sum(self.protected_at(budget))))
@@ -102,7 +107,7 @@ class Scissorhands(Policy):
     def start(self, observation: Observation) -> State:
         """Return low counts, attention received and low rows: one bit per row, token t at bit t mod history."""
         low, mass, ring = self._history(observation)
-        return State({LOW: low.clone(), MASS: mass.clone(), RING: ring.clone()})
+        return State({MASS: mass.clone(), LOW: low.clone(), RING: ring.clone()})  # in the order that kernels want
 
     def step(self, step: Step) -> Tensor:
         """Place by persistence and attention received in each segment, [S, C] fp32."""

@@ -29,7 +29,9 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
     at = _places(observation, rows)
     column = observation.index[:, None]
     visible = ((column >= 0) & (column <= at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
-    real_row = visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
+    blind = ~visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
+    # looked at while a prompt is read, on a CPU: a decode step, and another device, is not waited for
+    some_blind = keys.device.type != "cpu" or observation.token_index is not None or bool(blind.any())
     row_bytes = 8 * batch * group * length
     most = chunk_bytes(keys.device)
     row_step = min(rows, max(1, most // row_bytes))
@@ -42,7 +44,7 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, 
             logits = queries[:, part, :, some].float() @ head_keys
             sinks = observation.sinks_of(part)
             probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some], sinks)
-            yield part, probability.masked_fill_(~real_row[:, :, :, some], 0.0)
+            yield part, probability.masked_fill_(blind[:, :, :, some], 0.0) if some_blind else probability
 
 
 def _places(observation: Observation, rows: int) -> Tensor:
@@ -147,7 +149,10 @@ def column_sums(
     rows, width = queries.shape[2], queries.shape[1] // heads
     packed = queries.reshape(batch * heads, width, rows, -1)
     transposed = keys.flatten(0, 1).transpose(-1, -2)
-    padding = None if bool(valid.all()) else ~valid.repeat_interleave(heads, 0)
+    padding = ~valid.repeat_interleave(heads, 0)
+    padded = length  # how many columns may have padding; only a CPU is asked which have any
+    if valid.device.type == "cpu":
+        padded = int(torch.arange(1, length + 1).masked_fill(valid.all(0), 0).amax())
     beside = None if sinks is None else sinks.repeat(batch, 1)[:, :, None, None]
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
     for part, first, last in _chunks(batch * heads, rows, width * length, keys.device):
@@ -158,10 +163,11 @@ def column_sums(
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., end - count :].masked_fill_(later, float("-inf"))
-        if padding is not None:
-            logits.masked_fill_(padding[part, None, None, :end], float("-inf"))
+        if padded:
+            some = slice(min(padded, end))
+            logits[..., some].masked_fill_(padding[part, None, None, some], float("-inf"))
         probability = softmax(logits, None if beside is None else beside[part])
-        if padding is not None:
+        if padded > end - count:
             probability.masked_fill_(padding[part, None, end - count : end, None], 0.0)
         total[part, :end] += probability.sum((1, 2)) / width
     return total.view(batch, heads, length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import mean_window_attention
 from kvsearch.policies.tensors import Tensor
@@ -22,6 +22,7 @@ class TOVA(Policy):
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
     row: ClassVar[Row] = "layer"
+    running: ClassVar[Running] = "row"
 
     protect_last: bool = False
     sinks: int = 0

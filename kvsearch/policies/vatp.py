@@ -9,7 +9,7 @@ from kvsearch.policies.base import AS_WINDOW, Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O
 from kvsearch.policies.snapkv import SnapKV
-from kvsearch.policies.tensors import Tensor, torch
+from kvsearch.policies.tensors import Tensor
 from kvsearch.policies.wrapper import Wrapper
 
 NORM = "norm"
@@ -73,5 +73,5 @@ class VATP(Wrapper):
         """Return the base's priority times value norm, [S, C] fp32; only the newest value's norm is computed."""
         norms = step.cached.state.entries[NORM]
         newest = step.at_newest(step.cached.values).float().norm(p=1, dim=-1)
-        norms[torch.arange(len(norms), device=norms.device), step.newest] = newest
+        norms.scatter_(1, step.newest[:, None], newest[:, None])
         return self.inner.step(step) * norms

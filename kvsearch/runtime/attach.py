@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ from torch import Tensor
 from kvsearch.errors import UsageError
 from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.models.positions import warn_beyond
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import NAME, NO_DRAFTS
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program
 from kvsearch.runtime.room import require_room
+from kvsearch.runtime.steps import stepping
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -29,8 +31,8 @@ class PlannedModel:
     is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`.
     """
 
-    def __init__(self, model: Any, program: Program, *, exact: bool = False) -> None:
-        self.model, self.program, self.exact = model, program, exact
+    def __init__(self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True) -> None:
+        self.model, self.program, self.exact, self.graphs = model, program, exact, graphs
         self.cache: PlanCache | None = None
         self._before: list[str] = []
 
@@ -77,7 +79,8 @@ class PlannedModel:
     def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
         """Run `model.generate` under the plan; arguments and result are those of transformers.
 
-        The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation.
+        The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation. On CUDA,
+        greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.steps`.
 
         Raises:
             UsageError: outside the context, or with a cache option the plan cannot honour.
@@ -102,7 +105,10 @@ class PlannedModel:
             for index, found in reread(self.model, needs, input_ids, kwargs.get("attention_mask")).items():
                 if index in planned:
                     planned[index].rereads = found
-        output = self.model.generate(input_ids, past_key_values=self.cache, **kwargs)
+        config = kwargs.get("generation_config") or self.model.generation_config
+        tokens = kwargs.get("max_new_tokens") or config.max_new_tokens
+        with stepping(self.model, self.cache, tokens) if self.graphs else nullcontext(self.model) as model:
+            output = model.generate(input_ids, past_key_values=self.cache, **kwargs)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
         return output
@@ -125,10 +131,7 @@ class PlannedModel:
         drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
         attentions = kwargs.get("output_attentions")
         if drafting and (config.output_attentions if attentions is None else attentions):
-            raise UsageError(
-                "prompt lookup and assisted decoding take attention weights apart, and attention under a plan gives "
-                "none: drop output_attentions"
-            )
+            raise UsageError(NO_DRAFTS)
         allocation = self.program.allocation
         if drafting and allocation is not None and allocation.shares_layers:
             raise UsageError(
@@ -137,8 +140,11 @@ class PlannedModel:
             )
 
 
-def attach(model: Any, plan: Plan | Program, *, exact: bool = False) -> PlannedModel:
-    """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors."""
+def attach(model: Any, plan: Plan | Program, *, exact: bool = False, graphs: bool = True) -> PlannedModel:
+    """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors.
+
+    With `graphs`, decode steps are captured on CUDA where that is possible; where not, the reason is said once.
+    """
     refuse_offloaded(model, type(model).__name__)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
-    return PlannedModel(model, program, exact=exact)
+    return PlannedModel(model, program, exact=exact, graphs=graphs)

@@ -30,6 +30,10 @@ from kvsearch.runtime.storage import Block, RaggedStore
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
 NO_WEIGHTS = "attention under a plan gives no weights, as SDPA gives none: `attentions` are empty; eager gives them"
+NO_DRAFTS = (
+    "prompt lookup and assisted decoding take attention weights apart, and attention under a plan gives none: drop "
+    "output_attentions"
+)
 
 EAGER_LOGITS = 2**28  # 512 MiB in bf16
 
@@ -53,9 +57,11 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """Serve as the attention function behind the name "kvsearch"."""
-    if kwargs.pop("output_attentions", False):
-        warnings.warn(NO_WEIGHTS, KvsearchWarning, stacklevel=2)
     layer: TaggingLayer | None = getattr(key, TAG, None)
+    if kwargs.pop("output_attentions", False):
+        if getattr(layer, "drafts", False):
+            raise UsageError(NO_DRAFTS)
+        warnings.warn(NO_WEIGHTS, KvsearchWarning, stacklevel=2)
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, key, value, attention_mask, **kwargs)
@@ -132,22 +138,24 @@ def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tenso
 def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads: Tensor) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
     if serves(query, block.keys, block.values):
-        held = kernels.Entries(block.keys, block.values, block.end, positions=block.positions if block.padded else None)
+        positions = block.positions if block.gaps else None
+        held = kernels.Entries(block.keys, block.values, block.columns, positions=positions)
         made, _ = kernels.attend(query[:, 0], held, how.scaling, how.softcap, how.sinks_of(heads), rows)
         return made.unsqueeze(1)
-    keys, values = block.keys.narrow(1, 0, block.end).unsqueeze(1), block.values.narrow(1, 0, block.end).unsqueeze(1)
+    count = block.columns
+    keys, values = block.keys.narrow(1, 0, count).unsqueeze(1), block.values.narrow(1, 0, count).unsqueeze(1)
     bias = block.bias
     if bias is not None:
         bias = bias[:, None, None]
     if rows > 1:
-        later = ~causal_mask(rows, block.end, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
+        later = ~causal_mask(rows, count, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
         bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
     if how.plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=how.scaling)
     logits = how.of(query, keys)
     if bias is not None:
         logits = logits + bias
-    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, block.end), heads).view_as(logits)
+    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), heads).view_as(logits)
     return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 
@@ -158,15 +166,17 @@ def slot_attention(
     logits: Logits,
     want_row: bool,
     into: Tensor | None = None,
+    full: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with one token per segment to its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
 
-    `bias` [S, C] is -inf where a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype;
-    None: every slot has one. The row is the mean over the group, [S, C] fp32, written to `into` if that is given.
+    Kernels see in the positions which slots have an entry, unless all are `full`. Elsewhere `bias` [S, C] is -inf where
+    a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype; None: every slot has one. The
+    row is the mean over the group, [S, C] fp32, written to `into` if that is given.
     """
     keys, values = cached.keys, cached.values
     if serves(query, keys, values):
-        held = kernels.Entries(keys, values, keys.shape[1], positions=None if bias is None else cached.positions)
+        held = kernels.Entries(keys, values, keys.shape[1], positions=None if full else cached.positions)
         sinks = logits.sinks_of(cached.heads)
         return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row, into=into)
     if not want_row and logits.plain:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
 from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
 from kvsearch.runtime.cache_file import read_cache, write_cache
@@ -48,6 +50,7 @@ class PlanCache(Cache):  # type: ignore[misc]
     Raises:
         IncompatibleError: the model or the plan does not fit (see `Program.from_plan`, `architecture.describe`).
         UsageError: see `Program.from_plan`.
+        EnvironmentFault: weights of the model are on no device.
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
@@ -57,6 +60,7 @@ class PlanCache(Cache):  # type: ignore[misc]
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
+        refuse_offloaded(model, type(model).__name__)
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         layers, config = stock_layers(model), text_config(model)
@@ -204,6 +208,41 @@ class PlanCache(Cache):  # type: ignore[misc]
                     f"layer {index} holds its last {layer.sliding_window - 1} tokens only: call "
                     "activate_past_recording() on the cache before the tokens that are to be forgotten"
                 )
+
+    # --- one token in two parts, the host's and the device's ------------------------------------------------------
+
+    def reserve(self, tokens: int) -> None:
+        """Make room in planned layers for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        for layer in self.planned.values():
+            layer.reserve(tokens)
+
+    @contextmanager
+    def ahead(self, positions: Tensor) -> Iterator[None]:
+        """Do the host's part of one token per sequence, at rotary `positions` [B or 1, 1]; room is reserved for it.
+
+        What the model does with it is the device's part: see `EvictingLayer.foresee`.
+        """
+        layers = self.planned.values()
+        for layer in layers:
+            layer.foresee(positions)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.tidy()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the model asked how long the sequence is while a token was ahead: its steps differ in that, too."""
+        return any(layer.asked for layer in self.planned.values())
+
+    def step_plan(self) -> tuple[Hashable, ...] | None:
+        """Return what the step that is ahead depends on beside tensors: equal plans are the same step; None: no other.
+
+        That is so until a layer's `holder` is another one or has `packed` its tensors anew.
+        """
+        plans = [layer.holder.plan() for layer in self.planned.values() if layer.holder is not None]
+        return None if None in plans else tuple(plans)
 
     def mark(self) -> CacheMark:
         """Remember this state for `rewind`; under a plan with a decode phase that takes a copy of what is held.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import decoder, describe
 from kvsearch.plan import Plan
@@ -26,9 +26,9 @@ from kvsearch.plan.fields import Count, Record, Text
 from kvsearch.plan.files import check_target
 from kvsearch.plan.parsing import describe_validation_error, parse_json, require_header
 from kvsearch.plan.weights import find_weights, put_weights
+from kvsearch.resources import version
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.layer_state import Given, Whole, fill_planned, fill_stock, of_holder, of_stock
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.runtime.tensor_file import read_about, read_tensors, write_tensors
 
 CACHE_FORMAT = "kvsearch.cache"

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.errors import InternalError
 from kvsearch.models.architecture import require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
+from kvsearch.policies.checks import EndsPadded, require_finite
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
 from kvsearch.runtime.hidden import entering
@@ -113,19 +114,26 @@ class DensePrompt:
             key, value = torch.cat([self.states[0], key], 2), torch.cat([self.states[1], value], 2)
         output = dense_attention(module, query, key, value, mask, **kwargs)
         self.states, self._logits = (key, value), Logits.of_call(module, query, key, kwargs)
-        self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        self._valid, self._masked = valid_keys(mask, key.shape[0], key.shape[2], key.device), mask is not None
         self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
         self.collector.add(query, key, self._positions, self._valid, self._logits)
         self.collector.add_hidden(module, query.shape[2], self.layer)
         return output
 
     def observation(self) -> Observation:
-        """Return the layer as policies see it after all chunks; UsageError if a prompt ends with padding."""
+        """Return the layer as policies see it after all chunks.
+
+        Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
+        """
         if self.states is None:
             raise InternalError("a prompt was asked for before it passed")
-        if not bool(self._valid[:, -1].all()):
-            raise UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
-        return self.collector.observation(*self.states, self._valid, self._positions, self._logits, self.layer)
+        seen = self.collector.observation(*self.states, self._valid, self._positions, self._logits, self.layer)
+        if self._masked and seen.looks is not None:
+            seen.looks.append(EndsPadded(~self._valid[:, -1].all()))
+            if seen.keys.device.type == "cpu":
+                require_finite(seen.looks)
+                seen.looks.clear()
+        return seen
 
 
 def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:

@@ -6,7 +6,7 @@ changes tensors in place and looks at no value. `attend` runs both; who compiles
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsearch.arrays import Bools, Ints
 from kvsearch.errors import InternalError
+from kvsearch.kernels.dispatch import serves
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
@@ -36,9 +37,12 @@ class Decoding:
         self.board: Board | None = None
 
     @classmethod
-    def begin(cls, observation: Observation, keep: Tensor, rule: StepRule, state: State) -> Decoding:
-        """Start from a prompt: the entries `keep` [B, Hkv, T] bool, with `state` as `StepRule.start` gives it."""
-        store = pack([source_of(observation, keep, state)], rule, *keep.shape[:2])
+    def begin(cls, observation: Observation, keep: Tensor, counts: Ints, rule: StepRule, state: State) -> Decoding:
+        """Start from a prompt: the entries `keep` [B, Hkv, T] bool, `counts` [B, Hkv] of them.
+
+        `state` is as `StepRule.start` gives it.
+        """
+        store = pack([source_of(observation, keep, counts, state)], rule, *keep.shape[:2])
         return cls(store, rule, store.used(), keep.shape[2])
 
     def attend(
@@ -80,22 +84,28 @@ class Decoding:
         store, heads = self.store, self.store.heads
         over = np.zeros(store.batch, dtype=bool)
         for block in store.blocks:
-            dtype = torch.float32 if self.rule.policy.row is not None else block.cached.keys.dtype
-            used = block.foresee(None if real is None else real[block.names // heads], self.room > 0, dtype)
+            keys, mine = block.cached.keys, None if real is None else real[block.names // heads]
+            dtype = torch.float32 if self.rule.policy.row is not None else keys.dtype
+            used = block.foresee(mine, self.room > 0, None if serves(keys, block.cached.values) else dtype)
             over[block.names[used > block.limits.host] // heads] = True
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.foresee(over, real)
         self.columns += 1
         if self.rule.policy.row == "layer" and (self.board is None or not self.board.holds(self.columns)):
             slots = [block.capacity for block in store.blocks]
-            self.board = Board.growing([b.rows for b in store.blocks], slots, store.batch, self.columns + self.room)
+            self.packed += self.board is not None
+            sequences, columns = [block.rows for block in store.blocks], self.columns + self.room
+            empty = torch.inf if self.rule.ranks_by_row else 0.0  # then no slot without an entry comes into question
+            self.board = Board.growing(sequences, slots, store.batch, columns, empty)
 
     def tidy(self) -> None:
         """Give up slots that are not needed any more, once many entries have left."""
         for block in self.store.blocks:
-            many = block.turn is not None and block.turn.leaving.most > 1
-            wanted = capacities(block.used, block.limits.host, self.room) if many else None
-            if wanted is not None and int(wanted.max()) < block.capacity:
+            if block.turn is None or block.turn.leaving.most <= 1:
+                continue
+            # where room is reserved, budgets stay within reach: tensors move once at most
+            wanted = block.limits.host + 1 if self.room else capacities(block.used, block.limits.host)
+            if int(wanted.max()) < block.capacity:
                 self._repack()
                 return
 
@@ -107,6 +117,16 @@ class Decoding:
             self._repack()
         for block in self.store.blocks:
             block.biased = False
+
+    def plan(self) -> tuple[Hashable, ...] | None:
+        """Return all that the foreseen step depends on and the host decided: steps of equal plans are the same.
+
+        None: there is no other like it.
+        """
+        if self.rule.noting:
+            return None
+        turns = (_foreseen(block) for block in self.store.blocks)
+        return self.rule.due, *((*turn[:3], turn.leaving.most, turn.leaving.each_one, turn.holes) for turn in turns)
 
     def _repack(self) -> None:
         """Make new blocks for what is held."""
@@ -145,7 +165,7 @@ class Decoding:
         done: set[int] = set()
         for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
             turn, mine = _foreseen(block), None if active is None else active[block.rows]
-            fused = fused_step(block, turn, self.rule, (own, keys[:, 0], values[:, 0]), logits, mine)
+            fused = fused_step(block, turn, self.rule, (own, keys[:, 0], values[:, 0]), logits, mine, self.board)
             if fused is not None:
                 outputs.append(fused)
                 rows.append(None)
@@ -154,7 +174,7 @@ class Decoding:
             block.put(keys[:, 0], values[:, 0], turn, mine)
             into = None if self.board is None else self.board.own(index, turn.width)
             cached, bias = block.first(turn.width), block.bias_of(turn)
-            output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into)
+            output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into, turn.full)
             outputs.append(output)
             rows.append(row)
         if self.board is not None:
@@ -168,8 +188,10 @@ class Decoding:
         mine, turn = None if active is None else active[block.rows], _foreseen(block)
         cached = block.first(turn.width)
         before = None if mine is None else cached.state.changed(torch.clone, torch.clone)
-        step = Step(cached, block.slot, block.seen, row, full=turn.full)
-        gone = self.rule.decide(step, block.rows, block.names, block.limits, turn.leaving, mine, logits, block.slot)
+        full = turn.full or (self.board is not None and self.board.empty > 0)
+        step = Step(cached, block.slot, block.seen, row, full=full)
+        places = block.rows, block.limits
+        gone = self.rule.decide(step, *places, turn.leaving, mine, logits, block.slot, block.edge)
         if mine is not None and before is not None:
             cached.state.restore(before, ~mine)
         block.free(gone, turn, mine)

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.policies import Observation, Policy, keep_under
+from kvsearch.arrays import Ints
+from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.checks import check_state, lengths_after
+from kvsearch.policies.checks import check_state, lengths_after, lengths_of
 from kvsearch.policies.decoding import State, slots_of
-from kvsearch.policies.ranking import at_each, first_staged, scored
+from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.rule import UNBOUNDED, StepRule, decode_needs
+from kvsearch.runtime.rule import UNBOUNDED, Limits, StepRule, decode_needs
 from kvsearch.runtime.slots import segments_of
 from kvsearch.runtime.storage import RaggedStore
 
@@ -41,6 +43,7 @@ class Kept(NamedTuple):
 
     observation: Observation  # with merged keys and values, where the policy merges
     keep: Tensor  # [B, Hkv, T] bool
+    counts: Ints  # [B, Hkv] entries that are kept
     rule: StepRule | None
     state: State  # tensors [B, Hkv, T, ...] and [B, Hkv, ...]
 
@@ -51,17 +54,32 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         scored(prefill.policy, observation)
         first_staged(prefill.policy, observation)
     lengths = lengths_after(observation)
+    rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation, rotary)
+    limits = None if prefill is None else limits_under(prefill.policy, prefill.budgets(lengths), lengths)
+    tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
+    there = _placed(tables, observation.keys.device)
     keep, state = observation.valid[:, None].expand(observation.keys.shape[:3]), None
-    if prefill is not None:
-        keep = keep_under(prefill.policy, observation, prefill.budgets(lengths))
+    counts: Ints = np.repeat(np.array(lengths)[:, None], keep.shape[1], 1)
+    if prefill is not None and limits is not None:
+        keep = keep_at(prefill.policy, observation, there[0])
+        whole, counts = counts, np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
-            observation, state = merged(prefill.policy, observation, keep)
-    if decode is None:
-        return Kept(observation, keep, None, State())
-    rule = StepRule.after(decode.policy, limits_of(decode, lengths), observation, rotary)
+            observation, state = merged(prefill.policy, observation, keep, int((whole - counts).max()))
+    if rule is None or decode is None:
+        return Kept(observation, keep, counts, None, State())
+    rule.there = there[-1]
     if state is None or prefill is None or prefill.policy != decode.policy:
         state = rule.start(observation)
-    return Kept(observation, keep, rule, state)
+    return Kept(observation, keep, counts, rule, state)
+
+
+def _placed(tables: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tables of whole numbers on a device, in one copy."""
+    if not tables:
+        return []
+    sizes = [table.numel() for table in tables]
+    parts = torch.split_with_sizes(torch.cat([table.flatten() for table in tables]).to(device), sizes)
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 
 def evict(
@@ -70,8 +88,9 @@ def evict(
     """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
     left = select(observation, prefill, decode, rotary)
     if left.rule is not None:
-        return Decoding.begin(left.observation, left.keep, left.rule, left.state)
-    return RaggedStore.pack(left.observation.keys, left.observation.values, left.keep, observation.index)
+        return Decoding.begin(left.observation, left.keep, left.counts, left.rule, left.state)
+    states, known = (left.observation.keys, left.observation.values), (left.counts, lengths_of(observation))
+    return RaggedStore.pack(*states, left.keep, observation.index, known)
 
 
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
@@ -84,17 +103,17 @@ def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
     return at_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
 
 
-def merged(policy: Policy, observation: Observation, keep: Tensor) -> tuple[Observation, State]:
+def merged(policy: Policy, observation: Observation, keep: Tensor, most: int) -> tuple[Observation, State]:
     """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
 
-    Works on copies: the tensors of the observation stay as they are.
+    `most` entries leave a head, or fewer. Works on copies: the tensors of the observation stay as they are.
     """
     given = segments_of(observation, check_state(policy, policy.start(observation), observation))
     state = given.state.changed(torch.clone, torch.clone)
     cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state)
     leaving = cached.held & ~keep.flatten(0, 1)
-    if bool(leaving.any()):
-        policy.merge(cached, slots_of(leaving, cached.positions))
+    if most:
+        policy.merge(cached, slots_of(leaving, cached.positions, most))
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.view(*keep.shape[:2], *tensor.shape[1:])

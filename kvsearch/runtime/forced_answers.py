@@ -8,9 +8,9 @@ section 4.3); EvolKV's paper leaves open what a loss would be of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -127,28 +127,56 @@ def own_replies(
     Raises:
         IncompatibleError: see `forced_answers`.
     """
-    apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
-    found: dict[int, list[list[int]]] = {}
+    [found] = parted_replies(loaded, [asked], progress)
+    return found
 
-    def alike(index: int) -> object:
-        one = asked[index]
+
+def parted_replies(
+    loaded: LoadedModel, parts: Sequence[Sequence[Asking]], progress: Progress | None = None
+) -> Iterator[list[list[list[int]]]]:
+    """Yield the `own_replies` of each part; sequences of different parts do not reply side by side."""
+    apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
+
+    def alike(one: Asking) -> object:
         return one.ended, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
 
-    parts = list(batches(range(len(asked)), TOGETHER, alike))
+    whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
+    together = [list(batches(part, TOGETHER, lambda one: alike(one[1]))) for part in whole]
+    # what ends replies is common to many and has a tokenizer: workers get it once
+    ends = list(dict.fromkeys(one.ended for part in parts for one in part))
+    items = [
+        ([replace(one, ended=None) for _, one in batch], ends.index(batch[0][1].ended))
+        for part in together
+        for batch in part
+    ]
+    replies = counted(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
+    for part in together:
+        found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
+        yield [found[number] for number in range(len(found))]
+    next(replies, None)  # there are none left: progress is told of the last
+
+
+def _replies(
+    loaded: LoadedModel, item: tuple[Sequence[Asking], int], ends: Sequence[Finished | None], apart: bool
+) -> list[list[list[int]]]:
+    """Reply to all questions of one batch; where it has few prompts, to several of each at a time unless `apart`.
+
+    The `item` is the batch, and the number of what `ends` its replies.
+    """
+    part, end = item
     with running(loaded.model):
-        for part in counted(parts, len(parts), progress):
-            found.update(zip(part, _replies(loaded, [asked[index] for index in part], apart), strict=True))
-    return [found[index] for index in range(len(asked))]
+        return _replies_of(loaded, part, ends[end], apart)
 
 
-def _replies(loaded: LoadedModel, part: Sequence[Asking], apart: bool) -> list[list[list[int]]]:
-    """Reply to all questions of one batch; where it has few prompts, to several of each at a time unless `apart`."""
+def _replies_of(
+    loaded: LoadedModel, part: Sequence[Asking], ended: Finished | None, apart: bool
+) -> list[list[list[int]]]:
     most, size = max(len(one.questions) for one in part), len(part)
     copies = 1 if apart else min(most, max(1, TOGETHER // size))
     programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
     prompts, stop, found = [one.prompt for one in part], stop_tokens(loaded), dict[tuple[int, int], list[int]]()
     try:
-        for joint in compressed(loaded.model, programs, prompts, PAD, stop, part[0].ended, CPU_BYTES):
+        for joint in compressed(loaded.model, programs, prompts, PAD, stop, ended, CPU_BYTES):
             for first in range(0, most, copies):
                 rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
                 # a prompt without a question of that number repeats its first one, unheard

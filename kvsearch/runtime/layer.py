@@ -50,6 +50,7 @@ class EvictingLayer(StockStates):
 
     is_sliding = False
     is_compileable = False
+    drafts = False  # whether tokens come that are to be taken back: prompt lookup and assisted decoding say so
 
     def __init__(
         self,
@@ -71,6 +72,8 @@ class EvictingLayer(StockStates):
 
     def _clear(self) -> None:
         self.seen = 0
+        self.ahead: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
+        self.asked = False  # whether something asked for lengths while it came
         self.rereads: Mapping[Rereading, Tensor] = {}  # what the prompt's entries got when it was read again
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
@@ -107,6 +110,9 @@ class EvictingLayer(StockStates):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.ahead is not None:
+            tag(key_states, self)
+            return key_states, value_states
         require_attention("PlanCache", self.implementation())
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -116,9 +122,11 @@ class EvictingLayer(StockStates):
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
+        self.asked |= self.ahead is not None
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.asked |= self.ahead is not None
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -134,6 +142,10 @@ class EvictingLayer(StockStates):
 
     def offload(self) -> None:
         raise UsageError("PlanCache cannot be offloaded: it is small already, drop the offloading option")
+
+    def activate_past_recording(self) -> None:
+        """Take note that `crop` will be called; nothing has to be remembered for it here."""
+        self.drafts = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a negative count, as in transformers 5.23, or the length to keep, as before."""
@@ -197,12 +209,50 @@ class EvictingLayer(StockStates):
             self.holder = mark.decoding.copy()
         self.seen = mark.seen
 
+    # --- one token in two parts: `foresee` and `tidy` on the host, what `attend` does in between on the device --------
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        self._whole().reserve(tokens)
+
+    def foresee(self, positions: Tensor) -> None:
+        """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
+
+        `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
+        """
+        self._whole().foresee()
+        self.ahead = positions
+
+    def tidy(self) -> None:
+        """End the token that was foreseen."""
+        self.ahead, self.asked = None, False
+        self.seen += 1
+        self._whole().tidy()
+
+    def _whole(self) -> RaggedStore | Decoding:
+        if self.holder is None:
+            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
+        return self.holder
+
+    def _step(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Output:
+        logits, holder = Logits.of_call(module, query, key, kwargs), self._whole()
+        if isinstance(holder, RaggedStore):
+            holder.put(key, value)
+            output = ragged_attention(holder, query, logits)
+        elif self.ahead is not None:
+            hidden = self._of_hidden(holder, module, 1)
+            states = None if hidden is None else hidden[:, :, 0]
+            output = holder.step(query, key, value, self.ahead, logits, states)
+        return output.transpose(1, 2).contiguous(), None
+
     # --- attention -----------------------------------------------------------------------------------------------
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend and evict: densely for the prompt, over the ragged store for every later token."""
+        if self.ahead is not None:
+            return self._step(module, query, key, value, **kwargs)
         if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
@@ -264,8 +314,7 @@ class EvictingLayer(StockStates):
             positions = kwargs.get("position_ids")
             if positions is None:
                 positions = torch.arange(self.seen - count, self.seen, device=key.device)[None]
-            what = self.holder.rule.needs.hidden
-            hidden = None if what is None else what(entering(module, slice(-count, None)), self.index)
+            hidden = self._of_hidden(self.holder, module, count)
             output = self.holder.attend(query, key, value, valid, positions, logits, hidden)
         elif self.holder is not None:
             self.holder.append(key, value, valid)
@@ -277,6 +326,11 @@ class EvictingLayer(StockStates):
                 mask = causal_mask(count, self.seen, key.device)[None, None]
             return dense_attention(module, query, *dense, mask, **kwargs)
         return output.transpose(1, 2).contiguous(), None
+
+    def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
+        """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
+        what = holder.rule.needs.hidden
+        return None if what is None else what(entering(module, slice(-count, None)), self.index)
 
     def _prefill(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any

@@ -17,7 +17,28 @@ from kvsearch.policies.base import Norm
 from kvsearch.policies.projection import projected_norms
 from kvsearch.policies.scoring import chunk_bytes, softmax
 
+FEW = 32  # entries whose norms are two small products
+
 _factors: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Which of some segments belong to which kv head, known on the host before any step."""
+
+    host: Ints  # [S]
+    count: int  # kv heads of the layer
+    rows: tuple[tuple[int, Tensor], ...] | None  # heads with their segments [n] int64; None: whole layers in order
+
+    @classmethod
+    def of(cls, host: Ints, count: int, device: torch.device) -> HeadRows:
+        """Group segments of these kv heads [S]; one copy to the device where they are not whole layers."""
+        if len(host) % count == 0 and (host.reshape(-1, count) == np.arange(count)).all():
+            return cls(host, count, None)
+        heads, sizes = np.unique(host, return_counts=True)
+        order = torch.from_numpy(np.argsort(host, kind="stable")).to(device)
+        parts = torch.split_with_sizes(order, sizes.tolist())
+        return cls(host, count, tuple(zip(heads.tolist(), parts, strict=True)))
 
 
 class OutputProjection:
@@ -28,42 +49,52 @@ class OutputProjection:
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        if order == "l2" and values.shape[2] <= FEW:
+            return _norms_of_few(values, self.factors()[None])
         return projected_norms(values, output_weight(self.module, self.query_heads), order)
 
     def factors(self) -> Tensor:
         """Return W W^T per query head, [Hkv, G, Dv, Dv] fp32; made once for as long as the weights stay."""
+        if torch.compiler.is_compiling():  # which knows no addresses
+            return self._made_factors()
         weight = output_projection(self.module).weight
         state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if (found := _factors.get(self.module)) is None or found[0] != state:
-            by_head = output_weight(self.module, self.query_heads)
-            made = by_head @ by_head.transpose(-1, -2)
-            made = made.view(-1, self.group, *made.shape[1:])
-            _factors[self.module] = found = (state, made)
+            _factors[self.module] = found = (state, self._made_factors())
         return found[1]
 
-    def of_heads(self, heads: Tensor, host: Ints) -> Callable[[Tensor, Norm], Tensor]:
-        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`, on the host `host[s]`."""
+    def _made_factors(self) -> Tensor:
+        by_head = output_weight(self.module, self.query_heads)
+        made = by_head @ by_head.transpose(-1, -2)
+        return made.view(-1, self.group, *made.shape[1:])
+
+    def of_heads(self, heads: Tensor, of: HeadRows) -> Callable[[Tensor, Norm], Tensor]:
+        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`, as `of` has them, too."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
-            if order == "l2" and values.shape[2] == 1:  # as in every decode step: two small products
-                states = values[:, :, None].float()
-                squares = (states @ self.factors()[heads][:, None] * states).sum(-1)
-                return squares.clamp(min=0).sqrt()
+            if order == "l2" and values.shape[2] <= FEW:  # as in decode steps
+                return _norms_of_few(values, self.factors()[heads][:, None])
             weight, group, count = (
                 output_weight(self.module, self.query_heads),
                 self.group,
                 self.query_heads // self.group,
             )
-            if len(host) % count == 0 and (host.reshape(-1, count) == np.arange(count)).all():  # whole layers
+            if of.rows is None:
                 whole = projected_norms(values.view(-1, count, *values.shape[2:]), weight, order)
                 return whole.view(len(values), 1, *whole.shape[2:])
-            norms = values.new_zeros(len(values), 1, group, values.shape[2], dtype=torch.float32)
-            for head in sorted(set(host.tolist())):
-                mine = torch.from_numpy(np.flatnonzero(host == head)).to(heads.device)
-                norms[mine] = projected_norms(values[mine], weight[head * group : (head + 1) * group], order)
+            norms = values.new_empty(len(values), 1, group, values.shape[2], dtype=torch.float32)
+            for head, mine in of.rows:
+                some = projected_norms(values.index_select(0, mine), weight[head * group : (head + 1) * group], order)
+                norms.index_copy_(0, mine, some)
             return norms
 
         return projected
+
+
+def _norms_of_few(values: Tensor, factors: Tensor) -> Tensor:
+    """Return norms of values [B, Hkv, T, Dv] by their factors [B or 1, Hkv, G, Dv, Dv], [B, Hkv, G, T] fp32."""
+    states = values[:, :, None].float()
+    return (states @ factors * states).sum(-1).clamp(min=0).sqrt()
 
 
 @dataclass(frozen=True)
@@ -132,7 +163,9 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     if query.is_cuda and not learning and query.dtype == keys.dtype:
         return torch.baddbmm(added, rows, columns, out_dtype=torch.float32, beta=beta, alpha=scaling).view(shape)
     step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
+    if step >= len(rows):  # as in most decode steps, where what is beside the product would cost as much again
+        return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)
     added = added.expand(len(rows), -1, -1)
     parts = zip(*(torch.split(tensor, step) for tensor in (added, rows, columns)), strict=True)
     made = [torch.baddbmm(part, some.float(), others.float(), beta=beta, alpha=scaling) for part, some, others in parts]
-    return (made[0] if len(made) == 1 else torch.cat(made)).view(shape)
+    return torch.cat(made).view(shape)

@@ -28,11 +28,13 @@ from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.hidden import entering, watch
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.own_caches import cache_class
-from kvsearch.runtime.replay import Replay, Shared, replay
+from kvsearch.runtime.replay import Replay, replay
+from kvsearch.runtime.replay_start import Followed, at_rows
 from kvsearch.signals.oracle import importance_rows, residual_weights
 
 Noted = TypeVar("Noted")
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
+States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
 LEAST_CHUNK = 16
 
@@ -87,31 +89,32 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class LayerContinuation(Generic[Noted]):
-    """One layer with prompts of T tokens and K tokens that follow them, all under the full cache."""
+    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times; all under the full cache."""
 
     index: int  # of the model layer
     noted: Noted  # what the pass made of the prompts
     prompt: tuple[Tensor, Tensor]  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
-    tokens: tuple[Tensor, Tensor, Tensor]  # queries [B, Hq, K, D], keys [B, Hkv, K, D], values [B, Hkv, K, Dv]
-    output: Tensor  # of the tokens' attention, [B, K, Hq, Dv]
+    tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
+    output: Tensor  # of the tokens' attention, [M, K, Hq, Dv]
     module: nn.Module
     logits: Logits
-    hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [B, K, d_model]
+    hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [M, K, d_model]
+    rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each, in order
 
     @property
     def query(self) -> Tensor:
-        """Queries of the tokens, [B, Hq, K, D]."""
+        """Queries of the tokens, [M, Hq, K, D]."""
         return self.tokens[0]
 
     @cached_property
     def keys(self) -> Tensor:
-        """Keys of prompts and tokens, [B, Hkv, T + K, D]."""
-        return torch.cat([self.prompt[0], self.tokens[1]], 2)
+        """Keys of prompts and tokens, [M, Hkv, T + K, D]."""
+        return torch.cat([at_rows(self.prompt[0], self.rows), self.tokens[1]], 2)
 
     @cached_property
     def values(self) -> Tensor:
-        """Values of prompts and tokens, [B, Hkv, T + K, Dv]."""
-        return torch.cat([self.prompt[1], self.tokens[2]], 2)
+        """Values of prompts and tokens, [M, Hkv, T + K, Dv]."""
+        return torch.cat([at_rows(self.prompt[1], self.rows), self.tokens[2]], 2)
 
     @cached_property
     def output_weight(self) -> Tensor:
@@ -120,22 +123,19 @@ class LayerContinuation(Generic[Noted]):
 
     def replay(self: LayerContinuation[Observation], prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
         """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
-        if self.noted.rotary is None:
-            raise InternalError("a prompt was observed without rotary tables")
-        what, hidden = None if decode is None else decode.policy.needs().hidden, None
-        if what is not None and self.hidden is not None:
-            hidden = what(self.hidden, self.index)
-        rest = (self.logits, self.noted.rotary, self._shared, hidden)
-        return replay(self.noted, prefill, decode, self.tokens, *rest)
+        return replay(self.followed, prefill, decode)
 
     @cached_property
     def full_outputs(self: LayerContinuation[Observation]) -> Tensor:
-        """Attention outputs under the full cache as a replay computes them, [B, Hq, K, Dv]."""
+        """Attention outputs under the full cache as a replay computes them, [M, Hq, K, Dv]."""
         return self.replay(None, None).outputs
 
-    @cached_property
-    def _shared(self) -> Shared:
-        return Shared.of(self.keys, self.values, self.query, self.logits)
+    @property
+    def followed(self: LayerContinuation[Observation]) -> Followed:
+        """The layer as it is replayed."""
+        if self.noted.rotary is None:
+            raise InternalError("a prompt was observed without rotary tables")
+        return Followed(self.noted, self.tokens, self.logits, self.noted.rotary, self.rows, self.hidden)
 
 
 class ObservedLayer(PromptLayer[Noted]):
@@ -155,6 +155,7 @@ class ObservedLayer(PromptLayer[Noted]):
         super().__init__(index, needs, rotary, look)
         self.refusal = refusal
         self.wants_hidden = any(need.hidden is not None for need in needs)
+        self.rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each
         self.keep: Tensor | None = None  # [Hkv, T] bool: entries of a single prompt that tokens may see; None: all
         self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
         self.continuation: LayerContinuation[Noted] | None = None
@@ -171,19 +172,25 @@ class ObservedLayer(PromptLayer[Noted]):
             self.keys, self.values = key, value
             return output
         require_continuation(module, query.shape[2])
-        keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         logits = Logits.of_call(module, query, key, kwargs)
         if self.keep is not None and self.gates is not None:
+            keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
             gated = (self.keep.to(query.device), self.gates.to(query.device))
             return gated_attention((query, keys, values), *gated, logits), None
         if self.keep is not None:
             mask = _showing(self.keep.to(query.device), query)
-        output = dense_attention(module, query, keys, values, mask, **kwargs)
+        followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
-            self.index, self.noted, (self.keys, self.values), (query, key, value), output[0], module, logits,
-            entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None,
+            self.index, self.noted, (self.keys, self.values), (query, key, value), followed, module, logits,
+            entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None, self.rows,
         )  # fmt: skip
-        return output
+        return followed, None
+
+    def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Attend with tokens [M, H, K, D] to the prompts that they follow and to themselves, [M, K, Hq, Dv]."""
+        prompt = (at_rows(self.keys, self.rows), at_rows(self.values, self.rows))
+        keys, values = (torch.cat(pair, 2) for pair in zip(prompt, tokens[1:], strict=True))
+        return dense_attention(module, tokens[0], keys, values, mask, **kwargs)[0]
 
 
 class DensePass(Generic[Noted]):
@@ -246,10 +253,13 @@ class DensePass(Generic[Noted]):
         tokens: Tensor,
         keep: Mapping[int, Tensor] | None = None,
         gates: Mapping[int, Tensor] | None = None,
+        rows: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Teacher-force `tokens` [B, K] after the prompts and forget them again; the model's output for them.
+        """Teacher-force `tokens` [M, K] after the prompts and forget them again; the model's output for them.
 
+        `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order): all layers of
+        the model must be observed then.
         Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T];
         where `gates` has it, too, they see the others through these, see `gated_attention`, and the output has
         gradients.
@@ -260,8 +270,10 @@ class DensePass(Generic[Noted]):
                 self.observed[row].keep = entries
             for row, shares in (gates or {}).items():
                 self.observed[row].gates = shares
-            mask = torch.cat([self.mask, torch.ones_like(tokens)], 1)
-            positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            for layer in self.observed:
+                layer.rows = rows
+            mask = torch.cat([at_rows(self.mask, rows), torch.ones_like(tokens)], 1)
+            positions = at_rows(self.lengths, rows)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             with torch.set_grad_enabled(gates is not None):
                 output = self._forward(tokens, mask, positions, **kwargs)
             yield output

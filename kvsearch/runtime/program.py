@@ -90,8 +90,9 @@ class Program:
             IncompatibleError: the plan is for another model, or budgets a layer the runtime must leave alone.
             UsageError: an unknown policy or parameter, or a policy without a decode rule in the decode phase.
         """
+        from kvsearch.budgets.plan_checks import check_plan
         from kvsearch.models.fingerprint import fingerprint
-        from kvsearch.runtime.plan_checks import check_plan, warn_unfit
+        from kvsearch.runtime.key_norms import warn_unfit
 
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
         check_plan(plan, "this plan")

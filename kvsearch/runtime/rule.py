@@ -20,7 +20,7 @@ from kvsearch.arrays import Bools, Ints
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics, Running
-from kvsearch.policies.checks import Look, check_form, check_state
+from kvsearch.policies.checks import Finding, Look, check_form, check_state
 from kvsearch.policies.decoding import (
     State,
     Step,
@@ -30,9 +30,11 @@ from kvsearch.policies.decoding import (
     protected_slots,
     slots_of,
 )
+from kvsearch.policies.fitted import Fitted
+from kvsearch.policies.plugins import is_ours
 from kvsearch.policies.ranking import at_each, scores_taking
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
-from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.logits import HeadRows, Logits
 
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted
@@ -54,6 +56,16 @@ def decode_needs(policy: Policy) -> Needs:
     return Needs(query_rows=rows, projection=needs.projection)
 
 
+def same_in_layers(policy: Policy) -> bool:
+    """Tell whether the decode rule of `policy` depends on nothing of a layer but its queries, keys and values.
+
+    Of a policy of another package nothing is known.
+    """
+    needs = policy.needs()
+    own = needs.projection or needs.unrotated or needs.hidden is not None or needs.query_statistics_from is not None
+    return is_ours(type(policy)) and not isinstance(policy, Fitted) and not own
+
+
 class Leaving(NamedTuple):
     """How many entries leave some segments after a step: known on the host before the step runs."""
 
@@ -69,6 +81,7 @@ class Limits:
     host: Ints  # budgets
     stay: Ints  # entries left after an eviction
     guarded: bool  # whether entries are protected
+    heads: HeadRows
     budgets: Tensor
     sinks: Tensor
     recent: Tensor
@@ -77,15 +90,22 @@ class Limits:
     young: Tensor  # `recent`, and one
 
     @classmethod
-    def of(cls, policy: Policy, host: Ints, device: torch.device) -> Limits:
-        """Return the limits of segments with these budgets; one copy to the device."""
+    def of(
+        cls, policy: Policy, host: Ints, heads: HeadRows, device: torch.device, there: Tensor | None = None
+    ) -> Limits:
+        """Return the limits of segments with these budgets; one copy to the device, unless the table is `there`."""
+        made = cls.table(policy, host)
+        guarded = bool((made[1] + made[2]).any())
+        return cls(host, made[3].numpy(), guarded, heads, *(made.to(device) if there is None else there).unbind())
+
+    @staticmethod
+    def table(policy: Policy, host: Ints) -> Tensor:
+        """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
         budgets = torch.from_numpy(host)
         sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
-        stay = np.maximum(host + 1 - at_each(policy.drop_at, budgets).numpy(), 1)
+        stays = (budgets + 1 - at_each(policy.drop_at, budgets)).clamp(min=1)
         quotas = torch.minimum(at_each(policy.quota, budgets), budgets)
-        made = torch.stack([budgets, sinks, recent, torch.from_numpy(stay), quotas, recent + 1]).to(device)
-        guarded = bool((sinks + recent).any())
-        return cls(host, stay, guarded, *made.unbind())
+        return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
 
     def select(self, rows: Ints) -> Limits:
         """Return the limits of some of the segments."""
@@ -93,7 +113,8 @@ class Limits:
         held = (
             tensor[index] for tensor in (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
         )
-        return Limits(self.host[rows], self.stay[rows], self.guarded, *held)
+        heads = HeadRows.of(self.heads.host[rows], self.heads.count, index.device)
+        return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *held)
 
     def leaving(self, used: Ints, real: Bools | None) -> Leaving:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
@@ -103,15 +124,17 @@ class Limits:
         most = int(gone.max())
         return Leaving(stay, most, most == 1 and bool((gone == 1).all()))
 
-    def outside(self, positions: Tensor, seen: Tensor, full: bool) -> Tensor | None:
+    def outside(self, step: Step, edge: Tensor | None) -> Tensor | None:
         """Mark the slots [S, C] without an entry and those protected; None: there are none.
 
-        Right for segments that hold more than they may; others may have nothing that is not protected.
+        Right for segments that hold more than they may; others may have nothing that is not protected. `edge` [S] are
+        the newest positions that may leave, where they are known already.
         """
         if not self.guarded:
-            return None if full else positions < 0
-        newest = (seen - self.young)[:, None]  # that may leave
-        return positions.clamp(self.sinks[:, None], newest) != positions
+            return None if step.full else step.empty
+        positions = step.cached.positions
+        edge = step.seen - self.young if edge is None else edge
+        return positions.clamp(self.sinks[:, None], edge[:, None]) != positions
 
 
 class StepRule:
@@ -142,15 +165,16 @@ class StepRule:
         # a class that overrides `step` says anew what it is
         made = [vars(kind) for kind in type(policy).__mro__ if "step" in vars(kind) or "running" in vars(kind)]
         self._running = None if policy.merges or "running" not in made[0] else policy.running
+        self.there: Tensor | None = None  # `Limits.table` of all segments, where it is on the device already
         self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
-        self.interval = self._intervals()
-        # per sequence, so that none depends on its neighbours: steps since the last scoring (-1: never)
+        self.interval, self.together = self._intervals(), self._together()
+        # steps since the last scoring (-1: never), per sequence, so that none depends on its neighbours
         self.scored = np.full(len(self.interval), -1) if scored is None else scored
         self.due = ""  # whether "all" sequences are scored anew in this step, "some" of them, or none
         self.due_rows = torch.zeros(len(self.interval), dtype=torch.bool, device=next_position.device)
         self.decisions = 0  # steps that asked the policy; what it says in the first is noted for `require_finite`
         self.noting = False  # whether this is that step
-        self.looks: list[Look] = []
+        self.looks: list[Finding] = []
 
     @property
     def queries(self) -> Tensor | None:
@@ -172,8 +196,8 @@ class StepRule:
 
     def bound(self, budgets: Ints) -> None:
         """Set the budgets [B, Hkv] that were not known when the prompt passed."""
-        self.budgets = budgets.flatten()
-        self.interval = self._intervals()
+        self.budgets, self.there = budgets.flatten(), None
+        self.interval, self.together = self._intervals(), self._together()
 
     def start(self, observation: Observation) -> State:
         """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
@@ -189,10 +213,14 @@ class StepRule:
 
         `over` [B] says which sequences have a head over its budget; those not `real` [B] (None: all are) had padding.
         """
-        if self.policy.online:
-            self._count(True)
-            return
         arrived = np.ones_like(over) if real is None else real
+        if self.policy.online:
+            self.scored = self.scored.clip(min=0) + arrived  # the prompt's entries have their scores
+            asked = bool((arrived & (self.scored >= self.together)).any())
+            self.due = "all" if asked and self.together > 1 else ""
+            self.scored = np.where(arrived & asked, 0, self.scored)
+            self._count(asked)
+            return
         self.scored = self.scored + (arrived & (self.scored >= 0))
         due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
         self.scored = np.where(due, 0, self.scored)
@@ -226,33 +254,37 @@ class StepRule:
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
         """Return the budgets and protection of the segments `names`."""
-        return Limits.of(self.policy, self.budgets[names], device)
+        whole = len(names) == len(self.budgets)
+        heads = HeadRows.of(names % self.heads, self.heads, device)
+        return Limits.of(self.policy, self.budgets[names], heads, device, self.there if whole else None)
 
     def decide(
         self,
         step: Step,
         rows: Tensor,
-        names: Ints,
         limits: Limits,
         plan: Leaving,
         active: Tensor | None,
         logits: Logits,
         out: Tensor | None = None,
+        edge: Tensor | None = None,
     ) -> Tensor | None:
         """Choose the slots that leave after this step, as many as `plan` says.
 
-        `rows` [S] are the sequences of the segments `names` [S]. The step brought a token where `active` [S] bool says
+        `rows` [S] are the sequences of the segments. The step brought a token where `active` [S] bool says
         so (None: everywhere). The slots are [S, E] int64 in ascending order of position, -1 for none; None: nothing
         leaves. Updates the running state, and merges what leaves where the policy does. Where one entry leaves every
-        segment its slot is written to `out` [S], if given.
+        segment its slot is written to `out` [S], if given. For `edge` see `Limits.outside`.
         """
-        priorities = self._priorities(step, rows, names, limits, logits)
+        if self.policy.online:
+            step = self._asked(step, rows, limits.heads, logits)
+        priorities = self._priorities(step, rows, limits, logits)
         if not plan.most:
             return None
         positions = step.cached.positions
         if plan.most == 1:
-            outside = limits.outside(positions, step.seen, step.full)
-            signed = self.policy.signed_scores
+            outside = limits.outside(step, edge)
+            signed = self.policy.signed
             slots = lowest(priorities, positions, outside, signed, out if plan.each_one else None)
             leaving = slots[:, None]
             if not plan.each_one:  # the same on the device, which is not waited for
@@ -276,17 +308,22 @@ class StepRule:
             return None
         return self._running if self.policy.online else "stored"  # of before, and +inf for what has arrived since
 
-    def arriving(self, step: Step, rows: Tensor, names: Ints, logits: Logits) -> Tensor:
-        """Return the priority of the step's own token where it is made on arrival, [S] fp32."""
-        return self.policy.arriving(replace(step, look=partial(self._arrived, step, rows, names, logits)))
+    @property
+    def ranks_by_row(self) -> bool:
+        """Whether an entry's priority is what the attention row of the step says, and nothing else."""
+        return self._running == "row"
+
+    def arriving(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Tensor | None:
+        """Return the priority of the step's own token, [S] fp32; None where it is made later, or not on arrival."""
+        if self._running != "stored" or not self.policy.online or self.together > 1:
+            return None
+        return self.policy.arriving(self._asked(step, rows, heads, logits))[:, 0]
 
     # --- priorities -----------------------------------------------------------------------------------------------
 
-    def _priorities(self, step: Step, rows: Tensor, names: Ints, limits: Limits, logits: Logits) -> Tensor:
+    def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         if self.policy.online:
-            look = partial(self._arrived, step, rows, names, logits)
-            asked = Step(step.cached, step.newest, step.seen, step.attention, look, step.full)
-            found = self.policy.step(asked)
+            found = self.policy.step(step)
             given = check_form(self.policy, "step", found, step.cached.positions.shape, step.cached.positions)
             if self.noting:
                 wrong = (given.isnan() & step.cached.held).any()
@@ -295,32 +332,48 @@ class StepRule:
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # protected until it is scored
         if self.due == "all":
-            priority.copy_(self._score(step, rows, names, limits, logits))
+            priority.copy_(self._score(step, rows, limits, logits))
         elif self.due == "some":
             due = self.due_rows[rows]
-            priority.copy_(torch.where(due[:, None], self._score(step, rows, names, limits, logits), priority))
+            priority.copy_(torch.where(due[:, None], self._score(step, rows, limits, logits), priority))
         return priority
 
-    def _score(self, step: Step, rows: Tensor, names: Ints, limits: Limits, logits: Logits) -> Tensor:
+    def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
-        observation = self._seen(step, rows, names, order, logits)
+        observation = self._seen(step, rows, limits.heads, order, logits)
         scores = scores_taking(self.policy, observation, limits.quotas[:, None])[:, 0]
         self.looks += observation.looks or ()
         protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
         scores = scores.masked_fill(protected, float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
-    def _arrived(self, step: Step, rows: Tensor, names: Ints, logits: Logits) -> Observation:
-        """Return the step's own token as policies see it, an entry for each segment."""
-        seen = self._seen(step, rows, names, step.newest[:, None], logits)
-        what = self.needs.hidden
-        if what is None or self.hidden is None:
-            return seen
-        return replace(seen, hidden={what: self.hidden[rows, step.cached.heads][:, None, None]})
+    def _asked(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Step:
+        """Return the step as policies see it that have a decode rule of their own."""
+        slots, waits = step.newest[:, None], False
+        if self.together > 1:
+            waits = not self.due
+            if self.due:  # all that came since the last time, and no fewer slots in one step than in another
+                slots = step.cached.positions.topk(min(self.together, step.cached.positions.shape[1])).indices
+        hidden = self.hidden
+        if hidden is not None:
+            everyone = len(rows) == hidden.numel()  # in order, as all blocks are
+            hidden = hidden.reshape(-1) if everyone else hidden[rows, step.cached.heads]
+        look = partial(self._arrived, step, rows, heads, slots, logits, hidden)
+        return replace(step, look=look, arrivals=slots, waits=waits, hidden=hidden)
 
-    def _seen(self, step: Step, rows: Tensor, names: Ints, order: Tensor, logits: Logits) -> Observation:
+    def _arrived(
+        self, step: Step, rows: Tensor, heads: HeadRows, slots: Tensor, logits: Logits, hidden: Tensor | None
+    ) -> Observation:
+        """Return the tokens in `slots` [S, K], the newest first, as policies see them."""
+        seen = self._seen(step, rows, heads, slots, logits)
+        what = self.needs.hidden
+        if what is not None and hidden is not None:
+            seen = replace(seen, hidden={what: hidden[:, None, None]})
+        return seen if heads.rows is not None else _by_sequence(seen, self.heads, logits)
+
+    def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
         cached, queries, held = step.cached, None, self.queries
         index = cached.positions.gather(-1, order)
@@ -338,9 +391,7 @@ class StepRule:
             statistics=self._statistics(held, rows, cached.heads, step.seen),
             rotary=self.rotary,
             next_position=None if self.policy.online else self.next_position[rows],
-            projection=None
-            if logits.projection is None
-            else logits.projection.of_heads(cached.heads, names % self.heads),
+            projection=None if logits.projection is None else logits.projection.of_heads(cached.heads, heads),
             token_index=index,
             token_count=step.seen,
             layer=self.layer,
@@ -378,6 +429,13 @@ class StepRule:
         interval: Ints = np.minimum(tightest, self.policy.refresh_interval)
         return interval
 
+    def _together(self) -> int:
+        """Return how many tokens get their scores on arrival at once: none may leave before, they are protected."""
+        if self._running != "stored" or not self.policy.online or self.needs.hidden is not None:
+            return 1
+        recent = at_each(self.policy.protected_at, torch.from_numpy(np.unique(self.budgets)))[..., 1]
+        return 1 + int(recent.min())
+
     # --- rows of the batch ----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int]) -> StepRule:
@@ -385,15 +443,50 @@ class StepRule:
         chosen = list(rows)
         index = torch.tensor(chosen, device=self.next_position.device)
         made = copy(self)
-        made.budgets = self.budgets.reshape(-1, self.heads)[chosen].flatten()
+        made.budgets, made.there = self.budgets.reshape(-1, self.heads)[chosen].flatten(), None
         made.interval, made.scored = self.interval[chosen], self.scored[chosen]
         made.due_rows, made.next_position = self.due_rows[index], self.next_position[index]
         made.ring = None if self.ring is None else self.ring.select(index)
         return made
 
+    @classmethod
+    def joined(cls, rules: Sequence[StepRule]) -> StepRule:
+        """Join rules of one policy, not asked anything yet, as that of one batch; `same_in_layers` if of several."""
+        made = copy(rules[0])
+        made.bound(np.concatenate([rule.budgets for rule in rules]))
+        made.scored = np.concatenate([rule.scored for rule in rules])
+        made.due_rows = torch.cat([rule.due_rows for rule in rules])
+        made.next_position = torch.cat([rule.next_position for rule in rules])
+        rings = [rule.ring for rule in rules if rule.ring is not None]
+        made.ring = Ring(torch.cat([ring.rows() for ring in rings])) if rings else None
+        made.looks = []
+        return made
+
     def nbytes(self) -> int:
         """Return the bytes of query rows held."""
         return 0 if self.ring is None else self.ring.states.untyped_storage().nbytes()
+
+
+def _by_sequence(seen: Observation, heads: int, logits: Logits) -> Observation:
+    """Return tokens of all heads of sequences, a row for each head [B * Hkv, 1, K, ...], as [B, Hkv, K, ...]."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor.view(-1, heads, *tensor.shape[2:])
+
+    index, count, following = seen.token_index, seen.token_count, seen.next_position
+    return replace(
+        seen,
+        keys=whole(seen.keys),
+        values=whole(seen.values),
+        valid=seen.valid[::heads],
+        projection=logits.projection,
+        hidden={what: whole(states) for what, states in seen.hidden.items()},
+        token_index=None if index is None else index[::heads],
+        token_count=None if count is None else count[::heads],
+        next_position=None if following is None else following[::heads],
+        sinks=logits.sinks,
+        heads=None,
+    )
 
 
 class Ring:

@@ -21,7 +21,7 @@ from kvsearch.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
 from kvsearch.runtime.rule import Leaving, Limits, StepRule
-from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket
+from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket, index_of
 
 
 class Turn(NamedTuple):
@@ -53,6 +53,8 @@ class SlotBlock:
 
     def __post_init__(self) -> None:
         self.lines = torch.arange(len(self.names), device=self.slot.device)
+        self.clock = torch.stack([self.seen, self.seen - self.limits.young])
+        self.seen, self.edge = self.clock  # the newest position that may leave, [S]
 
     def has_room(self) -> bool:
         """Tell whether every segment can take another token."""
@@ -62,11 +64,11 @@ class SlotBlock:
     def capacity(self) -> int:
         return self.cached.positions.shape[1]
 
-    def foresee(self, real: Bools | None, fixed: bool, dtype: torch.dtype) -> Ints:
+    def foresee(self, real: Bools | None, fixed: bool, dtype: torch.dtype | None) -> Ints:
         """Decide what the next step does; return the entries [S] that are held in it.
 
         Segments not `real` [S] bool (None: all are) have padding in it. With `fixed`, all slots are looked at, whether
-        they have been in use or not, so that steps are alike. `dtype` is that of the bias.
+        they have been in use or not, so that steps are alike. `dtype` is that of the bias; None: nobody adds one.
         """
         used = self.used + (1 if real is None else real)
         self.width = max(self.width, int(self.used.max()) + 1)  # padding, too, is written to a slot
@@ -78,14 +80,14 @@ class SlotBlock:
         self.turn = Turn(
             width,
             full,
-            "" if full else "make" if not self.biased else "keep" if again else "fill",
+            "" if full or dtype is None else "make" if not self.biased else "keep" if again else "fill",
             leaving,
             holes := self.holes or not (leaving.most == 0 or leaving.each_one),
         )
-        self.biased = not full and real is None and (leaving.most == 0 or leaving.each_one)
+        self.biased = self.turn.bias != "" and real is None and (leaving.most == 0 or leaving.each_one)
         self.holes = holes
         self.used = leaving.stay
-        if not full and (self.bias is None or self.bias.dtype != dtype):
+        if self.turn.bias and (self.bias is None or self.bias.dtype != dtype):
             self.bias = torch.empty(self.cached.positions.shape, dtype=dtype, device=self.slot.device)
         return used
 
@@ -96,15 +98,15 @@ class SlotBlock:
         cached.values.index_put_(where, values)
         position = self.seen if active is None else self.seen.masked_fill(~active, -1)
         cached.positions.scatter_(1, self.slot[:, None], position[:, None])
-        self.seen.add_(1 if active is None else active)
+        self.clock.add_(1 if active is None else active)
         if self.bias is not None and turn.bias == "make":
             self.bias.zero_().masked_fill_(cached.positions < 0, float("-inf"))
         elif self.bias is not None and turn.bias == "fill":
             self.bias.scatter_(1, self.slot[:, None], 0.0)
 
     def bias_of(self, turn: Turn) -> Tensor | None:
-        """Return what to add to the logits, [S, width]; None: every slot holds an entry."""
-        return None if turn.full or self.bias is None else self.bias[:, : turn.width]
+        """Return what to add to the logits, [S, width]; None: every slot holds an entry, or it is not used."""
+        return None if not turn.bias or self.bias is None else self.bias[:, : turn.width]
 
     def in_use(self) -> Cached:
         """Return the slots in use, as views of keys, values, positions and state."""
@@ -170,7 +172,7 @@ class SlotStore(Segmented):
 
     def __init__(self, blocks: list[SlotBlock], batch: int, heads: int) -> None:
         self.blocks, self.batch, self.heads = blocks, batch, heads
-        super().__init__([torch.from_numpy(block.names).to(block.slot.device) for block in blocks])
+        super().__init__([index_of(block.names, block.slot.device) for block in blocks])
 
     def used(self) -> Ints:
         """Return the entries held per segment, [B * Hkv]."""
@@ -238,12 +240,11 @@ def segments_of(observation: Observation, state: State) -> Cached:
     )
 
 
-def source_of(observation: Observation, keep: Tensor, state: State) -> SlotSource:
-    """Take the entries `keep` [B, Hkv, T] bool of a prompt, with its state as `segments_of` takes it."""
+def source_of(observation: Observation, keep: Tensor, counts: Ints, state: State) -> SlotSource:
+    """Take the entries `keep` [B, Hkv, T] bool of a prompt, `counts` [B, Hkv], with its state as for `segments_of`."""
     batch, heads, length = keep.shape
-    flat = keep.flatten(0, 1)
-    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat))
-    used = flat.sum(-1).cpu().numpy()
+    flat, used = keep.flatten(0, 1), counts.flatten()
+    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
     seen = observation.seen.repeat_interleave(heads)
     return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
 
@@ -279,19 +280,19 @@ def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: Step
     used = np.concatenate([source.used[rows] for source, rows in parts])[back]
     return SlotBlock(
         names=names,
-        rows=torch.from_numpy(names // heads).to(device),
+        rows=index_of(names, device) // heads,
         cached=cached,
         limits=rule.limits(names, device),
         used=used,
-        seen=torch.cat([seen for _, seen in pieces])[torch.from_numpy(back).to(device)],
-        slot=torch.from_numpy(used).to(device),
+        seen=torch.cat([seen for _, seen in pieces])[index_of(back, device)],
+        slot=cached.held.sum(-1),
         width=int(used.max()),
     )
 
 
 def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
     device = source.order.device
-    index = torch.from_numpy(rows).to(device)
+    index = index_of(rows, device)
     order = source.order[index, :capacity]
     order = torch.nn.functional.pad(order, (0, capacity - order.shape[1]), value=-1)
     empty, where = order < 0, (index[:, None], order.clamp(min=0))

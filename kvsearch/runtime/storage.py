@@ -7,7 +7,7 @@ tokens comes with the first append and then grows by an eighth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsearch.arrays import Ints
 from kvsearch.errors import InternalError
 
 WASTE = 1 / 64  # on a CPU, padding allowed inside blocks, as a share of the entries of the layer
@@ -38,13 +39,26 @@ class Block:
     end: int
     padded: bool  # some column left of `end` is empty in some segment
     _bias: Tensor | None = None  # [S, capacity], made when first asked for
+    place: Tensor | None = None  # [1] int64, where `put` writes next; None: it does not, before `fix`
+
+    @property
+    def columns(self) -> int:
+        """How many columns are looked at, in use or not."""
+        return self.end if self.place is None else self.keys.shape[1]
+
+    @property
+    def gaps(self) -> bool:
+        """Whether some of them may hold no entry."""
+        return self.padded or self.place is not None
 
     @property
     def bias(self) -> Tensor | None:
-        """What to add to the logits, [S, end]: -inf where there is no entry, else 0; None when every column has one.
+        """What to add to the logits, [S, columns]: -inf where there is no entry, else 0; None when every one has one.
 
-        Spare columns count as filled, so that decode steps need not touch it.
+        Spare columns count as filled, so that decode steps need not touch it, but in a fixed block.
         """
+        if self.place is not None:
+            return self._bias
         if not self.padded:
             return None
         if self._bias is None:
@@ -59,6 +73,8 @@ class Block:
         count = keys.shape[1]
         if self.end + count > self.keys.shape[1]:
             self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH)))
+        if self.place is not None:
+            self._bias = self.place = None
         columns = slice(self.end, self.end + count)
         self.keys[:, columns] = keys
         self.values[:, columns] = values
@@ -67,10 +83,33 @@ class Block:
         if padded:
             self.padded, self._bias = True, None
 
+    def fix(self, room: int) -> None:
+        """Make room for so many columns and let `put` fill them, until something else is done to the block."""
+        if self.end + room > self.keys.shape[1]:
+            self._grow(self.end + room)
+        self.positions[:, self.end :] = -1
+        empty = self.positions < 0
+        self._bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+        self._bias.masked_fill_(empty, float("-inf"))
+        self.place = torch.full((1,), self.end, device=empty.device)
+
+    def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Add one column to a fixed block: keys [S, 1, D], values [S, 1, Dv], positions [S or 1, 1] int32, no padding.
+
+        That changes tensors in place and depends on no value; `end` is for the host to count.
+        """
+        if self.place is None or self._bias is None:
+            raise InternalError("a token was put into a block that is not fixed")
+        self.keys.index_copy_(1, self.place, keys)
+        self.values.index_copy_(1, self.place, values)
+        self.positions.index_copy_(1, self.place, positions.expand(len(self.positions), -1))
+        self._bias.index_fill_(1, self.place, 0.0)
+        self.place.add_(1)
+
     def crop(self, count: int) -> None:
         """Forget the last `count` columns."""
         self.end -= count
-        self._bias = None  # a forgotten column may have been padding
+        self._bias = self.place = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
         for name in ("keys", "values", "positions"):
@@ -78,12 +117,12 @@ class Block:
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)
-        self._bias = None
+        self._bias = self.place = None
 
     def select(self, rows: Tensor, segments: Tensor) -> Block:
         """Return the block that holds this block's rows `rows` under the new names `segments`, both [S'] int64."""
         keys, values, positions = self.keys[rows], self.values[rows], self.positions[rows]
-        return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None)
+        return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None, place=None)
 
     def narrowed(self, rows: NDArray[np.int64], width: int) -> Block:
         """Return some rows in `width` columns, which must hold all of their entries."""
@@ -137,19 +176,32 @@ class RaggedStore(Segmented):
         self._most = tokens  # and how many they were before some were forgotten
         self.even = even  # all sequences have the same number of tokens
         self.appended = 0
+        self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
+        self.packed = 0  # how often tensors were made anew, so that what refers to them is not used any more
         super().__init__([block.segments for block in blocks])
 
     @classmethod
-    def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, index: Tensor) -> RaggedStore:
+    def pack(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        index: Tensor,
+        known: tuple[Ints, Sequence[int]] | None = None,
+    ) -> RaggedStore:
         """Copy the kept entries out of a dense layer.
 
         `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool, `index`
-        [B, T] the index of each column's token in its sequence, -1 for padding. One host synchronisation.
+        [B, T] the index of each column's token in its sequence, -1 for padding. The host waits for the device once,
+        unless it is told what is `known`: entries kept, [B, Hkv], and the tokens of each sequence.
         """
         batch, heads = keys.shape[:2]
         tokens = index[:, -1].int() + 1
-        counts = torch.cat([keep.flatten(0, 1).sum(-1), tokens]).tolist()
-        lengths, lasting = counts[: batch * heads], counts[batch * heads :]
+        if known is None:
+            counts = torch.cat([keep.flatten(0, 1).sum(-1), tokens]).tolist()
+            lengths, lasting = counts[: batch * heads], counts[batch * heads :]
+        else:
+            lengths, lasting = known[0].flatten().tolist(), list(known[1])
         blocks = [block for block, _ in dense_blocks(keys, values, keep, index, lengths)]
         return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
 
@@ -179,14 +231,48 @@ class RaggedStore(Segmented):
         else:
             positions = (self.tokens[:, None] + valid.cumsum(-1).int() - 1).masked_fill(~valid, -1)
             self.even = False
+        for block, own_keys, own_values, own_positions in self._by_block(keys, values, positions):
+            block.append(own_keys, own_values, own_positions, valid is not None)
+        self.tokens += count if valid is None else valid.sum(-1).int()
+        self.appended += count
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens ahead of time, whenever there is none; 0: steps are as small as they can be."""
+        self.room = tokens
+        for block in self.blocks:
+            block.place = block._bias = None
+
+    def foresee(self) -> None:
+        """Do the host's part of the next token, where room is reserved: `put` is the device's."""
+        for block in self.blocks:
+            if block.place is None or block.end == block.keys.shape[1]:
+                block.fix(self.room)
+                self.packed += 1
+            block.end += 1
+        self.appended += 1
+
+    def plan(self) -> tuple[Hashable, ...]:
+        """Return what the foreseen step depends on that the host decided: nothing, all steps are the same."""
+        return ()
+
+    def tidy(self) -> None:
+        """Do nothing after a token: none has left."""
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """Add the foreseen token to every segment, keys [B, Hkv, 1, D] and values [B, Hkv, 1, Dv]; none is padding."""
+        positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
+        for block, own_keys, own_values, own_positions in self._by_block(keys, values, positions):
+            block.put(own_keys, own_values, own_positions)
+        self.tokens += 1
+
+    def _by_block(
+        self, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
+        """Share out tokens, keys and values [B, Hkv, q, D] and positions [B or 1, q], over the blocks."""
         rows = [positions] * len(self.blocks)
         if len(positions) > 1:
             rows = self.split(positions.repeat_interleave(self.heads, 0))
-        parts = zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
-        for block, block_keys, block_values, block_positions in parts:
-            block.append(block_keys, block_values, block_positions, valid is not None)
-        self.tokens += count if valid is None else valid.sum(-1).int()
-        self.appended += count
+        yield from zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
 
     @property
     def longest(self) -> Tensor:
@@ -290,7 +376,7 @@ def dense_blocks(
     """
     heads, flat_keep = keys.shape[1], keep.flatten(0, 1)
     for members in bucket(lengths, keys.device):
-        segments = torch.tensor(members, device=keys.device)
+        segments = index_of(np.array(members), keys.device)
         width = int(max(lengths[i] for i in members))
         columns, filled = right_aligned(flat_keep[segments], width)
         # sequence and head apart: flattening a transposed layer would copy all of it
@@ -324,6 +410,13 @@ def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
         length, members = groups[cheapest + 1]
         groups[cheapest : cheapest + 2] = [(length, sorted(groups[cheapest][1] + members))]
     return [members for _, members in groups]
+
+
+def index_of(numbers: Ints, device: torch.device) -> Tensor:
+    """Return whole numbers as a tensor, made on the device where they count up from 0, which needs no copy."""
+    if (numbers == np.arange(len(numbers))).all():
+        return torch.arange(len(numbers), device=device)
+    return torch.from_numpy(numbers).to(device)
 
 
 def right_aligned(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,11 @@ STEPS = 4
 KERNELS = {
     ("prefill", "even"): dict.fromkeys(("streaming", "snapkv", "h2o", "tova", "keydiff", "probe"), 3),
     ("prefill", "ragged"): dict.fromkeys(("streaming", "snapkv", "h2o", "tova", "keydiff", "probe"), 3),
-    ("both", "even"): {"streaming": 10, "snapkv": 15, "h2o": 14, "tova": 13, "keydiff": 15, "probe": 46},
-    ("both", "ragged"): {"streaming": 10, "snapkv": 15, "h2o": 15, "tova": 16, "keydiff": 20, "probe": 46},
+    ("both", "even"): {"streaming": 9, "snapkv": 14, "h2o": 14, "tova": 13, "keydiff": 12, "knorm": 13, "probe": 11},
+    ("both", "ragged"): {"streaming": 9, "snapkv": 14, "h2o": 15, "tova": 14, "keydiff": 15, "knorm": 15, "probe": 11},
 }
-# Of a prompt, per layer: what the host waits for, and copies to the device.
-PROMPT = {("prefill", "even"): (6.5, 3), ("prefill", "ragged"): (6.5, 3),
-          ("both", "even"): (7.5, 8), ("both", "ragged"): (7.5, 8)}  # fmt: skip
+# Of a prompt, per layer: what the host waits for (one more is of the mask, in transformers), and copies to the device.
+PROMPT = (1.5, 1)
 
 
 @cache
@@ -53,9 +52,8 @@ def test_kernels_waits_and_copies(phases: str, budgets: str) -> None:
         found = counting.costs(model(), lambda program=program: PlanCache(model(), program), prompt(), STEPS)
         assert found.step.kernels - baseline().step.kernels <= limit, name
         assert (found.most.waits, found.most.copies) == (0, 0), name
-        waits, copies = PROMPT[phases, budgets]
-        assert found.prefill.waits <= waits, name
-        assert found.prefill.copies <= copies, name
+        assert found.prefill.waits <= PROMPT[0], name
+        assert found.prefill.copies <= PROMPT[1], name
 
 
 def test_what_is_counted() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvsearch.kernels.attention import Entries, attend
-from kvsearch.kernels.step import Rule, Slots, step
+from kvsearch.kernels.step import LayerSums, Rule, Slots, step
 from tests.kernels.reference import Case
 from tests.kernels.test_scoring import Prompt
 
@@ -98,7 +99,7 @@ def main() -> None:
             rows.received("mean")
             rows.moments()
         report(found)
-    rules: tuple[Rule, ...] = ("position", "mass", "stored")
+    rules: tuple[Rule, ...] = ("position", "mass", "stored", "row", "persistence", "pooled")
     for rule in rules:
         with compiling(90) as found:
             lower_step(rule)
@@ -107,9 +108,15 @@ def main() -> None:
 
 def lower_step(rule: Rule) -> None:
     case = Case(2, 4, 128, 128, 4096, dtype=torch.bfloat16)
-    numbers = [torch.zeros(2, dtype=torch.int64) for _ in range(5)]
+    numbers = [torch.zeros(size, dtype=torch.int64) for size in (2, (2, 2), 2, 2, 2)]
     positions, state = torch.zeros(2, 4096, dtype=torch.int64), torch.zeros(2, 4096)
-    slots = Slots(case.keys, case.values, positions, state, *numbers)
+    slots = Slots(case.keys, case.values, positions, (state,), *numbers)
+    if rule == "persistence":
+        more = torch.zeros(2, 4096, dtype=torch.int16), torch.zeros(2, 4096, 50, dtype=torch.uint8)
+        slots = replace(slots, state=(state, *more))
+    constants: dict[str, dict[str, int | str]] = {
+        "persistence": {"HISTORY": 400}, "pooled": {"KERNEL": 5, "POOLING": "avg", "PROTECT": 32},
+    }  # fmt: skip
     key, value, active = case.keys[:, 0], case.values[:, 0], torch.ones(2, dtype=torch.bool)
     step(
         case.query,
@@ -122,6 +129,8 @@ def lower_step(rule: Rule) -> None:
         sinks=torch.zeros(2, 4),
         arriving=state[:, 0].clone,
         active=active,
+        constants=constants.get(rule),
+        layer=LayerSums(torch.zeros(2, 5000), numbers[0]) if rule == "row" else None,
     )
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch import errors
 from kvsearch.errors import KvsearchWarning
 from kvsearch.kernels import dispatch
 from kvsearch.kernels.attention import Entries, attend
@@ -162,14 +163,14 @@ class TestServed:
         monkeypatch: pytest.MonkeyPatch,
         recwarn: pytest.WarningsRecorder,
     ) -> None:
-        monkeypatch.setattr(dispatch, "_said", set())
+        monkeypatch.setattr(errors, "_said", set())
         with pytest.warns(KvsearchWarning, match=why):
             assert not serves(*states)
         assert not serves(*states)
         assert not recwarn.list
 
     def test_nothing_where_triton_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dispatch, "_said", set())
+        monkeypatch.setattr(errors, "_said", set())
         monkeypatch.setattr(dispatch, "_installed", lambda: False)
         with pytest.warns(KvsearchWarning, match=r"kvsearch\[gpu\]"):
             assert not serves(torch.zeros(1, 1, 8))

@@ -53,7 +53,8 @@ def test_decode_rules(name: str, served: list[str]) -> None:
     """A padded batch with padding among its tokens ends with the entries that PyTorch's path leaves."""
     settings = {"cake": {"window": 3}, "snapkv": {"window": 1, "refresh": 3}}
     policy = create_policy(name, settings.get(name, {}))
-    layer = Layer(Scene(2, 2, 12, (0, 4), 5, (5, 8), 3, softcap=2.0 if name == "h2o" else None))
+    budgets = (8, 8) if name == "tova" else (5, 8)  # rows of a layer are added up in one block
+    layer = Layer(Scene(2, 2, 12, (0, 4), 5, budgets, 3, softcap=2.0 if name == "h2o" else None))
     valid = torch.ones(2, 5, dtype=torch.bool)
     valid[0, 1:3] = False
     with interpreted(False):
@@ -62,7 +63,18 @@ def test_decode_rules(name: str, served: list[str]) -> None:
     holder = begin(layer, policy, policy)
     torch.testing.assert_close(feed(layer, holder, 0, 5, valid), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
-    assert ("step" in served) == (name in ("streaming", "h2o", "snapkv"))
+    assert ("step" in served) == (name not in ("cam", "d2o", "vatp"))
+
+
+@pytest.mark.parametrize("name", ["tova", "cake", "scissorhands"])
+def test_decode_rules_over_several_chunks(name: str) -> None:
+    policy = create_policy(name, {"cake": {"window": 3, "pooling": "max"}}.get(name, {}))
+    layer = Layer(Scene(2, 2, 640, (0,), 3, (630, 630), 3))
+    with interpreted(False):
+        expected, holder = begin(layer, policy, policy), begin(layer, policy, policy)
+        outputs = feed(layer, expected, 0, 3)
+    torch.testing.assert_close(feed(layer, holder, 0, 3), outputs, atol=1e-5, rtol=1e-5)
+    assert held(holder) == held(expected)
 
 
 def test_models_under_eviction_equal_masking() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CONSUMER = 99 * 1024  # bytes of shared memory that a block has on GPUs of compute capability 8.6, 8.9 and 12.0
-KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "finish_step"}
+KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "spread_row", "finish_step"}
 
 
 @pytest.mark.slow

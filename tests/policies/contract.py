@@ -121,7 +121,7 @@ def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> O
         column_sums=column_sums(queries, keys, valid, DIM**-0.5) if needs.column_sums else None,
         projection=OutputWeights(normal(query_heads, DIM, MODEL_DIM).float()) if needs.projection else None,
         hidden={} if needs.hidden is None else {needs.hidden: normal(batch, heads, case.length, 1)[..., 0].float()},
-        rereads={} if needs.reread is None else {needs.reread: normal(batch, heads, case.length, 1)[..., 0].float()},
+        rereads={} if needs.reread is None else {needs.reread: normal(batch, heads, case.length).float().abs()},
     )
 
 
@@ -283,7 +283,9 @@ class PolicyContract:
             assert scores.dtype == torch.float32
             real = observation.valid[:, None].expand_as(scores)
             assert not scores[real].isnan().any()
-            assert scores[candidates(self.policy, observation)].isfinite().all()
+            compared = scores[candidates(self.policy, observation)]
+            assert compared.isfinite().all()
+            assert self.policy.signed_scores or (compared >= 0).all(), "scores below 0 are to be declared"
 
     def the_state_at_the_start_of_decoding(self, observation: Observation) -> None:
         """Of the right shape, the same again, and the caller's: it shares no memory with the observation."""

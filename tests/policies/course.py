@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots
 from kvsearch.policies.ranking import at_each, keep_under
-from tests.policies.examples import NAN
+from tests.policies.examples import JUNK
 
 Row = dict[int, float]  # attention by position
 
@@ -113,9 +113,9 @@ def slots(lists: list[list[int]]) -> Tensor:
 
 
 def clear(cached: Cached, away: Tensor) -> None:
-    """Empty the slots `away` [S, C] bool: NaN for keys and values, zeros for state."""
+    """Empty the slots `away` [S, C] bool: junk for keys and values, zeros for state."""
     cached.positions[away] = -1
-    cached.keys[away], cached.values[away] = NAN, NAN
+    cached.keys[away], cached.values[away] = JUNK, JUNK
     for tensor in cached.state.entries.values():
         tensor[away] = 0
 

@@ -13,6 +13,7 @@ from kvsearch.policies.decoding import Cached, State, Step, lowest, protected_sl
 from kvsearch.policies.ranking import at_each, keep_under
 
 NAN = float("nan")
+JUNK = 1e4  # in keys and values of empty slots
 # mean attention of the window over the six candidates, as two rows that see the window causally
 WINDOW_ROWS = [[0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.30, 0.00], [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.10, 0.20]]
 
@@ -56,7 +57,7 @@ def step_at(positions: Sequence[int], row: Sequence[float] | None = None, keys: 
 
 
 def scattered(seed: int, segments: int = 4, slots: int = 11, dim: int = 3) -> Step:
-    """A step of heads that hold different entries in slots in any order; empty slots hold NaN for keys and values."""
+    """A step of heads that hold different entries in slots in any order; empty slots hold junk."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.full((segments, slots), -1)
     seen = torch.randint(slots, 2 * slots, (segments,), generator=generator)
@@ -66,7 +67,7 @@ def scattered(seed: int, segments: int = 4, slots: int = 11, dim: int = 3) -> St
         where = torch.randperm(slots, generator=generator)[:count]
         positions[segment, where] = torch.cat([chosen, seen[segment, None] - 1])
     empty = positions < 0
-    keys, values = torch.randn(2, segments, slots, dim, generator=generator).masked_fill(empty[..., None], NAN)
+    keys, values = torch.randn(2, segments, slots, dim, generator=generator).masked_fill(empty[..., None], JUNK)
     row = torch.rand(segments, slots, generator=generator).masked_fill(empty, 0.0)
     cached = Cached(keys, values, positions, State(), layer=0, heads=torch.arange(segments))
     return Step(cached, positions.argmax(-1), seen, row / row.sum(-1, keepdim=True))
@@ -101,6 +102,7 @@ def check_order_of_slots(policy: Policy, step: Step, seed: int) -> None:
     assert priorities.dtype == torch.float32
     assert priorities.shape == step.cached.positions.shape
     assert not priorities.isnan().any()
+    assert policy.signed or (priorities[step.cached.held] >= 0).all(), "priorities below 0 are to be declared"
     torch.testing.assert_close(again[held], priorities.gather(-1, order)[held], rtol=1e-5, atol=1e-6)
 
 
@@ -112,6 +114,6 @@ def leaves(policy: Policy, step: Step, budget: int) -> list[int]:
     sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
     protected = protected_slots(positions, step.seen, sinks, recent)
     outside = protected | ~step.cached.held
-    slot = lowest(policy.step(step), positions, outside, policy.signed_scores)
+    slot = lowest(policy.step(step), positions, outside, policy.signed)
     left: list[int] = positions.gather(-1, slot[:, None]).flatten().tolist()
     return left

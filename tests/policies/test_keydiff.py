@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsearch.policies import Observation
-from kvsearch.policies.keydiff import KeyDiff
+from kvsearch.policies.keydiff import BELOW_ONE, KeyDiff
 from tests.policies.contract import Case, observe
 from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
@@ -48,13 +48,22 @@ def test_a_decode_step_ranks_what_is_held_as_a_prompt_would_be(seed: int) -> Non
     for segment, held in enumerate(step.cached.held):
         keys = step.cached.keys[segment, held][None, None]
         alone = Observation(keys, keys, torch.ones(1, int(held.sum()), dtype=torch.bool), 1.0)
-        expected = KeyDiff().score(alone)[0, 0] * _length(keys[0, 0])
-        torch.testing.assert_close(priorities[segment, held], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(_scores(priorities[segment, held], keys[0, 0]), KeyDiff().score(alone)[0, 0])
 
 
-def _length(keys: Tensor) -> Tensor:
-    """The length of the sum of unit keys [C, D], by which decode steps multiply all cosines."""
-    return F.normalize(keys, dim=-1).sum(0).norm()
+def _scores(priorities: Tensor, keys: Tensor) -> Tensor:
+    """Scores of priorities [C] of a decode step: those are |m| (1 + c score), m the sum of unit keys [C, D]."""
+    length = F.normalize(keys, dim=-1).sum(0).norm()
+    return (priorities / length - 1) / BELOW_ONE
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_no_priority_is_below_zero(scale: float) -> None:
+    """Keys in one direction, as near to the mean as can be."""
+    step = scattered(0, slots=50, dim=64)
+    keys = torch.ones_like(step.cached.keys) * scale + torch.randn_like(step.cached.keys) * 1e-7 * scale
+    step = dataclasses.replace(step, cached=dataclasses.replace(step.cached, keys=keys))
+    assert (KeyDiff().step(step) >= 0).all()
 
 
 def test_the_most_similar_key_leaves_while_decoding() -> None:
@@ -62,7 +71,7 @@ def test_the_most_similar_key_leaves_while_decoding() -> None:
     keys = torch.tensor([[[1.0, 0.1], [0.9, -0.3], [7.0, 7.0], [0.0, 1.0], [1.0, 0.0]]])
     step = step_at([1, 3, -1, 2, 0])
     step = dataclasses.replace(step, cached=dataclasses.replace(step.cached, keys=keys))
-    cosines = KeyDiff().step(step)[0, [4, 0, 3, 1]] / _length(keys[0, [4, 0, 3, 1]])
+    cosines = _scores(KeyDiff().step(step)[0, [4, 0, 3, 1]], keys[0, [4, 0, 3, 1]])
     torch.testing.assert_close(cosines, torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0)
     assert leaves(KeyDiff(), step, budget=3) == [1]
     assert leaves(KeyDiff(window=1, sinks=2), step, budget=3) == [2]

@@ -23,7 +23,7 @@ class TestContractProtected(PolicyContract):
 
 def started(step: Step) -> Step:
     """The step with the norms of all entries but the newest as state, zeros elsewhere."""
-    norms = step.cached.keys.norm(dim=-1).nan_to_num(0.0)
+    norms = step.cached.keys.norm(dim=-1) * step.cached.held
     norms[torch.arange(len(norms)), step.newest] = 0.0
     return dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=State({NORM: norms})))
 

@@ -59,12 +59,12 @@ def test_the_score_is_the_largest_attention_of_the_bank_times_the_projected_norm
 def test_heads_that_are_even_spread_their_mean_score_over_the_places() -> None:
     """Of the second head alone; while decoding, too. The mean is over the entries that are ranked."""
     scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
-    plain, even = (bank(QUERIES, layers=(3,), sinks=1, protect=2, even=marks) for marks in ([[0, 0]], [[0, 1]]))
+    plain, even = (bank(QUERIES, layers=(3,), sinks=1, protect=1, even=marks) for marks in ([[0, 0]], [[0, 1]]))
     layer, found = scored_while_decoding(even, scene)
     scores = plain.score(layer.observation(plain))
     for (row, head), held in found.items():
         pads = scene.pads[row]
-        mean = scores[row, head, pads + 1 : 7].mean().item()
+        mean = scores[row, head, pads + 1 : 8].mean().item()
         for position, score in held.items():
             if head == 1:
                 assert score == pytest.approx(2 * mean * (position * (5**0.5 - 1) / 2 % 1), rel=1e-4, abs=1e-7)

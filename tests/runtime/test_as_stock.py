@@ -93,6 +93,8 @@ def test_attention_weights_are_empty_and_that_is_said(model: Any) -> None:
         assert planned.generate(ids, max_new_tokens=3).tolist() == found.sequences.tolist()
         with pytest.raises(UsageError, match="drop output_attentions"):
             planned.generate(ids, prompt_lookup_num_tokens=2, **asked)
+        with pytest.raises(UsageError, match="drop output_attentions"):
+            model.generate(ids, prompt_lookup_num_tokens=2, past_key_values=planned.new_cache(LENGTH), **asked)
         assert planned.generate(ids, max_new_tokens=3, prompt_lookup_num_tokens=2).shape[1] == LENGTH + 3
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from tests.families import build, prompts
 from tests.policies.contract import rope
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.policies import SMALL
@@ -43,6 +48,30 @@ def test_a_step_compiles_without_a_break(name: str) -> None:
         )
         assert torch.equal(whole[0], plain[0])
         assert whole[1] == plain[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phases", [("prefill",), ("prefill", "decode")])
+@torch.no_grad()
+def test_a_step_of_a_whole_model_compiles_without_a_break(phases: tuple[str, ...]) -> None:
+    model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, 20, pads=5)
+    program = Program.of_policy(model, create_policy("h2o"), dict.fromkeys(phases, lambda _: np.array([[6, 11]])))
+    everything, found = torch.ones(2, 1, 1, 1, dtype=torch.bool), []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        cache = PlanCache(model, program)
+        step = torch.compile(model.__call__, fullgraph=True, backend="eager") if compiled else model
+        with running(model):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            cache.reserve(8)
+            for token in range(4):
+                place = mask.sum(-1, keepdim=True) + token
+                given = {"position_ids": place, "attention_mask": everything, "past_key_values": cache}
+                with cache.ahead(place):
+                    logits = step(ids[:, token : token + 1], **given).logits
+        found.append((logits, cache.entries()))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @torch.no_grad()

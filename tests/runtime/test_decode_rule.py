@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from kvsearch.policies.ranking import at_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from tests.examples import fixed
 from tests.policies.contract import DIM, properties, rope
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
@@ -45,7 +46,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
 def test_decoding(name: str) -> None:
     policy = SMALL[name]
 
-    @properties
+    @settings(fixed(24), suppress_health_check=properties.suppress_health_check)
     @given(scenes(max_tokens=6), st.lists(st.integers(0, 3), min_size=4, max_size=12))
     def right(scene: Scene, pattern: list[int]) -> None:
         layer = Layer(scene)

@@ -18,6 +18,7 @@ from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, products
 from kvsearch.runtime.replay import replay
+from kvsearch.runtime.replay_start import Followed
 from kvsearch.search.bank.layer import VisibleKV, prefix_attention
 from tests.policies.contract import DIM, rope
 from tests.runtime.layers import Layer, Scene
@@ -122,7 +123,8 @@ def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
 
 def _replayed(made: Layer, observation: Observation, policy: Policy, tokens: Any) -> list[Tensor]:
     rule = made.rule(policy)
-    return [replay(observation, rule, decode, tokens, made.logits, rope).outputs for decode in (rule, None)]
+    followed = Followed(observation, tokens, made.logits, rope)
+    return [replay(followed, rule, decode).outputs for decode in (rule, None)]
 
 
 @pytest.mark.parametrize("dtype", HALF)

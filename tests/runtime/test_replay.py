@@ -9,6 +9,7 @@ from hypothesis import given
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.replay import replay
+from kvsearch.runtime.replay_start import Followed
 from tests.policies.contract import properties, rope
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
@@ -32,10 +33,8 @@ def check(scene: Scene, prefill: Policy | None, decode: Policy) -> None:
     before = [tensor.clone() for tensor in (layer.query, layer.key, layer.value)]
     outputs, holder = layer.decode(prefill, decode)
     used = [policy for policy in (prefill, decode) if policy is not None]
-    found = replay(
-        layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode), layer.tokens(), layer.logits,
-        rope,
-    )  # fmt: skip
+    followed = Followed(layer.observation(*used), layer.tokens(), layer.logits, rope)
+    found = replay(followed, prefill and layer.rule(prefill), layer.rule(decode))
     assert found.kept == held(holder)
     assert torch.equal(found.most, holder.most_entries())
     torch.testing.assert_close(found.outputs, outputs, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,248 @@
+"""Decode steps that are captured under `generate`: the same tokens, and where that cannot be, the usual steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch import errors
+from kvsearch.errors import KvsearchWarning
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program, attach, steps
+from kvsearch.runtime.attach import PlannedModel
+from kvsearch.runtime.graphs import Captured, CudaGraphs, capturing, graphs_for
+from tests.families import DEVICES, build, prompts
+from tests.runtime.policies import SMALL, for_model
+from tests.runtime.recorder import Recorder
+
+TOKENS = 20
+BUDGETS = np.array([[6, 11]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+
+
+@cache
+def model(family: str = "llama") -> Any:
+    return build(family) if family != "llama" else build("llama", num_hidden_layers=1)
+
+
+def planned(policy: str = "h2o", *, decode: bool = True, family: str = "llama", **options: Any) -> PlannedModel:
+    phases = ("prefill", "decode") if decode else ("prefill",)
+    if family != "llama":
+        return attach(model(family), Program.uniform(model(family), create_policy(policy), lambda _: 9), **options)
+    program = Program.of_policy(model(), create_policy(policy), dict.fromkeys(phases, lambda _: BUDGETS))
+    return attach(model(), program, **options)
+
+
+def say(planned_model: PlannedModel, batch: int = 2, **changes: Any) -> Tensor:
+    ids, mask = prompts(batch, 20, pads=5)
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, **changes}
+    torch.manual_seed(0)
+    with planned_model:
+        made: Tensor = planned_model.generate(ids, attention_mask=mask, **options)
+    return made
+
+
+@contextmanager
+def recorded() -> Iterator[Recorder]:
+    """Let steps be captured by a recorder."""
+    recorder = Recorder()
+    with capturing(lambda _: recorder):
+        yield recorder
+
+
+def usual(**options: Any) -> Recorder:
+    """Steps that are not captured, and which tokens come out all the same."""
+    policy = {name: options.pop(name) for name in ("decode", "family", "exact") if name in options}
+    expected = say(planned(**policy), **options)
+    with recorded() as recorder:
+        assert torch.equal(say(planned(**policy), **options), expected)
+    return recorder
+
+
+@pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+class TestCaptured:
+    @pytest.mark.parametrize("decode", [False, True])
+    def test_room_that_runs_out_is_made_anew(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Graphs of what was there before are not used any more."""
+        monkeypatch.setattr(steps, "ROOM", 6)
+        expected = say(planned("full", decode=decode))
+        with recorded() as recorder:
+            run = planned("full", decode=decode)
+            assert torch.equal(say(run), expected)
+        assert recorder.log.count("captured") >= (3 if not decode else 1)
+        assert recorder.log.count("replayed") > TOKENS // 2
+
+    def test_what_is_drawn_is_the_same(self) -> None:
+        drawn = [say(planned(), do_sample=True, temperature=2.0)]
+        with recorded() as recorder:
+            drawn.append(say(planned(), do_sample=True, temperature=2.0))
+        assert torch.equal(*drawn)
+        assert recorder.log.count("replayed") > TOKENS // 2
+
+    @pytest.mark.parametrize("decode", [False, True])
+    def test_a_conversation_goes_on(self, decode: bool) -> None:
+        """What was captured of one turn leaves the cache as others leave it: to be cropped, saved and continued."""
+        found = []
+        for first, second in ((True, True), (True, False), (False, False)):
+            run, ids = planned(decode=decode), prompts(1, 17)[0]
+            for captured in (first, second):
+                ids = torch.cat([ids, prompts(1, 3, seed=2)[0]], 1)
+                given = {} if run.cache is None else {"past_key_values": run.cache}
+                with capturing((lambda _: Recorder()) if captured else None), run:
+                    ids = run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **given)
+            if not decode:
+                run.cache.crop(-2)
+            found.append((ids.tolist(), run.cache.entries().tolist(), run.cache.kept_positions(0)))
+        assert found[0] == found[1] == found[2]
+
+    def test_the_model_stays_as_it_is(self) -> None:
+        before = dict(vars(model()))
+        with recorded():
+            say(planned())
+        assert vars(model()).keys() == before.keys()
+        assert type(model()).__call__ is torch.nn.Module.__call__
+
+    def test_tokens_are_streamed_and_scores_kept(self) -> None:
+        class Streamer:
+            ended, tokens = False, 0
+
+            def put(self, value: Tensor) -> None:
+                self.tokens += value.numel()
+
+            def end(self) -> None:
+                self.ended = True
+
+        streamer, ids = Streamer(), prompts(1, 20)[0]
+        with recorded(), planned() as run:
+            made = run.generate(
+                ids, streamer=streamer, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        assert streamer.ended
+        assert streamer.tokens == 20 + TOKENS
+        chosen = torch.stack(made.logits).argmax(-1).flatten()
+        assert torch.equal(chosen[1:], made.sequences[0, 21:])  # the first may be one that ends
+
+
+class TestNotCaptured:
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"num_beams": 2}, "sequences are rearranged"),
+            ({"prompt_lookup_num_tokens": 3, "decode": False, "batch": 1}, "several tokens come at a time"),
+            ({"output_hidden_states": True}, "output_hidden_states asks for would be overwritten"),
+            ({"exact": True, "decode": False}, "`exact` attention"),
+            ({"family": "gemma3"}, "leaves alone have caches that move"),
+        ],
+    )
+    def test_the_reason_is_said_once(self, options: dict[str, Any], reason: str) -> None:
+        with pytest.warns(KvsearchWarning, match=reason) as said:
+            recorder = usual(**options)
+            usual(**options)
+        assert "captured" not in recorder.log
+        assert len([one for one in said if "without CUDA graphs" in str(one.message)]) == 1
+
+    @pytest.mark.parametrize("options", [{"max_new_tokens": 8, "min_new_tokens": 8}])
+    def test_few_tokens_are_not_worth_it(self, options: dict[str, Any]) -> None:
+        assert usual(**options).log == []
+
+    def test_it_can_be_switched_off(self) -> None:
+        with recorded() as recorder:
+            say(planned(graphs=False))
+        assert recorder.log == []
+
+    def test_a_step_that_cannot_be_captured_is_run(self) -> None:
+        class Broken(Recorder):
+            def capture(self, step: Callable[[], Any]) -> Captured:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        broken, expected = Broken(), say(planned())
+        with capturing(lambda _: broken), pytest.warns(KvsearchWarning, match=r"capturing\)$"):
+            assert torch.equal(say(planned()), expected)
+
+    def test_a_model_that_looks_at_lengths_is_not_replayed(self) -> None:
+        """Its code would go on with the length of the step that was captured."""
+
+        def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            kwargs["past_key_values"].get_seq_length()
+
+        handle = model().register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            with pytest.warns(KvsearchWarning, match="asks how long"):
+                assert "captured" not in usual().log
+        finally:
+            handle.remove()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests/device has it with a stand-in: here the graphs are those of CUDA."""
+    replayed: list[str] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(name), replay(graph)))
+    there, policy = build("llama", "cuda", num_hidden_layers=2), for_model(SMALL[name])
+    ids, mask = prompts(2, 20, pads=5, device="cuda")
+    for phases in (("prefill",), ("prefill", "decode"))[: 1 if policy.no_decode_rule() else 2]:
+        program = Program.of_policy(there, policy, dict.fromkeys(phases, lambda _: np.array([[9, 9], [6, 13]])))
+        made = []
+        for graphs in (True, False):
+            with attach(there, program, graphs=graphs) as run:
+                made.append(run.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False))
+        assert torch.equal(*made)
+    assert replayed
+
+
+def test_there_are_graphs_on_cuda_alone() -> None:
+    assert graphs_for(torch.device("cpu")) is None
+
+
+def test_what_cuda_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed to see that PyTorch's functions take what they are given, and in which order."""
+    done: list[str] = []
+    signature = inspect.signature(torch.cuda.graph)
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, other: Any) -> None:
+            done.append("wait")
+
+    @contextmanager
+    def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
+        signature.bind(*args, **kwargs)
+        done.append("begin")
+        yield
+        done.append("end")
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        done.append("on")
+        yield
+
+    fakes = {
+        "Stream": lambda device: Stream(), "current_stream": lambda device: Stream(), "stream": on, "graph": graph,
+        "graph_pool_handle": lambda: (0, 0), "CUDAGraph": lambda: SimpleNamespace(replay=lambda: done.append("replay")),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = CudaGraphs(torch.device("cpu"))
+    assert graphs.run(lambda: done.append("step") or 1) == 1
+    made = graphs.capture(lambda: done.append("step") or 2)
+    made.replay()
+    assert made.output == 2
+    assert done == ["wait", "on", "step", "wait", "begin", "step", "end", "replay"]
