@@ -2,6 +2,7 @@
 
     python benchmarks/bench_search.py                      # bundled model, 30 samples of 1,024 tokens, populations of 8
     python benchmarks/bench_search.py --samples 8 --length 512 --naive 2
+    python benchmarks/bench_search.py --shape llama-3.1-8b --device cuda --length 8192 --answer 64   # random weights
 
 The papers (EvolKV, arXiv 2509.08315) prefill every sample and decode its reply for every candidate. Here the runtime
 does so for a few candidates, in batches of 8 samples; their mean time is what any number of candidates would take each,
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,13 +25,14 @@ from kvsearch.arrays import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.models.shapes import random_model
 from kvsearch.plan.protocol import PROTOCOLS, Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.executors import Job
+from kvsearch.search.jobs import Job
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -59,11 +61,28 @@ def naive(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Prot
     return [sample.score for sample in run_encoded(loaded, {"candidate": program}, [task], protocol)]
 
 
+@dataclass(frozen=True)
 class OneQuestion(SyntheticTask):
-    """A task with one question for every context."""
+    """A task with one question for every context, whose answer is as long as it is, or of so many words."""
+
+    answer: int | None = None
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:
-        return [replace(example, queries=example.queries[:1]) for example in super().examples(samples, seed, count)]
+        return [self._asked(example) for example in super().examples(samples, seed, count)]
+
+    def _asked(self, example: Example) -> Example:
+        query = example.queries[0]
+        if self.answer is not None:
+            words = " ".join(example.context.split()[: self.answer])
+            query = replace(query, answers=(words,), written=words, max_new_tokens=self.answer)
+        return replace(example, queries=(query,))
+
+
+def loaded_of(shape: str | None, layers: int | None, device: str) -> LoadedModel:
+    """The bundled model, or one of a shape with random weights, which reads the tokens of the bundled one."""
+    if shape is None:
+        return load("bundled", LoadOptions(device=device))
+    return replace(random_model(shape, layers, device), tokenizer=load("bundled", LoadOptions(device="cpu")).tokenizer)
 
 
 def main() -> None:
@@ -75,11 +94,15 @@ def main() -> None:
     parser.add_argument("--population", type=int, default=8)
     parser.add_argument("--naive", type=int, default=5, help="candidates judged by the papers' procedure")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", help="random weights of this shape, such as llama-3.1-8b, bfloat16")
+    parser.add_argument("--layers", type=int, help="with --shape: its first layers only")
+    parser.add_argument("--answer", type=int, help="tokens of every answer (default: the task's own)")
     args = parser.parse_args()
-    loaded = load("bundled", LoadOptions(device=args.device))
+    loaded = loaded_of(args.shape, args.layers, args.device)
     policy = create_policy("snapkv", {"window": 8})
-    task = encode_tasks(loaded, [OneQuestion(args.task, args.length)], args.samples)[0]
-    print(f"bundled model, {args.samples} samples of {args.length:,} tokens ({args.task}), budget {args.budget}")
+    question = OneQuestion(args.task, args.length, answer=args.answer)
+    task = encode_tasks(loaded, [question], args.samples)[0]
+    print(f"{loaded.name}, {args.samples} samples of {args.length:,} tokens ({args.task}), budget {args.budget}")
     for protocol in PROTOCOLS:
         compare(loaded, policy, task, protocol, args)
 

@@ -7,6 +7,7 @@ answers are teacher-forced while all layers see only what the policy keeps. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -132,10 +133,8 @@ def fit_exponents(
                 f"fit_ratio {options.fit_ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of "
                 f"{prompt.length} tokens, below the {least} that are always kept: lower it"
             )
-    losses: list[Floats] = []
-    with running(loaded.model):
-        for prompt in counted(prompts, len(prompts), progress):
-            losses += _losses(loaded, prompt, policy, options, floor(prompt.length))
+    found = loaded.map(partial(_losses, policy=policy, options=options), prompts)
+    losses = [loss for some in counted(found, len(prompts), progress) for loss in some]
     if not losses:
         raise UsageError(
             "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the second "
@@ -144,10 +143,14 @@ def fit_exponents(
     return Fit(PAIRS, np.stack(losses, 1).astype(np.float32))
 
 
-def _losses(
-    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions, floor: int
-) -> list[Floats]:
+def _losses(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions) -> list[Floats]:
     """Measure the loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
+    with running(loaded.model):
+        return _losses_of(loaded, prompt, policy, options)
+
+
+def _losses_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions) -> list[Floats]:
+    floor = floor_entries(prompt.length, policy, options.minimum)
     rows = CAKEAllocation(window=options.window).needs(policy).query_rows
 
     def look(observation: Observation) -> Dispersion:

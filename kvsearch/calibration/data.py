@@ -18,7 +18,7 @@ from kvsearch.errors import UsageError
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.contexts import ContextSet, context_hash
 from kvsearch.plan.files import read_text
-from kvsearch.plan.limits import MOST_DATA
+from kvsearch.plan.limits import MOST_DATA, MOST_PATH
 from kvsearch.plan.parsing import describe_validation_error, read_json
 from kvsearch.resources import resource
 from kvsearch.tasks.fields import Filled, NotEmpty
@@ -57,7 +57,7 @@ class Text(_Record):
     """One context: its text, or the file it is in (relative to the JSON file), what is asked of it, and its kind."""
 
     text: Filled | None = None
-    text_file: Filled | None = None
+    text_file: Annotated[Filled, Field(max_length=MOST_PATH)] | None = None
     kind: Filled | None = None
     questions: Annotated[tuple[Pair, ...], NotEmpty]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvsearch.arrays import Ints
 from kvsearch.budgets.adakv import AdaKVAllocation
@@ -56,11 +57,9 @@ def calibrate_dynamic(
     tables = RatioTables(policy, options.minimum)
     prompts = prompts_of(loaded, data, options.protocol, max_length=options.max_length)
     check_lengths(prompts, policy, tables.floor)
-    with running(loaded.model):
-        for prompt in counted(prompts, len(prompts), progress):
-            demands = observe_demands(loaded, prompt, policy, allocation)
-            budgets = decisions(allocation, demands, prompt.length, tables.floor(prompt.length))
-            tables.add((1.0 - budgets / prompt.length).astype(np.float32), prompt.length, prompt.context)
+    found = loaded.map(partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor), prompts)
+    for prompt, table in zip(prompts, counted(found, len(prompts), progress), strict=True):
+        tables.add(table, prompt.length, prompt.context)
     how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
     settings = {**options.texts(data), **allocation.parameters(), **how}
     seed, floor = options.seed, tables.floor(tables.length)
@@ -72,6 +71,20 @@ def calibrate_dynamic(
     if options.check and checkable(data):
         spread[HELD_OUT] = tables.held_out(folds_of(data))
     return Profile(origin, {**tables.arrays(), **spread})
+
+
+def ratio_table(
+    loaded: LoadedModel,
+    prompt: CalibrationPrompt,
+    policy: Policy,
+    allocation: Allocation,
+    floor: Callable[[int], int],
+) -> NDArray[np.float32]:
+    """Return the local eviction ratios that are decided for one prompt, [99, L, Hkv]."""
+    with running(loaded.model):
+        demands = observe_demands(loaded, prompt, policy, allocation)
+    budgets = decisions(allocation, demands, prompt.length, floor(prompt.length))
+    return (1.0 - budgets / prompt.length).astype(np.float32)
 
 
 def observe_demands(

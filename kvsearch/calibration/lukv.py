@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -100,35 +100,54 @@ def measure_importance(
     options: LukvOptions,
     rivals: Sequence[Policy] = (),
 ) -> Iterator[MeasuredQuestion]:
-    """Measure every question of `prompts`; the model must run the attention implementation "kvsearch".
+    """Measure every question of `prompts`; `rivals` rank the same entries in the same pass."""
+    firsts = accumulate((len(prompt.continuations) for prompt in prompts), initial=0)
+    work = partial(_measured, policy=policy, options=options, rivals=rivals)
+    for found in loaded.map(work, list(zip(prompts, firsts, strict=False))):
+        yield from found
 
-    `rivals` rank the same entries in the same pass.
-    """
-    others, numbers = list(choices(policy).values()), count()
-    for prompt in prompts:
-        refusal = prompt.refusal(loaded.name)
-        passed = ImportancePass(
-            loaded.model, [policy, *others, *rivals], prompt.ids.to(loaded.device), options.group, refusal
-        )
-        ranks = passed.ranks()
-        order = torch.argsort(ranks, dim=-1)
-        places = [passed.ranks(number + 1) for number in range(len(others))]
-        orders = [passed.ranks(1 + len(others) + number).argsort(-1) for number in range(len(rivals))]
-        protected = ranks < policy.protected(prompt.length)
-        for after in prompt.continuations:
-            found = passed.ask(after.tokens.to(loaded.device))
-            values = found.importance.gather(-1, order)
-            if not bool(values.isfinite().all()) or bool(found.logits.isnan().any()):
-                raise IncompatibleError(refusal)
-            effect, entries = _worth(passed, after, found, protected, options, next(numbers))
-            scale = _scale(found, protected, options.normalization) if entries is None else entries.sum((1, 2))
-            kept = np.array([_kept(found.importance, place) for place in places])
-            worth = found.importance if entries is None else entries
-            curves = np.array([_kept_curve(worth.gather(-1, one).numpy()) for one in orders])
-            attributed = None if entries is None else entries.gather(-1, order).numpy()
-            yield MeasuredQuestion(
-                values.numpy(), scale.double().numpy(), effect, prompt.context, kept, curves, attributed
-            )
+
+def _measured(
+    loaded: LoadedModel,
+    item: tuple[CalibrationPrompt, int],
+    policy: Policy,
+    options: LukvOptions,
+    rivals: Sequence[Policy],
+) -> Iterator[MeasuredQuestion]:
+    """Measure the questions of one prompt, the first of which has a number among all."""
+    with running(loaded.model):
+        yield from _questions(loaded, *item, policy, options, rivals)
+
+
+def _questions(
+    loaded: LoadedModel,
+    prompt: CalibrationPrompt,
+    first: int,
+    policy: Policy,
+    options: LukvOptions,
+    rivals: Sequence[Policy],
+) -> Iterator[MeasuredQuestion]:
+    others, refusal = list(choices(policy).values()), prompt.refusal(loaded.name)
+    passed = ImportancePass(
+        loaded.model, [policy, *others, *rivals], prompt.ids.to(loaded.device), options.group, refusal
+    )
+    ranks = passed.ranks()
+    order = torch.argsort(ranks, dim=-1)
+    places = [passed.ranks(number + 1) for number in range(len(others))]
+    orders = [passed.ranks(1 + len(others) + number).argsort(-1) for number in range(len(rivals))]
+    protected = ranks < policy.protected(prompt.length)
+    for number, after in enumerate(prompt.continuations, first):
+        found = passed.ask(after.tokens.to(loaded.device))
+        values = found.importance.gather(-1, order)
+        if not bool(values.isfinite().all()) or bool(found.logits.isnan().any()):
+            raise IncompatibleError(refusal)
+        effect, entries = _worth(passed, after, found, protected, options, number)
+        scale = _scale(found, protected, options.normalization) if entries is None else entries.sum((1, 2))
+        kept = np.array([_kept(found.importance, place) for place in places])
+        worth = found.importance if entries is None else entries
+        curves = np.array([_kept_curve(worth.gather(-1, one).numpy()) for one in orders])
+        attributed = None if entries is None else entries.gather(-1, order).numpy()
+        yield MeasuredQuestion(values.numpy(), scale.double().numpy(), effect, prompt.context, kept, curves, attributed)
 
 
 def _worth(
@@ -178,25 +197,24 @@ def calibrate_lukv(
     kept, summary, worth = [], _Summary(policy, options), {}
     prompts = asked_prompts(loaded, data, [policy, *rivals], options)
     checked = options.check and options.aggregate == "ratios" and checkable(data)
-    with running(loaded.model):
-        questions = measure_importance(loaded, prompts, policy, options, rivals)
-        for measured in counted(questions, data.questions, progress):
-            if options.normalization in IN_NATS:
-                kept.append(measured)  # the weights come from all questions together
-            else:
-                summary.add(measured, 1 / measured.scale)
-        if kept:  # over all questions, as effects are noisy one by one
-            effects = np.stack([one.effect for one in kept])
-            if options.normalization == "remeasured":
-                effects = remeasured_effects(loaded, prompts, policy, options, kept)
-            weights = layer_weights(effects.sum(0), kept)
-            for measured in kept:
-                summary.add(measured, weights)
-            if checked:
-                worth[HELD_OUT] = _held_out(kept, effects, folds_of(data), policy, options)
-            worth["layer_worth"] = np.stack([effects.mean(0), effects.std(0) / len(kept) ** 0.5]).astype(np.float32)
-        elif checked:
-            worth[HELD_OUT] = summary.tables.held_out(folds_of(data))
+    questions = measure_importance(loaded, prompts, policy, options, rivals)
+    for measured in counted(questions, data.questions, progress):
+        if options.normalization in IN_NATS:
+            kept.append(measured)  # the weights come from all questions together
+        else:
+            summary.add(measured, 1 / measured.scale)
+    if kept:  # over all questions, as effects are noisy one by one
+        effects = np.stack([one.effect for one in kept])
+        if options.normalization == "remeasured":
+            effects = remeasured_effects(loaded, prompts, policy, options, kept)
+        weights = layer_weights(effects.sum(0), kept)
+        for measured in kept:
+            summary.add(measured, weights)
+        if checked:
+            worth[HELD_OUT] = _held_out(kept, effects, folds_of(data), policy, options)
+        worth["layer_worth"] = np.stack([effects.mean(0), effects.std(0) / len(kept) ** 0.5]).astype(np.float32)
+    elif checked:
+        worth[HELD_OUT] = summary.tables.held_out(folds_of(data))
     settings = {**options.texts(data), **options.settings()}
     if named := tuple(choices(policy)):
         settings["choices"] = named
@@ -230,16 +248,8 @@ def remeasured_effects(
     """
     shares, rounds = np.full(kept[0].importance.shape[:2], 1 - REMEASURED_AT), list[Floats]()
     for _ in range(ROUNDS):
-        found = []
-        for prompt in prompts:
-            passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group)
-            ranks, length = passed.ranks(), prompt.length
-            floor = floor_entries(length, policy, options.minimum)
-            total = max(round((1 - REMEASURED_AT) * length * shares.size), floor * shares.size)
-            budgets = torch.from_numpy(water_fill(shares, total, floor, length))
-            plan, protected = ranks < budgets[..., None], ranks < policy.protected(length)
-            found += [effects_under(passed, after, plan, protected) for after in prompt.continuations]
-        rounds.append(np.stack(found))
+        found = loaded.map(partial(_effects, shares=shares, policy=policy, options=options), prompts)
+        rounds.append(np.stack([effects for some in found for effects in some]))
         effects: Floats = np.mean(rounds, axis=0)
         before, shares = (
             shares,
@@ -248,6 +258,20 @@ def remeasured_effects(
         if np.abs(shares - before).sum() / 2 < STILL * shares.sum():
             break
     return effects
+
+
+def _effects(
+    loaded: LoadedModel, prompt: CalibrationPrompt, shares: Floats, policy: Policy, options: LukvOptions
+) -> list[Floats]:
+    """Measure the effects of all questions of a prompt under a plan of `shares` [L, Hkv], [L] each."""
+    with running(loaded.model):
+        passed = ImportancePass(loaded.model, [policy], prompt.ids.to(loaded.device), options.group)
+        ranks, length = passed.ranks(), prompt.length
+        floor = floor_entries(length, policy, options.minimum)
+        total = max(round((1 - REMEASURED_AT) * length * shares.size), floor * shares.size)
+        budgets = torch.from_numpy(water_fill(shares, total, floor, length))
+        plan, protected = ranks < budgets[..., None], ranks < policy.protected(length)
+        return [effects_under(passed, after, plan, protected) for after in prompt.continuations]
 
 
 def _solved_shares(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
-from kvsearch.runtime.forced_answers import Asking, own_replies
+from kvsearch.runtime.forced_answers import Asking, parted_replies
 from kvsearch.runtime.replies import Finished
 from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
@@ -36,6 +37,10 @@ class Continuation:
     most: int = 0
     taken: TakenOf | None = None
     kind: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out, on the way to another process, what own replies alone are made with: it has a tokenizer."""
+        return {**self.__dict__, "taken": None}
 
     @property
     def predicting(self) -> slice:
@@ -59,6 +64,10 @@ class CalibrationPrompt:
     context: int
     continuations: tuple[Continuation, ...]
     ended: Finished | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `Continuation.__getstate__`."""
+        return {**self.__dict__, "ended": None}
 
     @property
     def kinds(self) -> set[str | None]:
@@ -166,20 +175,34 @@ def with_own_replies(
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
     """
+    return next(parted_own_replies(loaded, [prompts], most, progress))
+
+
+def parted_own_replies(
+    loaded: LoadedModel,
+    parts: Sequence[Sequence[CalibrationPrompt]],
+    most: int,
+    progress: Progress | None = None,
+) -> Iterator[list[CalibrationPrompt]]:
+    """Yield each part as `with_own_replies` does; prompts of different parts do not reply side by side."""
     limit = most_tokens(loaded.model) or sys.maxsize
-    asked, replying = [], [prompt for prompt in prompts if prompt.continuations]
-    for prompt in replying:
-        questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
-        room = [
-            min(one.most or most, limit - prompt.length - len(question))
-            for one, question in zip(prompt.continuations, questions, strict=True)
-        ]
-        asked.append(Asking(prompt.ids[0], questions, tuple(room), prompt.refusal(loaded.name), prompt.ended))
-    found = {}
-    for prompt, replies in zip(replying, own_replies(loaded, asked, progress), strict=True):
-        after = (_replied(one, reply, most) for one, reply in zip(prompt.continuations, replies, strict=True))
-        found[prompt] = replace(prompt, continuations=tuple(after))
-    return [found.get(prompt, prompt) for prompt in prompts]
+    replying = [[prompt for prompt in part if prompt.continuations] for part in parts]
+    asked = [[_asking(prompt, prompt.refusal(loaded.name), most, limit) for prompt in part] for part in replying]
+    for part, those, made in zip(parts, replying, parted_replies(loaded, asked, progress), strict=True):
+        found = {}
+        for prompt, replies in zip(those, made, strict=True):
+            after = (_replied(one, reply, most) for one, reply in zip(prompt.continuations, replies, strict=True))
+            found[prompt] = replace(prompt, continuations=tuple(after))
+        yield [found.get(prompt, prompt) for prompt in part]
+
+
+def _asking(prompt: CalibrationPrompt, place: str, most: int, limit: int) -> Asking:
+    questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
+    room = [
+        min(one.most or most, limit - prompt.length - len(question))
+        for one, question in zip(prompt.continuations, questions, strict=True)
+    ]
+    return Asking(prompt.ids[0], questions, tuple(room), place, prompt.ended)
 
 
 def _replied(after: Continuation, reply: list[int], most: int) -> Continuation:

@@ -7,7 +7,7 @@ what TriAttention scores keys by.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -67,11 +67,8 @@ def calibrate_query_statistics(
     require_plain_rotary(loaded.model, "query statistics")
     prompts = prompts_of(loaded, data, max_length=options.max_length)
     check_lengths(prompts, policy, lambda _: policy.sink_count)
-    with running(loaded.model):
-        # one after the other: covariances of all contexts at once would not fit a large model's host
-        found = reduce(
-            _merged, (_layers_of(loaded, prompt, policy) for prompt in counted(prompts, len(prompts), progress))
-        )
+    # one after the other: covariances of all contexts at once would not fit a large model's host
+    found = reduce(_merged, counted(loaded.map(partial(_layers_of, policy=policy), prompts), len(prompts), progress))
     statistics = [one.moments.statistics() for one in found]
     arrays = {
         QUERY_MEAN: torch.cat([one.mean for one in statistics]),
@@ -98,7 +95,8 @@ def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -
         return QueryMoments.of(plain, cos.shape[-1] // 2)
 
     needs = dict.fromkeys(describe(loaded.model).full_layers, (Needs(query_rows=prompt.length),))
-    return DensePass(loaded.model, needs, look, ids, refusal=refusal).noted
+    with running(loaded.model):
+        return DensePass(loaded.model, needs, look, ids, refusal=refusal).noted
 
 
 def _merged(one: list[QueryMoments], other: list[QueryMoments]) -> list[QueryMoments]:

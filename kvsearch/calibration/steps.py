@@ -10,9 +10,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,15 +20,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.prompts import CalibrationPrompt, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, parted_own_replies
 from kvsearch.calibration.sample_files import SAMPLES
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.files import atomic_write, read_bytes
+from kvsearch.resources import version
 from kvsearch.runtime.forced_answers import TOGETHER
 
+T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]
-Step = Callable[[Callable[[], Arrays]], Arrays]  # makes arrays, or reads them if they were made before
 CONTENT = "content"  # of a file beside what it was measured of: the digest of its arrays
 
 
@@ -91,19 +91,18 @@ def kept_replies(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, done: Steps
 ) -> list[CalibrationPrompt]:
     """Return what `with_own_replies` does, a few contexts a step."""
-    found, step = list[CalibrationPrompt](), done.stage()
-    for first in range(0, len(prompts), TOGETHER):
-        part = prompts[first : first + TOGETHER]
+    parts = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
 
-        def reply(part: Sequence[CalibrationPrompt] = part) -> Arrays:
-            told = with_own_replies(loaded, part, most)
-            return {
+    def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
+        for told in parted_own_replies(loaded, some, most):
+            yield {
                 f"{number}.{place}": after.tokens.numpy()
                 for number, prompt in enumerate(told)
                 for place, after in enumerate(prompt.continuations)
             }
 
-        made = step(reply)
+    found = list[CalibrationPrompt]()
+    for part, made in zip(parts, done.stage(parts, make), strict=True):
         for number, prompt in enumerate(part):
             after = (
                 replace(one, tokens=torch.from_numpy(made[f"{number}.{place}"]))
@@ -121,29 +120,31 @@ class Steps:
         self.identity = {**identity, "version of kvsearch": version("kvsearch")}
         self._stage = -1
 
-    def stage(self) -> Step:
-        """Begin the next stage; what is returned does its steps in turn: it makes one, or reads it if it is there.
+    def stage(self, items: Sequence[T], make: Callable[[Sequence[T]], Iterator[Arrays]]) -> Iterator[Arrays]:
+        """Do the next stage, a step for each of its items in turn: one that is there is read.
+
+        `make` yields what becomes of the items of the other steps, in their order.
 
         Raises:
             UsageError: the file of a step is damaged, or of something else.
         """
         self._stage += 1
-        stage, number = self._stage, -1
-
-        def step(make: Callable[[], Arrays]) -> Arrays:
-            nonlocal number
-            number += 1
-            if self.folder is None:
-                return make()
-            path = self.folder / f"{stage:06d}-{number:04d}.safetensors"
-            if not path.exists():
-                made = make()
-                write_arrays(path, made, {**self.identity, CONTENT: _digest(made)})
-            else:
+        paths = [self._path(self._stage, number) for number in range(len(items))]
+        there = [path is not None and path.exists() for path in paths]
+        made = make([item for item, known in zip(items, there, strict=True) if not known])
+        for path, known in zip(paths, there, strict=True):
+            if path is None:
+                yield next(made)
+                continue
+            if known:
                 self._check(path)
-            return _FileArrays(path)
+            else:
+                arrays = next(made)
+                write_arrays(path, arrays, {**self.identity, CONTENT: _digest(arrays)})
+            yield _FileArrays(path)
 
-        return step
+    def _path(self, stage: int, number: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{stage:06d}-{number:04d}.safetensors"
 
     def _check(self, path: Path) -> None:
         """Raise UsageError if the file of a step is damaged, or of something else."""

@@ -27,7 +27,7 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.budgets.uniform import Uniform
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, unknown
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.guard import round_half_up
@@ -129,7 +129,7 @@ def explore(
         UsageError: an unknown name, or one that is named but was not measured.
     """
     if level not in LEVELS:
-        raise UsageError(f"unknown level to explore {level!r}{suggest(level, list(LEVELS))}")
+        raise UsageError(unknown("level to explore", level, list(LEVELS)))
     table = SignalTable(profile)
     mean = size.pool(profile.metadata).mean
     missing, patterns = _missing_curves(table, mean), _patterns(table)

@@ -10,6 +10,7 @@ that of a sign-flip test, see `kvsearch.choose.acceptance`; several ratios share
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -58,13 +59,13 @@ def check_table(
     policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
     asked: dict[str, list[Floats]] = {}
     fold_of: dict[str, int] = {}
-    with running(loaded.model):
-        for prompt in counted(prompts, len(prompts), progress):
-            table = tables[folds[prompt.context]].astype(np.float64)
-            text = data.contexts[prompt.context].text
-            fold_of[text] = folds[prompt.context]
-            asked.setdefault(text, []).extend(_staying(loaded, prompt, policy, minimum, table, mixes))
-    scores = {text: np.mean(found, axis=0) for text, found in asked.items() if found}
+    items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
+    found = loaded.map(partial(_staying, policy=policy, minimum=minimum, mixes=mixes), items)
+    for prompt, stays in zip(prompts, counted(found, len(prompts), progress), strict=True):
+        text = data.contexts[prompt.context].text
+        fold_of[text] = folds[prompt.context]
+        asked.setdefault(text, []).extend(stays)
+    scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
     if not scores:
         return ()
     by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
@@ -74,13 +75,27 @@ def check_table(
 
 def _staying(
     loaded: LoadedModel,
-    prompt: CalibrationPrompt,
+    item: tuple[CalibrationPrompt, Floats],
     policy: Policy,
     minimum: float,
-    table: Floats,
     mixes: tuple[float, ...],
 ) -> list[Floats]:
-    """Return the share of each answer's tokens that stays under mixtures of the `table` [R, L, Hkv], [R, mixes]."""
+    """Return the share of each answer's tokens that stays under mixtures of a table [R, L, Hkv], [R, mixes].
+
+    The `item` is a prompt with its table.
+    """
+    with running(loaded.model):
+        return _stays(loaded, *item, policy, minimum, mixes)
+
+
+def _stays(
+    loaded: LoadedModel,
+    prompt: CalibrationPrompt,
+    table: Floats,
+    policy: Policy,
+    minimum: float,
+    mixes: tuple[float, ...],
+) -> list[Floats]:
     ids, length = prompt.ids.to(loaded.device), prompt.length
     passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
     ranks, heads = passed.ranks(), table[0].size

@@ -35,7 +35,7 @@ from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, unknown
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.policies.registry import policy_of
 from kvsearch.progress import Progress
@@ -205,7 +205,7 @@ def _named(typed: str) -> list[tuple[Kind, str]]:
     known = [one for one in KINDS if name in SIGNALS[one] and kind in ("", one)]
     if not known:
         names = SIGNALS["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
-        raise UsageError(f"unknown signal {name!r}{suggest(name, names)}")
+        raise UsageError(unknown("signal", name, names))
     usual = [one for one in known if name in PAPER[one]]
     return [(one, name) for one in usual or known] if not kind else [(one, name) for one in known]
 
@@ -214,7 +214,7 @@ def _phase_settings(table: SignalTable, typed: Sequence[str] | None) -> list[Pha
     measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
     for setting in typed or ():
         if setting not in SETTINGS:
-            raise UsageError(f"unknown phases {setting!r}{suggest(setting, SETTINGS)}")
+            raise UsageError(unknown("phases", setting, SETTINGS))
         missing = [phase for phase in PHASES[setting] if phase not in table.axes.phases]
         if missing:
             known = ", ".join(table.axes.phases)

@@ -30,11 +30,11 @@ from kvsearch.config.options import Option, parse_setting
 from kvsearch.errors import UsageError
 from kvsearch.jobs.following import loading_flags
 from kvsearch.jobs.foretell import foretold, measured_tflops
-from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel
+from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import FINISHED, on_interruption
 from kvsearch.jobs.talk import Talk
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, unknown
 from kvsearch.plan.fields import Samples
 from kvsearch.plan.parsing import list_problems
 from kvsearch.plan.saved import PROFILE
@@ -61,7 +61,7 @@ RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may ha
 OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what only --tasks reads
 
 
-class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
+class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
     """Where a profile goes and what it is measured on; what is measured is the method's to say, see `METHODS`."""
 
     output: Annotated[Path, Option("Directory for the profile.", short="-o", recorded=False)]
@@ -132,7 +132,7 @@ class CalibrateOptions(WithModel, TaskDetails, CalibrationOptions):
         known, typed = list(METHODS), given.get("method")
         name = stated.get("method", typed or DEFAULT_METHOD)
         if typed is not None and typed not in known:
-            raise UsageError(f"unknown method {typed!r}{suggest(typed, known)}")
+            raise UsageError(unknown("method", typed, known))
         if not isinstance(name, str) or name not in known:
             problem = f"method: {name!r} is unknown{suggest(str(name), known)}"
             raise UsageError(list_problems([problem], str(path)))
@@ -244,7 +244,7 @@ def dry_run(options: CalibrateOptions, talk: Talk) -> tuple[dict[str, Any], Cost
     from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, estimate
     from kvsearch.calibration.polykv.measurement import Measurement
     from kvsearch.calibration.polykv.samples import SampleFiles
-    from kvsearch.runtime.plan_checks import warn_unfit
+    from kvsearch.runtime.key_norms import warn_unfit
 
     policies = options.policies()
     warn_unfit(loaded.model, policies)
@@ -299,7 +299,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
     loaded = loaded or options.load(options.model, talk)
 
     from kvsearch.evaluation.identity import environment
-    from kvsearch.runtime.plan_checks import warn_unfit
+    from kvsearch.runtime.key_norms import warn_unfit
 
     policies = options.policies()
     for policy in policies:

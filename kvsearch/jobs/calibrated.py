@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from kvsearch.calibration.directory import HOW, calibrated_model
 from kvsearch.config.options import Option, asked_by_name, one_of
 from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks
+from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks, WithWorkers
 from kvsearch.plan.protocol import Protocol, find_protocol
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import CONFIG
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Profile
 
 
-class OnSignals(WithTasks, Batching, Loading):
+class OnSignals(WithTasks, Batching, WithWorkers):
     """A PolyKV calibration, and how questions are asked of its model."""
 
     recipes: ClassVar[str | None] = ""

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvsearch.config.options import Option, Repeated
 from kvsearch.errors import UsageError
 from kvsearch.jobs.foretell import foretold
-from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks
+from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.stages import FINISHED, going_on, on_interruption
 from kvsearch.jobs.talk import Talk
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COMPARED = "What is compared"
 
 
-class EvaluateOptions(WithModel, WithTasks, Asking):
+class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
@@ -257,14 +257,14 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
     _, evaluation = _prepared(options, talk)
     tasks = [task.task for task in evaluation.encoded]
     with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
-        kept = 0 if store is None else len(store.lines)
+        kept = 0 if store is None else store.count
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, options, progress)
         found = Evaluated(comparison, losses, options.columns_of_tables())
         _write(found, options)
         if options.output is not None:
             finish(options.output, (CONFIG, *WRITTEN))
-        if was_finished and store is not None and len(store.lines) == kept:
+        if was_finished and store is not None and store.count == kept:
             talk.say(FINISHED)
     return found
 

@@ -25,6 +25,7 @@ from kvsearch.jobs.groups import (
     TaskDetails,
     WithModel,
     WithRun,
+    WithWorkers,
     default_tasks,
 )
 from kvsearch.jobs.public import job
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from kvsearch.report.table import Table
     from kvsearch.runs.identity import RunConfig
     from kvsearch.search.evolve import Evolved, PreparedSearch
-    from kvsearch.search.executors.base import Executor
-    from kvsearch.search.executors.cluster import RayWorkers
+    from kvsearch.search.jobs import Executor
     from kvsearch.search.ledger import SearchRun, Spent
+    from kvsearch.workers.cluster import RayWorkers
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
@@ -52,7 +53,7 @@ SPLITS = "train", "select", "report"
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 
 
-class EvolveOptions(WithModel, WithRun, TaskDetails, Asking, EvolveSettings):
+class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
@@ -109,21 +110,9 @@ class EvolveOptions(WithModel, WithRun, TaskDetails, Asking, EvolveSettings):
     max_tokens: Annotated[
         int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
     ] = None
-    workers: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "Evaluate on so many Ray workers, with a GPU each if the model is on one.",
-            panel=WORK,
-            shown="this process",
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        Option("A running Ray cluster: auto, or host:port.", panel=WORK, shown="one is started here"),
-    ] = None
     job_timeout: Annotated[
-        float | None, Option("Seconds after which the job of a Ray worker has failed.", panel=WORK)
+        float | None,
+        Option("Seconds after which the job of a Ray worker has failed.", panel=WORK, recorded=False),
     ] = None
     resume: Annotated[bool, Option("Go on with the run in the directory.", recorded=False)] = False
     method: Literal["evolkv"] = "evolkv"
@@ -148,17 +137,15 @@ class EvolveOptions(WithModel, WithRun, TaskDetails, Asking, EvolveSettings):
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
-    def ray_workers(self) -> RayWorkers | None:
-        """Return the Ray workers that are asked for; UsageError for options of theirs without any, or out of range."""
-        from kvsearch.search.executors.cluster import RayWorkers, import_ray
+    @classmethod
+    def _of_workers(cls) -> tuple[str, ...]:
+        """See `WithWorkers`."""
+        return (*super()._of_workers(), "job_timeout")
 
-        if self.workers is None:
-            for flag, value in (("--ray-address", self.ray_address), ("--job-timeout", self.job_timeout)):
-                if value is not None:
-                    raise UsageError(f"{flag} is for Ray workers: say how many with --workers")
-            return None
-        import_ray()  # before a model is loaded
-        return RayWorkers(self.workers, address=self.ray_address, job_timeout=self.job_timeout)
+    def ray_workers(self) -> RayWorkers | None:
+        """See `WithWorkers.ray_workers`."""
+        wanted = super().ray_workers()
+        return None if wanted is None else replace(wanted, job_timeout=self.job_timeout)
 
     @property
     def limits(self) -> SearchLimits:
@@ -264,7 +251,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         opened(options, searches, talk) as (searches, executor, run),
         watching(talk, run, limits, len(searches)) as watcher,
     ):
-        kept, keep = len(run.ledger.lines), _keep(run.directory, talk)
+        kept, keep = run.ledger.count, _keep(run.directory, talk)
         write_contexts(run.directory, searches[0].hashes)
         if options.budgets is not None:
             found = search_front(searches, executor, run.ledger, limits, watcher, keep)
@@ -280,7 +267,7 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
         result = Evolution(options, found, run.ledger.spent)
         write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
         finish(run.directory, (CONFIG, *WRITTEN, "*.safetensors"))
-        if was_finished and len(run.ledger.lines) == kept:
+        if was_finished and run.ledger.count == kept:
             talk.say(FINISHED)
         return result
 
@@ -314,7 +301,7 @@ def opened(
         require_same(options.output, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
-        _executor(searches, options.ray_workers(), options, talk) as executor,
+        _executor(searches, options, talk) as executor,
         open_search(options.output, config, options.resume, options.force) as run,
     ):
         yield searches, executor, run
@@ -345,7 +332,7 @@ def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
 
     if options.budget is None and not options.budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-    options.ray_workers()
+    options.ray_workers()  # told before anything is read
     spec = options.tasks or default_tasks(options.model)
     splits = Splits(*(find_tasks(spec, options.task_options(split)) for split in SPLITS))
     asked = options.asking(options.protocol)
@@ -457,23 +444,19 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     }
 
 
-def _executor(
-    searches: Sequence[PreparedSearch], workers: RayWorkers | None, options: EvolveOptions, talk: Talk
-) -> Executor:
+def _executor(searches: Sequence[PreparedSearch], options: EvolveOptions, talk: Talk) -> Executor:
     """Return who evaluates candidates, with the prompts read."""
-    from kvsearch.models.loading import LoadOptions
     from kvsearch.search.workers import make_executor
 
     first = searches[0]
-    who = "" if workers is None else f" by each of {workers.workers} workers"
+    who = "" if options.workers is None else f" by each of {options.workers} workers"
     if first.base.in_prefill:
         talk.say(f"reading {len(first.samples)} questions once for all candidates{who}")
     else:
         talk.say(f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase")
-    loading = replace(options.loading(), device=LoadOptions.device, device_map=LoadOptions.device_map)
     cap = max(search.cap for search in searches)
     with talk.progress("prompts") as progress:
-        return make_executor(first, loading, workers, cap, options.memory_bytes, progress)
+        return make_executor(first, cap, options.memory_bytes, progress)
 
 
 def _keep(directory: Path, talk: Talk) -> Keep:

@@ -35,7 +35,7 @@ class SearchProgress:
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """See `Watcher`."""
-        from kvsearch.search.loop import STARTS
+        from kvsearch.search.candidates import STARTS
 
         self.failures += sum(not math.isfinite(value) for value in values)
         place = self.where

@@ -181,8 +181,8 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         return found.plan
 
     def _of_signals(self, profile: Profile, talk: Talk) -> Plan:
+        from kvsearch.budgets.plan_checks import check_plan
         from kvsearch.choose import verdicts
-        from kvsearch.runtime.plan_checks import check_plan
         from kvsearch.strategies.from_signals import strategy_plan
 
         size = self.size_in(profile)

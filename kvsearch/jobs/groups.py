@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, asked_by_name
 from kvsearch.errors import UsageError
@@ -14,12 +14,15 @@ from kvsearch.jobs.talk import Silent, Talk
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.fields import Samples
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
+from kvsearch.search.settings import WORK
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Settings
     from kvsearch.models.loading import LoadedModel
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.catalog import TaskOptions
+    from kvsearch.workers.cluster import RayWorkers
+    from kvsearch.workers.models import ModelWorkers
 
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 PhaseNames = Literal["prefill", "decode", "both"]
@@ -94,6 +97,72 @@ class Loading(JobOptions):
             return cast("LoadedModel", self._loaded)
         with (talk or Silent()).loading(name):
             return load(name, replace(self.loading(), **instead))
+
+
+class WithWorkers(Loading):
+    """Which processes do the work; they decide nothing, so they are no part of a run's configuration."""
+
+    workers: Annotated[
+        int | None,
+        Field(ge=1),
+        Option(
+            "Share out the work to so many Ray workers, with a GPU each if the model is on one.",
+            panel=WORK,
+            shown="this process",
+            recorded=False,
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Option("A running Ray cluster: auto, or host:port.", panel=WORK, shown="one is started here", recorded=False),
+    ] = None
+
+    _opened: list[ModelWorkers] = PrivateAttr(default_factory=list)  # copies of the options have the same list
+
+    @model_validator(mode="after")
+    def _workers_are_named(self) -> Self:
+        for name in self._of_workers():
+            if self.workers is None and getattr(self, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is for Ray workers: say how many with --workers")
+        return self
+
+    @classmethod
+    def _of_workers(cls) -> tuple[str, ...]:
+        """Name the options of workers."""
+        return ("ray_address",)
+
+    def ray_workers(self) -> RayWorkers | None:
+        """Return the Ray workers that are asked for; UsageError if options of theirs are out of range."""
+        from kvsearch.workers.cluster import RayWorkers
+
+        return None if self.workers is None else RayWorkers(self.workers, address=self.ray_address)
+
+    def without_work(self) -> Self:
+        """See `JobOptions.without_work`: nobody has to do it."""
+        return self.model_copy(update={"workers": None, **dict.fromkeys(self._of_workers())})
+
+    def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
+        """See `Loading.load`; the workers load the model, too, when there is something to do.
+
+        Raises:
+            EnvironmentFault: Ray is missing, the cluster does not answer or has no room for the workers.
+        """
+        wanted = self.ray_workers() if self._loaded is None else None
+        if wanted is None:
+            return super().load(name, talk, **instead)
+        from kvsearch.workers.cluster import import_ray
+        from kvsearch.workers.models import ModelWorkers
+
+        import_ray()  # before a model is loaded
+        loaded = super().load(name, talk, **instead)
+        self._opened.append(ModelWorkers(loaded, replace(self.loading(), **instead), wanted))
+        return replace(loaded, workers=self._opened[-1])
+
+    def close(self) -> None:
+        """See `JobOptions.close`: the workers end."""
+        while self._opened:
+            self._opened.pop().close()
 
 
 class WithModel(Loading):

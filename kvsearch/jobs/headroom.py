@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvsearch.config.options import Option, Seeded
 from kvsearch.jobs.foretell import foretold
-from kvsearch.jobs.groups import ASKED, DEFAULT_TASKS, WithModel, default_tasks
+from kvsearch.jobs.groups import ASKED, DEFAULT_TASKS, WithModel, WithWorkers, default_tasks
 from kvsearch.jobs.public import job
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.fields import Samples
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.base import Task
 
 
-class HeadroomOptions(WithModel, Seeded):
+class HeadroomOptions(WithModel, WithWorkers, Seeded):
     """At which ratio the oracle and simple policies evict, and what is asked."""
 
     job: ClassVar[str] = "headroom"

@@ -56,7 +56,7 @@ class PlanOptions(JobOptions):
 
     def checked(self, plan: Plan) -> Plan:
         """Return the plan; UsageError if its parts do not fit together."""
-        from kvsearch.runtime.plan_checks import check_plan
+        from kvsearch.budgets.plan_checks import check_plan
 
         check_plan(plan, f"the plan for {self.output}")
         return plan
@@ -71,7 +71,7 @@ def checked_plan(path: Path) -> Plan:
     from kvsearch.plan import load_plan
 
     plan = load_plan(path)
-    from kvsearch.runtime.plan_checks import check_plan
+    from kvsearch.budgets.plan_checks import check_plan
 
     check_plan(plan, str(path))
     return plan

@@ -47,6 +47,8 @@ def job(options: type[Any], *, dry: bool = False) -> Callable[[Callable[[Any, Ta
                         refuse_locked(place)
                     else:
                         locks.enter_context(writing(place))
+                checked = checked.without_work() if dry else checked
+                locks.callback(checked.close)
                 return function(checked, talk or Silent())
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]

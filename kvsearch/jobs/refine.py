@@ -10,14 +10,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from kvsearch.jobs.evolve import SEARCHED, EvolveOptions, configuration, opened
 from kvsearch.jobs.talk import Talk
 from kvsearch.plan.parsing import read_json
 from kvsearch.progress import Progress
+from kvsearch.report.files.search import Budgets
+from kvsearch.report.files.stored import Stored, damaged, stored
+from kvsearch.runs.estimates import Number
 
 if TYPE_CHECKING:
     from kvsearch.choose.contenders import Measured
@@ -146,7 +150,7 @@ def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: i
         if (options.output / FOUND).exists():
             require_same(options.output, configuration(options, searches), unknown=SEARCHED)
             require_unchanged(options.output, FOUND, "restore it, or delete it and repeat the command")
-            return _read(options.output, searches)
+            return refined(options.output, searches)
         with opened(options, searches, talk) as (ready, executor, run), talk.progress("candidates") as progress:
             write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
             watcher, found = _Counting(run.ledger, most * len(ready), progress), {}
@@ -156,7 +160,7 @@ def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: i
                 found[str(search.budget)] = _as_json(search, outcome)
             write_json(run.directory / FOUND, found)
             finish(run.directory, (CONFIG, LEDGER, CONTEXTS, FOUND, "*.safetensors"))
-        return _read(options.output, searches)
+        return refined(options.output, searches)
 
 
 def _as_json(search: PreparedSearch, outcome: SearchOutcome) -> dict[str, Any]:
@@ -169,19 +173,56 @@ def _as_json(search: PreparedSearch, outcome: SearchOutcome) -> dict[str, Any]:
     return {"starts": starts, "found": found, "ended": outcome.ended}
 
 
-def _read(directory: Path, searches: Sequence[PreparedSearch]) -> Refined:
-    """Return the plans that a finished refinement found."""
-    place = directory / FOUND
-    said: Any = read_json(place)
+class FoundTable(Stored):
+    """A candidate that was worth more than all starts, and where it was found."""
+
+    budgets: Budgets
+    value: Number
+    where: Annotated[str, Field(min_length=1)]
+
+
+class FoundAtSize(Stored):
+    """What the search at one budget found."""
+
+    found: tuple[FoundTable, ...]
+
+
+def read_found(place: Path, searches: Sequence[PreparedSearch]) -> dict[int, tuple[FoundTable, ...]]:
+    """Return what every search has found, by its budget; UsageError if the file is damaged."""
+    said, found = stored(dict[int, FoundAtSize], read_json(place), place), {}
+    for search in searches:
+        if search.budget not in said:
+            raise damaged(place, f"it says nothing of budget {search.budget}")
+        found[search.budget] = said[search.budget].found
+        for one in found[search.budget]:
+            if not _is_of(search, one.budgets):
+                raise damaged(place, f"{search.budget}.found: a table is no candidate of this search")
+    return found
+
+
+def _is_of(search: PreparedSearch, budgets: Budgets) -> bool:
+    """Tell whether a table is one of a search: entries for one policy of every layer, none below its floor."""
+    floors, (layers, heads) = search.base.floors, search.base.heads
+    if [len(row) for row in budgets] != [heads] * len(floors):
+        return False
+    table = np.array(budgets, dtype=np.int64)
+    chosen = (table > 0).any(1)
+    one_each = chosen.reshape(search.base.choices, layers, -1).sum(0) == 1
+    return bool(one_each.all() and (table >= floors)[chosen].all())
+
+
+def refined(directory: Path, searches: Sequence[PreparedSearch]) -> Refined:
+    """Return the plans that a finished refinement found; UsageError if what it has kept is damaged."""
     plans: dict[int, dict[str, Plan]] = {}
+    found = read_found(directory / FOUND, searches)
     for search in searches:
         record = search.record(searched=True)
         plans[search.budget] = {
             NAME if number == 1 else f"{NAME}#{number}": search.plan(
-                np.array(one["budgets"], dtype=np.int64),
-                {**search.as_json(), "found": one["where"], "value": one["value"]},
+                np.array(one.budgets, dtype=np.int64),
+                {**search.as_json(), "found": one.where, "value": one.value},
                 record,
             )
-            for number, one in enumerate(said[str(search.budget)]["found"], 1)
+            for number, one in enumerate(found[search.budget], 1)
         }
     return Refined(plans, searches[0].record(searched=True))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from kvsearch.config.options import Option
 from kvsearch.errors import UsageError
 from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, WithTasks
+from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Numbers, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reproduce_cost import told, work
 from kvsearch.jobs.reproduce_stages import Stages, options_read
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from kvsearch.report.table import Table
 
 RUNS = Path("runs") / "reproduce"
+FORMS = ".json", ".csv", ".md", ".tex"
 
 
-class ReproduceOptions(WithTasks, Loading, Batches):
+class ReproduceOptions(WithTasks, WithWorkers, Batches):
     """Which table, of which model, and what is not as in the paper."""
 
     job: ClassVar[str] = "reproduce"
@@ -174,11 +175,13 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     from kvsearch.report.paper_captions import reproduced
+    from kvsearch.runs.sums import finish, unfinish
 
     table = options.chosen_table()
-    stages = Stages(options, table.stages(options.scale(table)))
+    stages, files = Stages(options, table.stages(options.scale(table))), tuple(map(table.name.__add__, FORMS))
     loaded = options.load(options.model, talk)
     stages.require_data(loaded)
+    unfinish(options.place, files)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
     with on_interruption(talk, lambda: again), overall(talk, work(stages)) as whole:
         for stage in stages.all:
@@ -188,10 +191,11 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
     found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)
     place = options.place / f"{found.name}.json"
     before = place.read_bytes() if place.exists() else None
-    files = write(options.place, found)
+    written = write(options.place, found)
+    finish(options.place, files)
     if before == place.read_bytes():
         talk.say(FINISHED)
-    return Reproduction(options, found, files)
+    return Reproduction(options, found, written)
 
 
 def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
@@ -201,11 +205,11 @@ def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
     from kvsearch.report.table import latex, markdown
 
     made = found.tables()
-    texts = {
-        ".json": canonical_json(found.as_json()), ".csv": found.csv().encode(),
-        ".md": "\n".join(map(markdown, made)).encode(), ".tex": "\n".join(map(latex, made)).encode(),
-    }  # fmt: skip
-    files = {place / f"{found.name}{suffix}": text for suffix, text in texts.items()}
+    texts = (
+        canonical_json(found.as_json()), found.csv().encode(),
+        "\n".join(map(markdown, made)).encode(), "\n".join(map(latex, made)).encode(),
+    )  # fmt: skip
+    files = {place / f"{found.name}{suffix}": text for suffix, text in zip(FORMS, texts, strict=True)}
     for path, text in reversed(files.items()):
         atomic_write(path, text)
     return tuple(files)

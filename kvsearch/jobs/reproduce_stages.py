@@ -14,6 +14,7 @@ from kvsearch.jobs.groups import Loading, TaskDetails
 from kvsearch.jobs.talk import Talk
 from kvsearch.papers.table import ASKING, STAGES, Stage, StageJob
 from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.parsing import read_json
 from kvsearch.runs.lock import require_lock
 
 if TYPE_CHECKING:
@@ -264,13 +265,16 @@ def _scale(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dic
 
 def _select(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:
     from kvsearch.jobs.select import SelectOptions, select
+    from kvsearch.report.files.selection import read_selections
 
     place, plan = stages.place(stage), stages.output(stage)
     if not (place / SELECTION).exists() or not plan.exists():
         stages.make_folder(plan)
         given = stages.asked(stage, output=plan, run=place, force=plan.exists())
         select(SelectOptions.of(**given).with_model(loaded), talk=talk)
-    return {"selection": json.loads((place / SELECTION).read_bytes())}
+    found = read_json(place / SELECTION)
+    read_selections(found, place / SELECTION)
+    return {"selection": found}
 
 
 def _validate(stages: Stages, stage: Stage, loaded: LoadedModel, talk: Talk) -> dict[str, Any]:

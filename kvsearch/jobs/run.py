@@ -28,6 +28,7 @@ from kvsearch.jobs.groups import (
     WithModel,
     WithRun,
     WithTasks,
+    WithWorkers,
     default_tasks,
 )
 from kvsearch.jobs.public import job
@@ -97,7 +98,7 @@ def planned_size(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest) if measured < longest and size.mean(measured) >= measured else size
 
 
-class RunOptions(WithModel, WithRun, WithTasks, Asking):
+class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     """The size, what plans are made of, and the questions that decide between them."""
 
     job: ClassVar[str] = "run"
@@ -247,11 +248,11 @@ class RunOptions(WithModel, WithRun, WithTasks, Asking):
 
     def fits(self) -> dict[str, CalibrateOptions]:
         """Return the calibration of every ranking that is fitted, by its name."""
-        from kvsearch.naming import suggest
+        from kvsearch.naming import unknown
 
         for at, name in enumerate(self.rankings):
             if name not in RANKINGS:
-                raise UsageError(f"unknown ranking {name!r}{suggest(name, list(RANKINGS))}")
+                raise UsageError(unknown("ranking", name, list(RANKINGS)))
             if name in self.rankings[:at]:
                 raise UsageError(f"--rankings has {name} twice: name each once")
         forms = {"probe": {"form": self.form}}
@@ -516,10 +517,10 @@ class _Run:
 
     def run(self, talk: Talk) -> Ran:
         """Do all stages."""
+        from kvsearch.budgets.plan_checks import check_plan
         from kvsearch.plan import save_plan
         from kvsearch.runs.contexts import write_contexts
         from kvsearch.runs.directory import write_json
-        from kvsearch.runtime.plan_checks import check_plan
 
         options, asked = self.options, not (self.options.output / REPORT).exists()
         with overall(talk, self.work) as stages:

@@ -161,11 +161,11 @@ class SelectOptions(OnSignals):
 
     def phase_settings(self) -> tuple[str, ...]:
         """Return the phase settings to try; UsageError if there is none of that name."""
-        from kvsearch.naming import suggest
+        from kvsearch.naming import unknown
         from kvsearch.plan import PHASES
 
         if self.phases not in (*PHASES, ALL):
-            raise UsageError(f"unknown phases {self.phases!r}{suggest(self.phases, [*PHASES, ALL])}")
+            raise UsageError(unknown("phases", self.phases, [*PHASES, ALL]))
         return tuple(PHASES) if self.phases == ALL else (self.phases,)
 
 
@@ -260,6 +260,7 @@ def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[
 
 def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
     """Choose at one size, and write what was found, the plan last: it has its evidence beside it."""
+    from kvsearch.budgets.plan_checks import check_plan
     from kvsearch.choose.verdicts import SETTINGS
     from kvsearch.plan import canonical_json, save_plan
     from kvsearch.plan.files import read_bytes
@@ -267,7 +268,6 @@ def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, 
     from kvsearch.runs.contexts import CONTEXTS, write_contexts
     from kvsearch.runs.directory import write_json
     from kvsearch.runs.sums import finish, unfinish
-    from kvsearch.runtime.plan_checks import check_plan
 
     def keep(stage: str, evaluation: Evaluation) -> KeptStage:
         kept, config = place / stage, prepared.config(evaluation).with_options(options.recorded())

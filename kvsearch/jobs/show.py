@@ -45,7 +45,7 @@ def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is n
     from kvsearch.report.views import view_of
 
     if isinstance(opened.content, Plan):
-        from kvsearch.runtime.plan_checks import check_plan
+        from kvsearch.budgets.plan_checks import check_plan
 
         check_plan(opened.content, str(options.path))
     return view_of(opened, options.ratio, None if options.plan is None else checked_plan(options.plan))

@@ -33,10 +33,10 @@ from kvsearch.policies import create_policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
-from kvsearch.search.candidates import Candidate, Minibatch, SearchOutcome
-from kvsearch.search.executors.base import Executor
+from kvsearch.search.candidates import STARTS, Candidate, Minibatch, SearchOutcome
+from kvsearch.search.jobs import Executor
 from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.loop import STARTS, Search, Watcher
+from kvsearch.search.loop import Search, Watcher
 from kvsearch.search.names import EVOLVED, STREAMING
 from kvsearch.search.objectives import find_objective
 from kvsearch.search.optimisers import default_population

@@ -22,7 +22,7 @@ from kvsearch.search.evolve import (
     at_size,
     prepare_search,
 )
-from kvsearch.search.executors.base import Executor
+from kvsearch.search.jobs import Executor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Watcher
 from kvsearch.search.names import EXPANDED

@@ -40,7 +40,8 @@ from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger, read_lines
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
-from kvsearch.search.executors.base import Job, JobOutcome, Result, keys_of
+from kvsearch.search.jobs import Job, JobOutcome, Result, keys_of
+from kvsearch.search.measured import Measured
 from kvsearch.search.records import LINES, AskedLine, BestLine, ComputedLine, Line, StageLine, ToldLine
 
 BEST, REPORT, PLAN, FRONT = "best.json", "report.json", "plan.json", "front.json"
@@ -62,18 +63,22 @@ class SearchLedger(Ledger[Line]):
     go_on = "go on with --resume"
 
     def __init__(self, path: Path, identity: str = "") -> None:
-        self._evaluated: set[str] = set()
-        self._tokens = 0
+        self._begun: dict[str, int] = {}  # numbers of lines, by stage
+        self._asked: dict[str, list[int]] = {}
+        self._told: dict[str, list[int]] = {}
+        self._measured = Measured(lambda number: self._line(number, ComputedLine))
+        self._tokens, self._at = 0, 0.0
+        self.best: BestLine | None = None  # the best candidate that was written last
         super().__init__(path, identity)
-        self._opened, self._before = time.monotonic(), self.lines[-1].at if self.lines else 0.0
+        self._opened, self._before = time.monotonic(), self._at
 
     @staticmethod
     def parse(content: dict[str, Any]) -> Line:
         """See `Ledger.parse`."""
         return _line(content.pop("kind", None), content)
 
-    def append(self, kind: str, **data: Any) -> Line:
-        """Write a line of one of the `records.LINES`, arrays as lists; it is on the disk when this returns.
+    def append(self, kind: str, **data: Any) -> int:
+        """Write a line of one of the `records.LINES`, arrays as lists; it is on the disk when this returns its number.
 
         Raises:
             InternalError: there is no such kind of line, or its fields are other ones.
@@ -85,27 +90,24 @@ class SearchLedger(Ledger[Line]):
         except (Unfit, TypeError, ValueError) as error:
             raise InternalError(f"cannot write a line of kind {kind!r} to {self.path}: {error}") from error
         self._append(line, text)
-        return line
+        return self.count
 
     # --- what a search does; errors as for `append` -----------------------------------------------------------------
 
-    def begin(self, stage: str) -> Line:
-        """Return the line where a stage began, or begins now."""
-        for line in self._of(StageLine):
-            if line.name == stage and line.begins:
-                return line
-        return self.append("stage", name=stage, begins=True)
+    def begin(self, stage: str) -> int:
+        """Return the number of the line where a stage began, or begins now."""
+        return self._begun.get(stage) or self.append("stage", name=stage, begins=True)
 
-    def ask(self, stage: str, generation: int, points: Sequence[Vector]) -> Line:
-        """Return the line that says which points [d] a generation has.
+    def ask(self, stage: str, generation: int, points: Sequence[Vector]) -> int:
+        """Return the number of the line that says which points [d] a generation has.
 
         Raises:
             InternalError: the ledger has other ones.
         """
-        known = self.asked(stage)
+        known = self._asked.get(stage, [])
         if generation >= len(known):
             return self.append("asked", stage=stage, generation=generation, points=list(points))
-        if not np.array_equal(known[generation].vectors, points):
+        if not np.array_equal(self._line(known[generation], AskedLine).vectors, points):
             raise InternalError(
                 f"stage {stage!r}, generation {generation}: the search asks for other points than its ledger says"
             )
@@ -120,13 +122,12 @@ class SearchLedger(Ledger[Line]):
 
     def tell(self, stage: str, generation: int, points: Sequence[Vector], values: Sequence[float]) -> None:
         """Write what the optimiser is told of a generation, unless it is there."""
-        if generation >= len(self.told(stage)):
+        if generation >= len(self._told.get(stage, [])):
             self.append("told", stage=stage, generation=generation, points=list(points), values=list(values))
 
     def keep_best(self, found: Candidate, name: str = "") -> None:
         """Write the best candidate so far if it is better than the one written last; `name` is in front of `where`."""
-        written = self.best
-        if written is None or found.value < written.value:
+        if self.best is None or found.value < self.best.value:
             self.append("best", candidate=found.table, value=found.value, where=name + found.where)
 
     # --- what is known ----------------------------------------------------------------------------------------------
@@ -135,50 +136,43 @@ class SearchLedger(Ledger[Line]):
     def spent(self) -> Spent:
         """What the run has used until now."""
         seconds = self._before + (time.monotonic() - self._opened)
-        return Spent(len(self._evaluated), self._tokens, seconds)
+        return Spent(self._measured.count, self._tokens, seconds)
 
-    def results(self, before: Line | None = None) -> dict[str, Result]:
-        """Return what is known of candidates, by `candidate_key`; `before`: only what was written before that line.
+    def results(self, before: int | None = None) -> Mapping[str, Result]:
+        """Return what is known of candidates now, by `candidate_key`: a failure once the optimiser was told it.
 
-        A failure stands once the optimiser was told it. Until then it may be that of a machine since repaired, and is
-        left out, so that the candidate is evaluated again.
+        `before`: what stood before the line of that number.
         """
-        found: dict[str, Result] = {}
-        failed: dict[str, Result] = {}
-        for line in self.lines:
-            if line is before:
-                break
-            if isinstance(line, ToldLine):
-                found |= failed
-                failed.clear()
-            elif isinstance(line, ComputedLine):
-                for key, result in line.results.items():
-                    failed.pop(key, None)
-                    (found if result.kind == "ok" else failed)[key] = result
-        return found
+        return self._measured.before(self.count + 1 if before is None else before)
 
     def asked(self, stage: str) -> list[AskedLine]:
         """Return what was asked in a stage, in order."""
-        return [line for line in self._of(AskedLine) if line.stage == stage]
+        return [self._line(number, AskedLine) for number in self._asked.get(stage, [])]
 
     def told(self, stage: str) -> list[ToldLine]:
         """Return what was told in a stage, in order."""
-        return [line for line in self._of(ToldLine) if line.stage == stage]
+        return [self._line(number, ToldLine) for number in self._told.get(stage, [])]
 
-    @property
-    def best(self) -> BestLine | None:
-        """The best candidate that was written last."""
-        found = self._of(BestLine)
-        return found[-1] if found else None
-
-    def _of(self, kind: type[_OfLine]) -> list[_OfLine]:
-        return [line for line in self.lines if isinstance(line, kind)]
+    def _line(self, number: int, kind: type[_OfLine]) -> _OfLine:
+        line = self.line(number)
+        if not isinstance(line, kind):
+            raise InternalError(f"{self.path}, line {number} is no {kind.__name__}")
+        return line
 
     def _note(self, line: Line) -> None:
-        super()._note(line)
+        number, self._at = self.count, line.at
         if isinstance(line, ComputedLine):
-            self._evaluated.update(line.keys)
+            self._measured.take(number, line)
             self._tokens += line.tokens
+        elif isinstance(line, ToldLine):
+            self._told.setdefault(line.stage, []).append(number)
+            self._measured.tell(number)
+        elif isinstance(line, AskedLine):
+            self._asked.setdefault(line.stage, []).append(number)
+        elif isinstance(line, BestLine):
+            self.best = line
+        elif isinstance(line, StageLine) and line.begins:
+            self._begun.setdefault(line.name, number)
 
 
 class SearchRun(NamedTuple):

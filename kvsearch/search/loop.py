@@ -17,16 +17,14 @@ from typing import Protocol
 import numpy as np
 
 from kvsearch.arrays import Ints
-from kvsearch.search.candidates import Candidate, Flatness, Minibatch, SearchOutcome
-from kvsearch.search.executors.population import worst_of
+from kvsearch.search.candidates import STARTS, Candidate, Flatness, Minibatch, SearchOutcome
 from kvsearch.search.objectives import cache_score, fitness, loss_score
 from kvsearch.search.optimisers import Optimiser, create_optimiser
-from kvsearch.search.records import Line
+from kvsearch.search.population import worst_of
 from kvsearch.search.scoring import LimitReachedError, Scoring
 from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
 from kvsearch.search.stages import Frame, SearchStage, stages_of
 
-STARTS = "start"
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
 
@@ -179,7 +177,7 @@ class Search:
     def _measure(
         self,
         tables: Sequence[Ints],
-        since: Line,
+        since: int,
         where: Sequence[str],
         rows: slice,
         samples: Minibatch = None,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.search.settings import ObjectiveName
 
 
@@ -53,7 +53,7 @@ OBJECTIVES: Final[dict[str, Objective]] = {
 def find_objective(name: str) -> Objective:
     """Return the objective of that name; UsageError if there is none."""
     if name not in OBJECTIVES:
-        raise UsageError(f"unknown objective {name!r}{suggest(name, get_args(ObjectiveName))}")
+        raise UsageError(unknown("objective", name, get_args(ObjectiveName)))
     return OBJECTIVES[name]
 
 

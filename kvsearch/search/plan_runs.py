@@ -26,7 +26,7 @@ from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.passes import PAD, forced_loss
 from kvsearch.search.bank.samples import BankSample, require_answers
-from kvsearch.search.executors.base import Job
+from kvsearch.search.jobs import Job
 from kvsearch.search.objectives import Objective, find_objective
 from kvsearch.search.start_plans import Base
 from kvsearch.signals.perplexity import answer_losses

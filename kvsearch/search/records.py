@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from kvsearch.arrays import Floats, Ints, Vector
 from kvsearch.plan.fields import Floor, Index, Record, Sha256, Text, refuse
-from kvsearch.search.executors.base import JobOutcome, OutcomeKind, Result, results_of
+from kvsearch.search.jobs import JobOutcome, Result, results_of
+from kvsearch.workers.base import OutcomeKind
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
 

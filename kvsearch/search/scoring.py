@@ -11,11 +11,10 @@ import numpy as np
 
 from kvsearch.arrays import Ints
 from kvsearch.search.candidates import Minibatch
-from kvsearch.search.executors.base import Executor, Job, JobOutcome, Result, candidate_key
-from kvsearch.search.executors.population import evaluate_all
+from kvsearch.search.jobs import Executor, Job, JobOutcome, Result, candidate_key
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.objectives import find_objective
-from kvsearch.search.records import Line
+from kvsearch.search.population import evaluate_all
 from kvsearch.search.settings import SearchLimits
 
 DIGITS = 9  # of a value that are told: what differs by less is rounding
@@ -39,8 +38,8 @@ class Scoring:
     limits: SearchLimits
     tokens: Callable[[Minibatch], int]
 
-    def __call__(self, candidates: Sequence[Ints], since: Line, samples: Minibatch = None) -> list[float]:
-        """Return the value of each candidate [L, Hkv]; `since` is the line after which the generation began.
+    def __call__(self, candidates: Sequence[Ints], since: int, samples: Minibatch = None) -> list[float]:
+        """Return the value of each candidate [L, Hkv]; `since` is the number of the line that begins the generation.
 
         Raises:
             LimitReachedError: not all may be measured; those that could be are in the ledger.

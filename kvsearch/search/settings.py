@@ -12,6 +12,7 @@ from kvsearch.config.options import Option
 from kvsearch.naming import suggest
 from kvsearch.plan.fields import Entries, Record, Text, refuse
 from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.search.candidates import MOST
 from kvsearch.tasks.base import Answers
 
 PhaseNames = Literal["prefill", "decode", "both"]
@@ -113,7 +114,7 @@ class EvolveSettings(Record):
         Option("Questions that a generation sees; its best is measured on all.", panel=WHAT, shown="all"),
     ] = None
     finalists: Annotated[
-        int, Field(ge=1), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
+        int, Field(ge=1, le=MOST), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
     ] = 8
     together: Annotated[
         int,

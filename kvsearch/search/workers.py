@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
+from kvsearch.arrays import Floats
 from kvsearch.errors import IncompatibleError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import ModelFingerprint, Phase
+from kvsearch.plan import Phase
 from kvsearch.policies import Policy
 from kvsearch.progress import Progress
 from kvsearch.runtime.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.evolve import PreparedSearch, questions_hash
-from kvsearch.search.executors import Executor, SerialExecutor
-from kvsearch.search.executors.base import Evaluator
-from kvsearch.search.executors.cluster import RayWorkers
-from kvsearch.search.executors.ray import RayExecutor
+from kvsearch.search.jobs import Evaluator, Executor, Job
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode_tasks
+from kvsearch.workers.models import ModelSource, ModelWorkers
+from kvsearch.workers.ray import RayExecutor
+from kvsearch.workers.serial import SerialExecutor
 
 
 @dataclass(frozen=True)
 class WorkerBank:
     """Builds the bank of a search in a worker, which loads the model and draws the same questions again.
 
-    `model` and `options` say how to load it, `fingerprint` which one it must be, `drawn` (see `questions_hash`) which
-    questions, with the `answers` that are teacher-forced after them. `threads` are those of the process that searches:
-    their number may decide the last bits of a result.
+    `source` says how to load it, `drawn` (see `questions_hash`) which questions, with the `answers` that are
+    teacher-forced after them.
     """
 
-    model: str
-    options: LoadOptions
-    fingerprint: ModelFingerprint
+    source: ModelSource
     policies: tuple[Policy, ...]
     phases: tuple[Phase, ...]
     choices: int
@@ -51,16 +46,12 @@ class WorkerBank:
     cap: int
     full: bool
     max_memory: int | None
-    threads: int
 
     @classmethod
-    def of(cls, prepared: PreparedSearch, options: LoadOptions, cap: int, max_memory: int | None = None) -> WorkerBank:
+    def of(cls, prepared: PreparedSearch, source: ModelSource, cap: int, max_memory: int | None = None) -> WorkerBank:
         """Return what a worker needs for the bank of a search."""
-        loaded = prepared.base.loaded
         return cls(
-            model=str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name,
-            options=options,
-            fingerprint=loaded.fingerprint,
+            source=source,
             policies=prepared.base.policies,
             phases=prepared.base.phases,
             choices=prepared.base.choices,
@@ -72,7 +63,6 @@ class WorkerBank:
             cap=cap,
             full=prepared.settings.objective == "kl",
             max_memory=max_memory,
-            threads=torch.get_num_threads(),
         )
 
     def __call__(self) -> Evaluator:
@@ -80,12 +70,9 @@ class WorkerBank:
 
         Raises:
             IncompatibleError: the model or the questions are others on this machine.
-            KvsearchError: see `load`, `encode_tasks` and `CandidateBank`.
+            KvsearchError: see `ModelSource.load`, `encode_tasks` and `CandidateBank`.
         """
-        torch.set_num_threads(self.threads)
-        loaded = load(self.model, self.options)
-        self.fingerprint.require(loaded.fingerprint, "the search")
-        asked = self.asked
+        loaded, asked = self.source.load(), self.asked
         samples = bank_samples(
             encode_tasks(loaded, self.tasks, asked.samples, asked.seed, asked.max_length, asked.used),
             asked.protocol,
@@ -118,26 +105,18 @@ def evaluator_of(
 
 
 def make_executor(
-    prepared: PreparedSearch,
-    options: LoadOptions,
-    workers: RayWorkers | None = None,
-    cap: int | None = None,
-    max_memory: int | None = None,
-    progress: Progress | None = None,
+    prepared: PreparedSearch, cap: int | None = None, max_memory: int | None = None, progress: Progress | None = None
 ) -> Executor:
-    """Build an executor with the bank of a search: here, or on Ray, whose workers have one GPU each if the model has.
+    """Build an executor with the bank of a search: here, or in each of the model's workers, if it has any.
 
     `cap` is the largest budget of the bank, by default that of the search.
 
     Raises:
-        EnvironmentFault: see `RayExecutor`.
         KvsearchError: see `CandidateBank`.
     """
     base, most = prepared.base, prepared.cap if cap is None else cap
-    if workers is None:
-        full, batch = prepared.settings.objective == "kl", prepared.asked.batch
-        return SerialExecutor(evaluator_of(base, prepared.samples, batch, most, full, max_memory, progress))
-    device = base.loaded.device.type
-    alone = replace(options, device=device, device_map=None)
-    wanted = replace(workers, gpus=1.0) if device == "cuda" else workers
-    return RayExecutor(WorkerBank.of(prepared, alone, most, max_memory), wanted)
+    if isinstance(workers := base.loaded.workers, ModelWorkers):
+        factory: Any = WorkerBank.of(prepared, workers.source, most, max_memory)
+        return RayExecutor[Job, Floats](factory, workers.pool)
+    full, batch = prepared.settings.objective == "kl", prepared.asked.batch
+    return SerialExecutor(evaluator_of(base, prepared.samples, batch, most, full, max_memory, progress))

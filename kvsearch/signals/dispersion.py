@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from kvsearch.policies.base import Observation
 from kvsearch.policies.cake import row_moments
 from kvsearch.policies.scoring import window_rows, window_size
+from kvsearch.policies.tensors import Tensor, torch
 
 TINY = 1e-10  # added inside the logarithm, as in the official code
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvsearch.arrays import Floats
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan import Phase, Profile
 from kvsearch.plan.signals import FULL_NLL, LITERAL_ENTROPY, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 
@@ -113,7 +113,7 @@ class SignalTable:
             UsageError: there is no such measure, or it or the phase was not measured.
         """
         if measure not in MEASURES:
-            raise UsageError(f"unknown signal {measure!r}{suggest(measure, ROUTES)}")
+            raise UsageError(unknown("signal", measure, ROUTES))
         values = self._array(MEASURES[measure], measure)
         chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self._phase(phase)]
         if MEASURES[measure] != "nll":
@@ -138,7 +138,7 @@ class SignalTable:
             UsageError: there is no such signal, or it or the phase was not measured.
         """
         if name not in SENSITIVITIES:
-            raise UsageError(f"unknown budget signal {name!r}{suggest(name, SENSITIVITIES)}")
+            raise UsageError(unknown("budget signal", name, SENSITIVITIES))
         if name in ENTROPIES:
             values = self._array(ENTROPIES[name], name)
             per_phase = values.mean(axis=0) if values.ndim == 3 else values

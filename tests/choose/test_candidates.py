@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.choose.candidates import (
     ALLOCATORS,
     CandidateSet,
@@ -19,7 +20,6 @@ from kvsearch.choose.candidates import (
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.signals.table import SENSITIVITIES
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.methods import METHODS

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE, between, crossed
 from kvsearch.plan import PHASES, Plan, PolicySpec, Profile, Size
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import floor_of, plan_of
 from tests.signals.profiles import make_signals, signal_metadata

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.choose.acceptance import Rule, Scores, accepted, chances, recovered
 from kvsearch.choose.candidates import Explored, explore, find_candidates
 from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
@@ -32,7 +33,6 @@ from kvsearch.plan.protocol import QUESTION_AWARE
 from kvsearch.progress import Progress
 from kvsearch.report.selection import DECODE_ONLY, as_json, decision, gap, notes, tables
 from kvsearch.runs.estimates import Difference
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.shown import rendered

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.evaluation.compare import Settings
-from kvsearch.models.loading import LoadedModel, LoadOptions
+from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
@@ -16,7 +16,6 @@ from kvsearch.report.files.search import SearchResult, read_search
 from kvsearch.report.search import as_json
 from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
-from kvsearch.search.executors.cluster import RayWorkers
 from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
@@ -57,9 +56,9 @@ def prepare(
     return prepare_search(base, budget, how, splits(contexts), asked, plans or {})
 
 
-def evolve(prepared: PreparedSearch, ledger: Path, workers: RayWorkers | None = None) -> Evolved:
+def evolve(prepared: PreparedSearch, ledger: Path) -> Evolved:
     """All three parts."""
-    with make_executor(prepared, LoadOptions(), workers) as executor, SearchLedger(ledger) as lines:
+    with make_executor(prepared) as executor, SearchLedger(ledger) as lines:
         outcome = prepared.search(executor, lines, SearchLimits(), Silent())
     return decide(prepared, outcome)
 

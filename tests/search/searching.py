@@ -12,12 +12,13 @@ import numpy as np
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.search.candidates import Candidate, SearchOutcome
-from kvsearch.search.executors import Job, SerialExecutor
+from kvsearch.search.jobs import Job
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.loop import Part, Search
 from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame
+from kvsearch.workers.serial import SerialExecutor
 
 LAYERS, HEADS, BUDGET, SAMPLES = 4, 2, 16, 6
 TOKENS = 10  # of one candidate on one sample

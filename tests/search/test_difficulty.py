@@ -13,6 +13,7 @@ from kvsearch.search.difficulty import Difficulty, hard_questions, measure_diffi
 from kvsearch.search.evolve import PreparedSearch, prepare_search
 from kvsearch.search.start_plans import Base
 from kvsearch.search.workers import WorkerBank
+from kvsearch.workers.models import ModelSource
 from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, prepare, settings_of, splits
 
 SCORES = {
@@ -64,7 +65,7 @@ def test_only_hard_questions_are_searched_on(hard: PreparedSearch) -> None:
 
 
 def test_a_worker_searches_on_the_same(hard: PreparedSearch) -> None:
-    made = WorkerBank.of(hard, LoadOptions(), BUDGET)
+    made = WorkerBank.of(hard, ModelSource.of(hard.base.loaded, LoadOptions()), BUDGET)
     with made() as bank:
         assert [one.sha256 for one in bank.samples] == [one.sha256 for one in hard.samples]
     with pytest.raises(IncompatibleError, match="a worker draws other questions than the search"):

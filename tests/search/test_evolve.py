@@ -32,7 +32,6 @@ from tests.search.evolving import (
     CONTEXTS,
     POLICY,
     QUESTIONS,
-    LoadOptions,
     decide,
     evolve,
     prepare,
@@ -183,7 +182,7 @@ def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -
 
 def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepare(loaded)
-    with make_executor(prepared, LoadOptions()) as executor, SearchLedger(tmp_path / "l") as ledger:
+    with make_executor(prepared) as executor, SearchLedger(tmp_path / "l") as ledger:
         outcome = prepared.search(executor, ledger, SearchLimits(evaluations=1), Silent())
         assert ledger.spent.evaluations == 1
     assert outcome.ended == "1 candidates were evaluated, as many as allowed"
@@ -193,7 +192,7 @@ def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path
 @pytest.mark.parametrize("objective", ["nll", "metric"])
 def test_tokens_of_a_candidate_are_what_it_takes_at_most(objective: str, loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepare(loaded, objective=objective)
-    with make_executor(prepared, LoadOptions()) as executor, SearchLedger(tmp_path / "l") as ledger:
+    with make_executor(prepared) as executor, SearchLedger(tmp_path / "l") as ledger:
         for limit in (50, 150, 400):
             prepared.search(executor, ledger, SearchLimits(tokens=limit), Silent())
             assert ledger.spent.tokens <= limit

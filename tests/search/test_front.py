@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.errors import UsageError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.models.loading import LoadedModel, load
 from kvsearch.report.files.search import read_search
 from kvsearch.report.search import front_as_json, tables
 from kvsearch.search.evolve import Evolved, PreparedSearch
@@ -38,7 +38,7 @@ def run(
     searches: tuple[PreparedSearch, ...], path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
 ) -> list[Evolved]:
     with (
-        make_executor(searches[0], LoadOptions(), cap=max(one.cap for one in searches)) as executor,
+        make_executor(searches[0], cap=max(one.cap for one in searches)) as executor,
         SearchLedger(path) as ledger,
     ):
         return search_front(searches, executor, ledger, limits or SearchLimits(), watcher or Silent())

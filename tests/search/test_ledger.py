@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, InternalError, UsageError
-from kvsearch.search.executors import Job, JobOutcome, SerialExecutor, evaluate_all, keys_of
+from kvsearch.search.jobs import Job, JobOutcome, keys_of
 from kvsearch.search.ledger import SearchLedger
+from kvsearch.search.population import evaluate_all
 from kvsearch.search.records import LINES, StageLine
+from kvsearch.workers.serial import SerialExecutor
 from tests.runs.sealing import sealed
-from tests.search.executors.fakes import Fake, table
+from tests.workers.fakes import Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
 JOB = Job(0, (np.array([[8, 4]]), np.array([[6, 6]])), (3, 5), "nll")
@@ -62,7 +64,8 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
         assert ledger.best.table.tolist() == [[6, 6]]
         assert ledger.best.table.dtype == np.int64
         assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
-        begin, end = (line for line in ledger.lines if isinstance(line, StageLine))
+        begin, end = ledger.line(1), ledger.line(ledger.count)
+        assert isinstance(begin, StageLine) and isinstance(end, StageLine)
         assert (begin.name, begin.begins, begin.settings) == ("group 1", True, {"layers": [0, 1], "sigma": 0.3})
         assert (end.begins, end.settings) == (False, {})
         found = ledger.results()
@@ -108,7 +111,7 @@ def test_only_what_was_written_before_a_line(tmp_path: Path) -> None:
         assert list(ledger.results(before=asked)) == KEYS[:1]
         assert list(ledger.results()) == KEYS[:2]
     with SearchLedger(tmp_path / "l") as ledger:
-        assert list(ledger.results(before=ledger.asked("s")[0])) == KEYS[:1]
+        assert list(ledger.results(before=ledger.ask("s", 0, [np.array([1.0])]))) == KEYS[:1]
 
 
 @pytest.mark.parametrize("outcome", ["oom", "timeout", "error", "non-finite"])
@@ -163,7 +166,7 @@ def test_a_generation_goes_on_where_it_was_interrupted(tmp_path: Path, finished:
         with suppress(Interrupted):
             evaluate(ledger, finished)
     with SearchLedger(tmp_path / "l") as ledger:
-        assert ledger.results(before=ledger.asked("s")[0]) == {}
+        assert ledger.results(before=ledger.ask("s", 0, [np.array([1.0])])) == {}
         found = evaluate(ledger, 99)
         assert ledger.spent.evaluations == 7
     again = [part for number, part in enumerate(parts) if part in parts[:number]]

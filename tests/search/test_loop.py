@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
 from kvsearch.search import loop
-from kvsearch.search.executors.base import Job
+from kvsearch.search.jobs import Job
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.records import ToldLine
 from kvsearch.search.settings import SearchLimits

@@ -20,7 +20,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.executors import Job
+from kvsearch.search.jobs import Job
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsearch.search.executors import SerialExecutor
 from kvsearch.search.ledger import SearchLedger
 from kvsearch.search.scoring import LimitReachedError, Scoring
 from kvsearch.search.settings import SearchLimits
+from kvsearch.workers.serial import SerialExecutor
 from tests.search.searching import SAMPLES, TOKENS, Measure
 
 TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]

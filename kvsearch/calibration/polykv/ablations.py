@@ -74,26 +74,27 @@ class Ablations:
 
 
 class AblationResults:
-    """Arrays of one continuation of every prompt of a batch, [B, N, P, L, R]; what is not measured stays NaN.
+    """Arrays of M continuations of prompts, [M, N, P, L, R]; what is not measured stays NaN.
 
-    `entropy` [B, P, L] is that of the last attention rows of the prompt and of those of what follows it, `attention`
-    [B, P, L, N] fp32 the mean of all rows of either by position, zeros behind the last; None where it is not measured.
+    `entropy` [M, P, L] is that of the last attention rows of the prompt and of those of what follows it, `attention`
+    [M, P, L, N] fp32 the mean of all rows of either by position, zeros behind the last; None where it is not measured.
     """
 
-    def __init__(self, tried: Ablations, batch: int) -> None:
-        shape = (batch, *tried.shape)
+    def __init__(self, tried: Ablations, samples: int) -> None:
+        shape = (samples, *tried.shape)
         self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
-        self.full_loss = np.zeros(batch)
+        self.full_loss = np.zeros(samples)
         self.entropy: NDArray[np.float64] | None = None
         self.attention: NDArray[np.float32] | None = None
 
-    def note_outputs(self, row: int, item: Ablation, agreement: tuple[Tensor, Tensor]) -> None:
-        """Note cosine and relative error [B] of what layer `row` puts out."""
-        for array, values in zip((self.cosine, self.error), agreement, strict=True):
-            array[:, item.budget, item.phase, row, item.pattern] = values.cpu().numpy()
+    def note_outputs(self, row: int, items: Sequence[Ablation], agreement: tuple[Tensor, Tensor]) -> None:
+        """Note cosine and relative error [items, M] of what layer `row` puts out."""
+        for array, found in zip((self.cosine, self.error), agreement, strict=True):
+            for item, values in zip(items, found.cpu().numpy(), strict=True):
+                array[:, item.budget, item.phase, row, item.pattern] = values
 
     def note_losses(self, places: Sequence[tuple[int, Ablation]], losses: Tensor) -> None:
-        """Note losses [groups, B] of ablations of layers."""
+        """Note losses [groups, M] of ablations of layers."""
         for (row, item), values in zip(places, losses.cpu().numpy(), strict=True):
             self.loss[:, item.budget, item.phase, row, item.pattern] = values
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
 
 FP32 = 4
-REPLAY_TABLES = 4  # of attention logits: shared ones, masked ones, weights, and those in the making
+REPLAY_TABLES = 4  # of attention logits of one token: logits, masked ones, weights, and those in the making
 PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
+STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,14 @@ class PassCost:
 class Memory:
     """Bytes of one batch besides the weights, in numbers of `groups`, the ablations that are swept at a time.
 
-    `minimum` is that of one group, `peak` that of `groups`, as many as fit.
+    `layers` are replayed side by side. `minimum` is that of one group and one layer, `peak` that of as many as fit:
+    layers get half of what is left for more of them, at most, and groups the rest.
     """
 
     cache: int
     observed: int
     minimum: int
+    layers: int
     groups: int
     peak: int
 
@@ -181,19 +184,19 @@ def memory_of(size: ModelSize, work: SweepWork, max_memory: int | None = None) -
     """
     length, count = work.longest
     batch = min(work.batch, len(work.prompts))
+    rows = min(work.batch, sum(len(after) for _, after in work.prompts))  # of continuations at a time
     entry = 2 * size.kv_heads * size.head_dim * size.bytes
     cache = batch * length * size.layers * entry
     sums = length * size.kv_heads * FP32 * work.column_sums
     remembered = PATTERN_BYTES * work.patterns * length * size.kv_heads
-    rows = work.query_rows * size.heads * size.head_dim * size.bytes
-    observed = batch * len(size.full_layers) * (rows + sums + remembered)
+    queries = work.query_rows * size.heads * size.head_dim * size.bytes
+    observed = batch * len(size.full_layers) * (queries + sums + remembered)
     states = size.layers * (size.heads + 2 * size.kv_heads) * size.head_dim + (size.layers + 1) * size.hidden
-    baseline = batch * count * states * size.bytes
-    replay = batch * (length + count) * (REPLAY_TABLES * FP32 * size.heads * count + 2 * entry)
-    head = batch * count * size.vocabulary * (FP32 + size.bytes)
-    reading, fixed = batch * length * size.activations, baseline + replay + head
-    group = batch * count * size.activations
-    minimum = cache + observed + max(reading, fixed + group)
+    baseline = rows * count * states * size.bytes
+    head = rows * count * size.vocabulary * (FP32 + size.bytes)
+    reading, fixed = batch * length * size.activations, baseline + head
+    group, layer = rows * count * size.activations, _replayed(size, work, rows)
+    minimum = cache + observed + max(reading, fixed + group + layer)
     if max_memory is not None and minimum > max_memory:
         advice = "lower --batch or raise" if batch > 1 else "shorten the texts or raise"
         raise UsageError(
@@ -201,9 +204,21 @@ def memory_of(size: ModelSize, work: SweepWork, max_memory: int | None = None) -
             f"weights, --max-memory is {max_memory / 1e9:.3g} GB: {advice} it"
         )
     groups = max(1, work.tried * len(size.full_layers) if work.losses else 0)
+    layers = max(1, len(size.full_layers) if work.tried else 0)
     if max_memory is not None:
-        groups = min(groups, (max_memory - cache - observed - fixed) // group)
-    return Memory(cache, observed, minimum, groups, cache + observed + max(reading, fixed + groups * group))
+        free = max_memory - cache - observed - fixed - group - layer
+        layers = min(layers, 1 + free // 2 // layer)
+        groups = min(groups, 1 + (free - (layers - 1) * layer) // group)
+    peak = cache + observed + max(reading, fixed + groups * group + layers * layer)
+    return Memory(cache, observed, minimum, layers, groups, peak)
+
+
+def _replayed(size: ModelSize, work: SweepWork, rows: int) -> int:
+    """Return what the replays of one layer take: copies of keys and values, a token's logits, and all outputs."""
+    length, count = work.longest
+    entry = 2 * size.kv_heads * size.head_dim * size.bytes
+    column = 2 * entry + REPLAY_TABLES * FP32 * size.heads + STATE_BYTES * size.kv_heads
+    return rows * ((length + count) * column + work.tried * count * size.heads * size.head_dim * size.bytes)
 
 
 def _gigabytes(size: int) -> str:

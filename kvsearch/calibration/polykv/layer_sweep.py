@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,28 @@ from kvsearch.calibration.polykv.tree import BaselinePass, Tree
 from kvsearch.models.architecture import output_projection
 from kvsearch.policies import Observation
 from kvsearch.runtime.observe import LayerContinuation
+from kvsearch.runtime.replay import Replays
+from kvsearch.runtime.replay_start import at_rows
 from kvsearch.signals.cosine import Agreement, output_agreement
 from kvsearch.signals.entropy import mean_row, row_entropy
 
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
 Layer = LayerContinuation[Observation]
-# queries, keys, scale, soft cap, which keys are real, and sinks
-Rows = tuple[Tensor, Tensor, float, float | None, Tensor, Tensor | None]
+
+
+class AtOnce(NamedTuple):
+    """How much is computed at a time, so that it fits the memory."""
+
+    groups: int  # ablations in the sweep
+    layers: int  # whose replays are side by side
+
+
+class PromptRows(NamedTuple):
+    """Attention rows of the prompts of a batch in one layer."""
+
+    entropy: Tensor  # [B] of the last ones
+    mean: Tensor  # [B, T] fp32, of all
 
 
 class LayerSweep:
@@ -34,7 +49,7 @@ class LayerSweep:
         batch: the prompts, read once under the full cache.
         signals: which of cosine, ppl and entropy are wanted.
         entropy_rows: query rows of the prompt whose entropy is taken.
-        groups: the most ablations that are in the sweep at a time.
+        at_once: how much is computed at a time.
     """
 
     def __init__(
@@ -44,10 +59,10 @@ class LayerSweep:
         batch: PromptBatch,
         signals: Sequence[str],
         entropy_rows: int,
-        groups: int,
+        at_once: AtOnce,
     ) -> None:
         self.model, self.tried, self.signals = model, tried, signals
-        self.entropy_rows, self.groups = entropy_rows, groups
+        self.entropy_rows, self.at_once = entropy_rows, at_once
         wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
         wanted += [entropy_needs(entropy_rows, tried.phases)] if "entropy" in signals else []
         ids, mask = batch.padded(model.device)
@@ -56,23 +71,19 @@ class LayerSweep:
     def measure(self, after: ContinuationBatch) -> AblationResults:
         """Measure cosine, relative error and loss under every ablation, and entropy, as far as they are wanted."""
         results = AblationResults(self.tried, len(after.tokens))
-        with self.tree.baseline_pass(after.tokens) as baseline:
-            replays = _Replays(self.tried, baseline, after, results if "cosine" in self.signals else None)
+        with self.tree.baseline_pass(after.tokens, after.rows) as baseline:
+            noted = results if "cosine" in self.signals else None
+            replays = _Replays(self.tried, baseline, after, noted, self.at_once.layers)
             if "ppl" in self.signals:
                 self._sweep(baseline, after, replays, results)
             elif "cosine" in self.signals:
                 for index in self.tried.layers:
                     for item in self.tried.of_layer:
-                        replays(index, item)
+                        replays(index, [item])
             if "entropy" in self.signals:
-                given = self.tried.phases, self.entropy_rows, after
-                # copies: what one computes and keeps is gone with it
-                entropy = [_entropy(replace(baseline.layers[index]), *given) for index in self.tried.layers]
-                results.entropy = torch.stack(entropy, -1).double().numpy()
-                rows = [
-                    _mean_rows(replace(baseline.layers[index]), self.tried.phases, after) for index in self.tried.layers
-                ]
-                results.attention = torch.stack(rows, 2).numpy()
+                rows = [self._rows(baseline.layers[index], after) for index in self.tried.layers]
+                results.entropy = torch.stack([entropy for entropy, _ in rows], -1).double().numpy()
+                results.attention = torch.stack([mean for _, mean in rows], 2).numpy()
         return results
 
     def _sweep(
@@ -80,79 +91,110 @@ class LayerSweep:
     ) -> None:
         results.full_loss[:] = self._losses(baseline.leaving[None], after)[0].cpu().numpy()
         places = [(row, item) for row in range(len(self.tried.layers)) for item in self.tried.of_layer]
-        for first in range(0, len(places), self.groups):
-            some = places[first : first + self.groups]
+        for first in range(0, len(places), self.at_once.groups):
+            some = places[first : first + self.at_once.groups]
             ablated: dict[int, list[Ablation]] = {}
             for row, item in some:
                 ablated.setdefault(self.tried.layers[row], []).append(item)
             results.note_losses(some, self._losses(self.tree.sweep(baseline, ablated, replays), after))
 
     def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
-        """Return the losses [groups, B] of what enters the final norm, [groups, B, K, d_model]."""
+        """Return the losses [groups, M] of what enters the final norm, [groups, M, K, d_model]."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
         return torch.cat([after.losses(self.tree.logits(part)) for part in torch.split(hidden, step)])
 
+    # --- entropy --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _prompts(self) -> dict[int, PromptRows]:
+        """The attention rows of the prompts by layer, once for all that follows them."""
+        found = {}
+        for layer in self.tree.observed:
+            if layer.index in self.tried.layers:
+                prompt = layer.noted
+                queries = prompt.last_queries[:, :, -self.entropy_rows :]
+                entropy = row_entropy(
+                    queries, prompt.keys, prompt.scaling, prompt.softcap, prompt.valid, prompt.sinks
+                ).cpu()
+                found[layer.index] = PromptRows(entropy, prompt.received().mean(1) / prompt.lengths[:, None])
+        return found
+
+    def _rows(self, layer: Layer, after: ContinuationBatch) -> tuple[Tensor, Tensor]:
+        """Return the entropy of attention rows, [M, P], and their mean by position, [M, P, T + K] fp32, on the CPU.
+
+        Of the phase "prefill" rows of the prompt, of "decode" those of the tokens that follow: see `row_entropy`. The
+        mean is over all query heads and all rows.
+        """
+        prompt, how, width = layer.noted, layer.logits, layer.keys.shape[2]
+        entropies, means = [], []
+        for phase in self.tried.phases:
+            if phase == "prefill":
+                entropy, mean = self._prompts[layer.index]
+                entropies.append(at_rows(entropy, after.rows))
+                means.append(torch.nn.functional.pad(at_rows(mean, after.rows), (0, width - mean.shape[1])))
+            else:
+                valid = torch.cat([at_rows(prompt.valid, after.rows), after.followed.to(prompt.valid.device)], 1)
+                given = (layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks)
+                entropies.append(row_entropy(*given).cpu())
+                means.append(mean_row(*given))
+        pads = at_rows(prompt.valid.shape[1] - prompt.lengths, after.rows)[:, None]
+        position = torch.arange(width, device=pads.device) + pads
+        rows = torch.stack(means, 1)
+        # padding in front goes behind, where it is 0
+        moved = rows.gather(2, (position % width)[:, None].expand_as(rows))
+        return torch.stack(entropies, 1), moved.cpu()
+
 
 class _Replays:
-    """Attention outputs of ablated layers; how they agree with the full cache's is noted in `results` on the way."""
+    """Attention outputs of ablated layers; how they agree with the full cache's is noted in `results` on the way.
+
+    `together` layers are replayed side by side, and what comes of those ahead is held until it is asked for.
+    """
 
     def __init__(
-        self, tried: Ablations, baseline: BaselinePass, after: ContinuationBatch, results: AblationResults | None
+        self,
+        tried: Ablations,
+        baseline: BaselinePass,
+        after: ContinuationBatch,
+        results: AblationResults | None,
+        together: int,
     ) -> None:
         self.tried, self.baseline, self.after, self.results = tried, baseline, after, results
-        self._layer: Layer | None = None  # the last one, with what its replays have in common
+        self.together = together
+        self._first, self._layers, self._replays = 0, list[Layer](), Replays([])  # of those that are side by side
+        self._full: list[Tensor] = []  # what the blocks put out under the full cache, [M, K, d_model]
+        self._ahead: dict[tuple[int, Ablation], Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, index: int, item: Ablation) -> Tensor:
-        layer = self._layer
-        if layer is None or layer.index != index:
-            layer = self._layer = replace(self.baseline.layers[index])
-            if self.results is not None:
-                self._full = block_output(layer, layer.full_outputs)
-        outputs = layer.replay(*self.tried.rules(item)).outputs
+    def __call__(self, index: int, items: Sequence[Ablation]) -> list[Tensor]:
+        row = self.tried.layers.index(index)
+        if not self._first <= row < self._first + len(self._layers):
+            self._turn_to(row)
+        for item in items:
+            if (row, item) not in self._ahead:
+                made = self._replays.under(*self.tried.rules(item))
+                self._ahead.update({(self._first + place, item): one.outputs for place, one in enumerate(made)})
+        outputs = [self._ahead.pop((row, item)) for item in items]
         if self.results is not None:
-            agreement = output_agreement(self._full, block_output(layer, outputs))
+            here = row - self._first
+            changed = block_output(self._layers[here], torch.stack(outputs))
+            agreement = output_agreement(self._full[here], changed)
             means = Agreement(*(self.after.mean_over_tokens(values) for values in agreement))
-            self.results.note_outputs(self.tried.layers.index(index), item, means)
+            self.results.note_outputs(row, items, means)
         return outputs
+
+    def _turn_to(self, row: int) -> None:
+        """Take the layers from `row` on."""
+        self._first = row
+        self._layers = [replace(self.baseline.layers[index]) for index in self.tried.layers[row:][: self.together]]
+        self._replays = Replays([layer.followed for layer in self._layers])
+        if self.results is not None:
+            outputs = [one.outputs for one in self._replays.under(None, None)]
+            self._full = [block_output(*pair) for pair in zip(self._layers, outputs, strict=True)]
 
 
 def block_output(layer: Layer, outputs: Tensor) -> Tensor:
-    """Return what an attention block adds to the residual stream, [B, K, d_model], from its heads' [B, Hq, K, Dv]."""
-    projected: Tensor = output_projection(layer.module)(outputs.transpose(1, 2).flatten(2))
+    """Return what an attention block adds to the residual stream, [..., K, d_model], of its heads' [..., Hq, K, Dv]."""
+    projected: Tensor = output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
     return projected
-
-
-def _entropy(layer: Layer, phases: Sequence[str], rows: int, after: ContinuationBatch) -> Tensor:
-    """Return the entropy of the attention rows of every phase, [B, P], on the CPU."""
-    return torch.stack([row_entropy(*_rows_of(layer, phase, rows, after)).cpu() for phase in phases], 1)
-
-
-def _mean_rows(layer: Layer, phases: Sequence[str], after: ContinuationBatch) -> Tensor:
-    """Return the mean attention row of every phase by position, [B, P, T + K] fp32, on the CPU.
-
-    It is the mean over all query heads and all rows: those of the prompt ("prefill"), or of the tokens that follow.
-    """
-    prompt, width = layer.noted, layer.keys.shape[2]
-    means = []
-    for phase in phases:
-        if phase == "prefill":
-            mean = prompt.received().mean(1) / prompt.lengths[:, None]
-        else:
-            mean = mean_row(*_rows_of(layer, phase, 0, after))
-        means.append(torch.nn.functional.pad(mean, (0, width - mean.shape[1])))
-    pads = (prompt.valid.shape[1] - prompt.lengths)[:, None]
-    position = torch.arange(width, device=pads.device) + pads
-    rows = torch.stack(means, 1)
-    moved = rows.gather(2, (position % width)[:, None].expand_as(rows))  # padding in front goes behind, where it is 0
-    return moved.cpu()
-
-
-def _rows_of(layer: Layer, phase: str, rows: int, after: ContinuationBatch) -> Rows:
-    """Return the last `rows` of the prompt ("prefill"), or those of the tokens that follow, with what they see."""
-    prompt, how = layer.noted, layer.logits
-    if phase == "prefill":
-        return prompt.last_queries[:, :, -rows:], prompt.keys, how.scaling, how.softcap, prompt.valid, how.sinks
-    valid = torch.cat([prompt.valid, after.followed], 1)
-    return layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks

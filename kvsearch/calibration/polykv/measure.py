@@ -7,7 +7,8 @@ profile later, without running the model again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.polykv.ablations import Ablations
 from kvsearch.calibration.polykv.checks import checked_prompts
-from kvsearch.calibration.polykv.continuations import PromptBatch, batches_of
+from kvsearch.calibration.polykv.continuations import PromptBatch, Sample, batches_of
 from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
-from kvsearch.calibration.polykv.layer_sweep import LayerSweep
+from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.options import PolykvOptions
@@ -55,7 +56,7 @@ def calibrate_polykv(
 ) -> Profile:
     """Measure the signals of every layer, phase and pattern (arXiv 2606.15157, Eq. 2 to 5) on all prompts of `data`.
 
-    What is finished is kept in `directory`, one continuation of all prompts of a batch at a time, and what is there is
+    What is finished is kept in `directory`, some continuations of a batch of prompts at a time, and what is there is
     not measured again. `started` is called once all is checked, before what is there is read and anything is measured.
 
     Raises:
@@ -66,54 +67,68 @@ def calibrate_polykv(
     prompts = checked_prompts(loaded, data, options, policies)
     shape = describe(loaded.model)
     tried = Ablations(tuple(policies), options.budgets, options.measured_phases, shape.full_layers, shape.kv_heads)
-    total, groups = sum(len(prompt.continuations) for prompt in prompts), _groups(loaded, prompts, policies, options)
+    total, at_once = sum(len(prompt.continuations) for prompt in prompts), _at_once(loaded, prompts, policies, options)
     if started is not None:
         started()
     measurement = Measurement.of(loaded, data, prompts, options, policies)
     done = SampleFiles(None if directory is None else directory / SAMPLES, measurement)
     if progress is not None:
         progress(len(done.finished), total)
-    with running(loaded.model):
-        for batch in batches_of(prompts, options.batch):
-            left = batch.left(done.finished)
-            measure = _Measure(loaded, tried, batch, options, groups) if left else None
-            for number in left:
-                if measure is not None:
-                    done.add(unfinished(measure(number), done.finished))
-                if progress is not None:
-                    progress(len(done.finished), total)
+    items = [
+        (batch, passes)
+        for batch in batches_of(prompts, options.batch)
+        if (passes := batch.passes(options.batch, done.finished))
+    ]
+    for parts in loaded.map(partial(_measured, tried=tried, options=options, at_once=at_once), items):
+        for part in parts:
+            done.add(unfinished(part, done.finished))
+            if progress is not None:
+                progress(len(done.finished), total)
     return _profile(loaded, data, options, policies, done)
 
 
+def _measured(
+    loaded: LoadedModel,
+    item: tuple[PromptBatch, Sequence[Sequence[Sample]]],
+    tried: Ablations,
+    options: PolykvOptions,
+    at_once: AtOnce,
+) -> Iterator[Arrays]:
+    """Measure a batch of prompts; the `item` is it, and the continuations of each pass that is wanted."""
+    batch, passes = item
+    with running(loaded.model):
+        measure = _Measure(loaded, tried, batch, options, at_once)
+        for samples in passes:
+            yield measure(samples)
+
+
 class _Measure:
-    """All signals of one batch of prompts, one continuation of each at a time."""
+    """All signals of one batch of prompts, some continuations at a time."""
 
     def __init__(
-        self, loaded: LoadedModel, tried: Ablations, batch: PromptBatch, options: PolykvOptions, groups: int
+        self, loaded: LoadedModel, tried: Ablations, batch: PromptBatch, options: PolykvOptions, at_once: AtOnce
     ) -> None:
         self.loaded, self.tried, self.batch, self.options = loaded, tried, batch, options
         swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
         self.sweep = None
         if swept:
-            self.sweep = LayerSweep(loaded.model, tried, batch, swept, options.entropy_rows, groups)
+            self.sweep = LayerSweep(loaded.model, tried, batch, swept, options.entropy_rows, at_once)
 
-    def __call__(self, number: int) -> Arrays:
-        """Measure the continuation of that number, of the prompts that have one; errors: `calibrate_polykv`."""
-        device, options = self.loaded.device, self.options
-        some = self.batch.having(number)
-        alone, after = some.continuations(0, device), self.batch.continuations(number, device)
-        rows = after.real.cpu().numpy()
-        contexts, lengths = zip(*((prompt.context, prompt.length) for prompt in some.prompts), strict=True)
-        found: Arrays = places(some.places, number, contexts, lengths)
-        found[TOKENS] = alone.predicting.sum(-1).cpu().numpy().astype(np.int32)
+    def __call__(self, samples: Sequence[Sample]) -> Arrays:
+        """Measure these continuations; errors: `calibrate_polykv`."""
+        device, options, after = self.loaded.device, self.options, self.batch.continuations(samples, self.loaded.device)
+        read = self.batch.repeated(samples)
+        contexts, lengths = zip(*((prompt.context, prompt.length) for prompt in read.prompts), strict=True)
+        found: Arrays = places(read.places, (sample.number for sample in samples), contexts, lengths)
+        found[TOKENS] = after.predicting.sum(-1).cpu().numpy().astype(np.int32)
         wanted = {"outputs": "cosine" in options.signals, "losses": "ppl" in options.signals}
         measured = None if self.sweep is None else self.sweep.measure(after)
         if options.naive and any(wanted.values()):
-            found |= Naive(self.loaded.model, self.tried, *some.padded(device)).measure(alone).arrays(**wanted)
+            found |= Naive(self.loaded.model, self.tried, *read.padded(device)).measure(after).arrays(**wanted)
         elif measured is not None:
-            found |= {name: array[rows] for name, array in measured.arrays(**wanted).items()}
+            found |= measured.arrays(**wanted)
         if measured is not None and measured.entropy is not None and measured.attention is not None:
-            found |= {ROWS_ENTROPY: measured.entropy[rows].astype(np.float32), ROWS: measured.attention[rows]}
+            found |= {ROWS_ENTROPY: measured.entropy.astype(np.float32), ROWS: measured.attention}
         for array in found.values():
             bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
             if bad.size:
@@ -122,15 +137,17 @@ class _Measure:
         return found
 
 
-def _groups(
+def _at_once(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions
-) -> int:
-    """Return how many ablations the sweep can have at a time; UsageError if not one fits the memory that is allowed."""
+) -> AtOnce:
+    """Return how much can be computed at a time; UsageError if the least of it does not fit the memory allowed."""
     size, work = ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options)
     if options.memory_bytes is not None:
-        return memory_of(size, work, options.memory_bytes).groups
-    free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)
-    return memory_of(size, work, max(free, memory_of(size, work).minimum)).groups
+        found = memory_of(size, work, options.memory_bytes)
+    else:
+        free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)
+        found = memory_of(size, work, max(free, memory_of(size, work).minimum))
+    return AtOnce(found.groups, found.layers)
 
 
 def _profile(

@@ -39,7 +39,7 @@ class Naive:
                 logits, found = self._run(self._program(layer, item), after, (layer,))
                 agreement = output_agreement(full[layer], found[layer])
                 means = tuple(after.mean_over_tokens(values) for values in agreement)
-                measured.note_outputs(row, item, (means[0], means[1]))
+                measured.note_outputs(row, [item], (means[0][None], means[1][None]))
                 measured.note_losses([(row, item)], after.losses(logits)[None])
         return measured
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvsearch.errors import KvsearchError, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, unknown
 from kvsearch.plan import Phase, PolicySpec
 from kvsearch.plan.fields import Scalar
 from kvsearch.policies import Policy, create_policy, policy_class, policy_names
@@ -77,7 +77,7 @@ def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
             continue
         spec = PolicySpec(name=item) if isinstance(item, str) else item
         if spec.name not in policy_names():
-            raise UsageError(f"unknown pattern {spec.name!r}{suggest(spec.name, [*SETS, *policy_names()])}")
+            raise UsageError(unknown("pattern", spec.name, [*SETS, *policy_names()]))
         if spec.name in found and found[spec.name].named:
             raise UsageError(f"the pattern {spec.name} is given twice: a pattern is tried with one setting")
         found[spec.name] = _Wanted(spec, named=True)

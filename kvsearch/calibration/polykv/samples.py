@@ -1,4 +1,4 @@
-"""What is finished of a calibration by signals: a file per batch and continuation, so that it can go on."""
+"""What is finished of a calibration by signals: a file for every pass over some continuations, so that it can go on."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ class SampleFiles:
         return {pair for part in self.parts for pair in _pairs(part)}
 
     def add(self, part: Arrays) -> None:
-        """Take in a continuation of some prompts, none of them finished; it is on the disk when this returns."""
+        """Take in continuations of some prompts, none of them finished; they are on the disk when this returns."""
         part = {name: array for name, array in part.items() if name != ROWS} | (
             {ROW_SUM: part[ROWS].sum(0, dtype=np.float64)} if ROWS in part else {}
         )
         self.parts.append(part)
         if self.folder is not None:
-            name = f"{int(part[PROMPT].min()):06d}-{int(part[QUESTION][0]):04d}.safetensors"
+            prompt, question = min(_pairs(part))
+            name = f"{prompt:06d}-{question:04d}.safetensors"
             write_arrays(self.folder / name, part, self.measurement.identity)
 
     def gathered(self) -> dict[str, NDArray[Any]]:
@@ -81,15 +82,12 @@ def joined(parts: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
     return whole
 
 
-def places(prompts: Iterable[int], question: int, contexts: Iterable[int], lengths: Iterable[int]) -> dict[str, Any]:
+def places(
+    prompts: Iterable[int], questions: Iterable[int], contexts: Iterable[int], lengths: Iterable[int]
+) -> dict[str, Any]:
     """Return the arrays that say which samples these are."""
-    numbers = list(prompts)
-    return {
-        PROMPT: np.array(numbers, dtype=np.int32),
-        QUESTION: np.full(len(numbers), question, dtype=np.int32),
-        CONTEXT: np.array(list(contexts), dtype=np.int32),
-        LENGTH: np.array(list(lengths), dtype=np.int32),
-    }
+    numbers = zip((PROMPT, QUESTION, CONTEXT, LENGTH), (prompts, questions, contexts, lengths), strict=True)
+    return {name: np.array(list(values), dtype=np.int32) for name, values in numbers}
 
 
 def _pairs(part: Arrays) -> set[tuple[int, int]]:

@@ -24,7 +24,8 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, causal_mask
 from kvsearch.runtime.cache import stateful_layers, stock_layers
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer
+from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer, States
+from kvsearch.runtime.replay_start import at_rows
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
 TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it
@@ -33,13 +34,14 @@ Item = TypeVar("Item")
 
 
 class TreeLayer(ObservedLayer[Observation]):
-    """Lets every group of a branching batch see the whole context and its own tokens.
+    """Lets every group of a branching batch see the whole contexts and its own tokens.
 
-    While it is `branching`, the last groups take these outputs [B, Hq, K, Dv] for their attention.
+    A group has all M rows of tokens. While the layer is `branching`, the last groups take these outputs
+    [M, Hq, K, Dv] for their attention.
     """
 
     branching: list[Tensor] | None = None
-    seen: Tensor | None = None  # [B, 1, K, T + K] bool: what the following tokens see; None: all, causally
+    seen: Tensor | None = None  # [M, 1, K, T + K] bool: what the following tokens see; None: all, causally
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -49,15 +51,56 @@ class TreeLayer(ObservedLayer[Observation]):
             return super().attend(module, query, key, value, mask, **kwargs)
         if self.continuation is None:
             raise IncompatibleError(f"layer {self.index} runs in an unknown order: this model cannot be swept")
-        past = self.continuation.prompt
-        batch, count, length = past[0].shape[0], query.shape[2], past[0].shape[2]
-        old = query.shape[0] - batch * len(self.branching)
+        old = query.shape[0] - sum(len(made) for made in self.branching)
         parts = [made.to(query.dtype) for made in self.branching]
         if old:
-            seen = causal_mask(count, length + count, query.device)[None, None] if self.seen is None else self.seen
-            states = (query[:old], key[:old], value[:old])
-            parts.insert(0, shared_attention(past, states, seen, self.continuation.logits))
+            parts.insert(0, self._shared((query[:old], key[:old], value[:old]), self.continuation.logits))
         return torch.cat(parts).transpose(1, 2).contiguous(), None
+
+    def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Attend as `ObservedLayer` does, without a copy of a prompt for every row that follows it."""
+        if self.rows is None:
+            return super().follow(module, tokens, mask, **kwargs)
+        logits = Logits.of_call(module, tokens[0], tokens[1], kwargs)
+        return self._shared(tokens, logits).transpose(1, 2).contiguous()
+
+    def _shared(self, tokens: States, logits: Logits) -> Tensor:
+        """Attend with groups of the rows of tokens to the contexts and to themselves, [groups * M, Hq, K, Dv]."""
+        count, length = tokens[0].shape[2], self.keys.shape[2]
+        seen = causal_mask(count, length + count, tokens[0].device)[None, None] if self.seen is None else self.seen
+        if self.rows is None:
+            return shared_attention((self.keys, self.values), tokens, seen, logits)
+        rows, output = len(self.rows), list[Tensor]()
+        places = []
+        for prompts, followers in equally_followed(self.rows.tolist()):
+            past = at_rows(self.keys, prompts), at_rows(self.values, prompts)
+            own = tuple(_groups(tensor, rows)[:, followers.to(tensor.device)].flatten(0, 2) for tensor in tokens)
+            visible = seen if len(seen) == 1 else at_rows(seen, followers[0])
+            made = shared_attention(past, (own[0], own[1], own[2]), visible, logits)
+            output.append(made.view(-1, followers.numel(), *made.shape[1:]))
+            places.append(followers.flatten())
+        back = torch.cat(places).argsort().to(tokens[0].device)
+        return torch.cat(output, 1)[:, back].flatten(0, 1)
+
+
+def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Sort prompts by how often they are followed: `rows` are the prompts that rows of tokens follow.
+
+    Returns, for every number n, the prompts that are followed by so many rows, [P], and these rows, [n, P].
+    """
+    followers: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        followers.setdefault(row, []).append(place)
+    alike: dict[int, list[int]] = {}
+    for prompt, places in followers.items():
+        alike.setdefault(len(places), []).append(prompt)
+    return [
+        (torch.tensor(prompts), torch.tensor([followers[prompt] for prompt in prompts]).T) for prompts in alike.values()
+    ]
+
+
+def _groups(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.view(-1, rows, *tensor.shape[1:])
 
 
 def shared_attention(
@@ -117,7 +160,7 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
 
 @dataclass(frozen=True, eq=False)
 class BaselinePass:
-    """What entered every layer and the final norm under the full cache, [B, K, d_model] each, and its arguments."""
+    """What entered every layer and the final norm under the full cache, [M, K, d_model] each, and its arguments."""
 
     entering: list[Tensor]
     arguments: list[dict[str, Any]]
@@ -151,8 +194,10 @@ class Tree(DensePass[Observation]):
         self.top: Any = decoder(model).norm
 
     @contextmanager
-    def baseline_pass(self, tokens: Tensor) -> Iterator[BaselinePass]:
-        """Teacher-force `tokens` [B, K] after the contexts; sweeps over them are possible until this ends.
+    def baseline_pass(self, tokens: Tensor, rows: Tensor | None = None) -> Iterator[BaselinePass]:
+        """Teacher-force `tokens` [M, K] after contexts; sweeps over them are possible until this ends.
+
+        `rows` [M], on the host, says which context each row of tokens follows; None: one each, in order.
 
         Raises:
             IncompatibleError: the model makes its logits in a way that is not known here.
@@ -172,7 +217,7 @@ class Tree(DensePass[Observation]):
         hooks.append(self.top.register_forward_pre_hook(note_last))
         with ExitStack() as stack:
             try:
-                output = stack.enter_context(self.following(tokens, logits_to_keep=1))
+                output = stack.enter_context(self.following(tokens, rows=rows, logits_to_keep=1))
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -186,17 +231,17 @@ class Tree(DensePass[Observation]):
         self,
         baseline: BaselinePass,
         ablated: Mapping[int, Sequence[Item]],
-        outputs: Callable[[int, Item], Tensor],
+        outputs: Callable[[int, Sequence[Item]], list[Tensor]],
     ) -> Tensor:
-        """Return what enters the final norm of every ablation, [groups, B, K, d_model], in the order of `ablated`.
+        """Return what enters the final norm of every ablation, [groups, M, K, d_model], in the order of `ablated`.
 
-        `ablated` has the ablations of each layer, ascending; `outputs(layer, item)` is the attention
-        [B, Hq, K, Dv] of that layer under one of them, computed when the sweep gets there.
+        `ablated` has the ablations of each layer, ascending; `outputs(layer, items)` are the attention outputs
+        [M, Hq, K, Dv] of that layer under some of them, computed when the sweep gets there.
         """
         batch = baseline.leaving.shape[0]
         hidden = baseline.leaving[:0]
         for index in range(min(ablated), len(self.modules)):
-            made = [outputs(index, item) for item in ablated.get(index, ())]
+            made = outputs(index, some) if (some := ablated.get(index, ())) else []
             branches = baseline.entering[index]
             hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
             layer: TreeLayer = self.cache.layers[index]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from kvsearch.plan.weights import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
 from kvsearch.progress import Progress
-from kvsearch.runtime.attention import running
 from kvsearch.runtime.collector import plain_queries
 
 ROUNDS = 10  # of k-means
@@ -79,7 +78,7 @@ def calibrate_query_bank(
             of it do not fit its positions.
     """
     require_plain_rotary(loaded.model, f"policy {METHOD}")
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad():
         contexts = FitContexts.of(loaded, data, options, progress, directory)
         parts, others = contexts.parts, contexts.others
         bank = _chosen(contexts, parts.fit, parts.choose, options)
@@ -104,10 +103,10 @@ def _chosen(
     options: QueryBankOptions,
 ) -> Bank:
     """Return a bank of queries that are asked of the contexts `fit`, by what is best on the contexts `choose`."""
-    model, random = contexts.loaded.model, torch.Generator().manual_seed(options.seed)
+    random = torch.Generator().manual_seed(options.seed)
     share = -(-CANDIDATES // len(fit))
     places = {prompt.context: places_asked(prompt, contexts.asking, share, random) for prompt in fit}
-    read = contexts.read(fit, lambda one: {QUERIES: queries_asked(model, one, places[one.context])})
+    read = contexts.read(fit, lambda one: {QUERIES: queries_asked(one, places[one.context])})
     asked = torch.from_numpy(np.concatenate([one[QUERIES] for one in read], 3))  # [L, Hkv, G, M, D]
     none = torch.zeros(asked.shape[:2], dtype=torch.bool)
     ways = (("farthest", farthest), ("k-means", k_means))
@@ -137,7 +136,7 @@ def places_asked(prompt: CalibrationPrompt, asking: Asking, count: int, random: 
     return order[:count].sort().values
 
 
-def queries_asked(model: Any, reading: Reading, places: Tensor) -> Tensor:
+def queries_asked(reading: Reading, places: Tensor) -> Tensor:
     """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
     parts = []
     for one in reading.asked:
@@ -145,7 +144,7 @@ def queries_asked(model: Any, reading: Reading, places: Tensor) -> Tensor:
             positions = reading.length + torch.arange(one.tokens.shape[1], device=one.tokens.device)[None]
             layers = []
             for layer in reading.passed.continuations():
-                plain = plain_queries(layer.query, positions, rotary(model, layer.index))[0]
+                plain = plain_queries(layer.query, positions, rotary(reading.passed.model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
     queries = torch.cat(parts, 3)

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvsearch.arrays import Floats
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, RankingOptions
@@ -32,6 +34,7 @@ from kvsearch.policies import Policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.generic import SINKS
 from kvsearch.progress import Progress, counted
+from kvsearch.runtime.attention import running
 
 TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
 
@@ -89,15 +92,14 @@ class FitContexts:
         self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
     ) -> Iterator[Arrays]:
         """Yield what `measure` makes of every context, which is read under the full cache; or what is kept of it."""
-        step = self.done.stage()
-        for prompt in prompts:
-            yield step(partial(self._measured, prompt, measure, policies))
-            next(self.ticks, None)
+        work = partial(_measured, measure=measure, policies=policies, options=self.options, asking=self.asking)
 
-    def _measured(self, prompt: CalibrationPrompt, measure: Measure, policies: Sequence[Policy]) -> Arrays:
-        given = self.given[prompt.context].only(prompt.kinds)
-        reading = Reading.of(self.loaded, prompt, given, self.options, self.asking, policies)
-        return {name: values.cpu().numpy() for name, values in measure(reading).items()}
+        def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
+            return self.loaded.map(work, [(one, self.given[one.context].only(one.kinds)) for one in some])
+
+        for arrays in self.done.stage(prompts, make):
+            yield arrays
+            next(self.ticks, None)
 
     def profile(self, method: str, arrays: Mapping[str, Floats], settings: Mapping[str, Any]) -> Profile:
         """Return what was fitted as a profile, with what is common to all fits among its settings."""
@@ -122,6 +124,20 @@ class FitContexts:
             return told
         kinds = [after.kind for prompt in self.parts.report for after in prompt.continuations]
         return {**told, "left_out": self.left_out, "left_out_questions": kinds.count(self.left_out)}
+
+
+def _measured(
+    loaded: LoadedModel,
+    item: tuple[CalibrationPrompt, CalibrationPrompt],
+    measure: Measure,
+    policies: Sequence[Policy],
+    options: RankingOptions,
+    asking: Asking,
+) -> Arrays:
+    """Return what `measure` makes of a context; the `item` is it with what is asked, and with the right answers."""
+    with torch.no_grad(), running(loaded.model):
+        reading = Reading.of(loaded, *item, options, asking, policies)
+        return {name: values.cpu().numpy() for name, values in measure(reading).items()}
 
 
 def without(parts: Parts, kind: str) -> Parts:

@@ -29,7 +29,6 @@ from kvsearch.plan import Profile
 from kvsearch.policies.generic import SPREAD
 from kvsearch.policies.probe import METHOD, Weights
 from kvsearch.progress import Progress
-from kvsearch.runtime.attention import running
 
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
 
@@ -59,21 +58,21 @@ def calibrate_probe(
             fit.
         IncompatibleError: the model computes NaN, or a context and what is asked of it do not fit its positions.
     """
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad():
         contexts = FitContexts.of(loaded, data, options, progress, directory)
         parts, others, left_out = contexts.parts, contexts.others, contexts.left_out
         places = places_drawn(parts.fit, options)
         read = contexts.read(parts.fit, lambda reading: draw(reading, places[reading.context], left_out))
         drawn = [Drawn(one) for one in read]
         few = len(parts.fit) < FEW
-        fitted = fit_all(drawn, options, few, contexts.done)
+        fitted = fit_all(loaded, drawn, options, few, contexts.done)
         layers = describe(loaded.model).full_layers
         weights, spread = _chosen(fitted, partial(contexts.read, parts.choose), options, layers)
         held: LeftOut | None = None
         if left_out is not None and others is not None:
             linear, same = options.model_copy(update={"form": "linear"}), {one.context for one in others.fit}
             kept = [one for one, prompt in zip(drawn, parts.fit, strict=True) if prompt.context in same]
-            second = fit_all(kept, linear, len(kept) < FEW, contexts.done, OTHERS)
+            second = fit_all(loaded, kept, linear, len(kept) < FEW, contexts.done, OTHERS)
             never, _ = _chosen(second, partial(contexts.read, others.choose), linear, layers)
             held = LeftOut(left_out, partial(scores_of, never))
         report = partial(contexts.read, parts.report, policies=options.policies())

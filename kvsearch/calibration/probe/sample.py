@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from kvsearch.calibration.probe.fit import (
 from kvsearch.calibration.probe.reading import Reading
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import Arrays, Steps
+from kvsearch.models.loading import LoadedModel
 from kvsearch.policies.generic import SINKS, SPREAD
 from kvsearch.policies.probe import Weights
 
@@ -99,8 +101,42 @@ def draw(reading_: Reading, some: Tensor, left_out: str | None = None) -> dict[s
     }
 
 
+class LayerSample(NamedTuple):
+    """What the entries that were drawn are in one layer, of all contexts together."""
+
+    columns: tuple[str, ...]  # the feature of each column
+    features: Tensor  # [Hkv, N, F]
+    wanted: Tensor  # [Hkv, N] targets
+    unseen: Tensor  # [Hkv] bool: heads without any importance
+
+
+@dataclass(frozen=True)
+class LayerSamples(Sequence[LayerSample]):
+    """Those of some layers, by their `rows`; each is read when it is asked for: all may be more than memory holds."""
+
+    drawn: Sequence[Drawn]
+    worth: Tensor  # [L, Hkv, N] targets
+    unseen: Tensor  # [L, Hkv]
+    features: tuple[str, ...]
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        row = self.rows[number]
+        columns = tuple(self.features[one] for one in self.drawn[0].columns.tolist())
+        features = torch.cat([one.features(row) for one in self.drawn], 1)
+        return LayerSample(columns, features, self.worth[row].clone(), self.unseen[row].clone())
+
+
 def fit_all(
-    drawn: Sequence[Drawn], options: ProbeOptions, few: bool, done: Steps | None = None, target: str = EVERYTHING
+    loaded: LoadedModel,
+    drawn: Sequence[Drawn],
+    options: ProbeOptions,
+    few: bool,
+    done: Steps | None = None,
+    target: str = EVERYTHING,
 ) -> Fitted:
     """Fit every candidate in every layer: regressions, a network if options say so, and last an even spread.
 
@@ -109,42 +145,38 @@ def fit_all(
     """
     worth = torch.cat([one.target(target) for one in drawn], -1)
     unseen = (worth == 0).all(-1)  # see `log_importance`
-    step = (done or Steps(None, {})).stage()
+    work = partial(_fit_layer, options=options, few=few)
+
+    def make(rows: Sequence[int]) -> Iterator[Arrays]:
+        return loaded.map(work, LayerSamples(drawn, worth, unseen, options.looked_at, rows))
+
     found, standards = [], []
-    for row, wanted in enumerate(worth):
-
-        def fit(row: int = row, wanted: Tensor = wanted) -> Arrays:
-            forms, standard = _fit_layer(drawn, row, wanted, unseen[row], options, few)
-            parts = [(f"{n}.{name}", part) for n, form in enumerate(forms) for name, part in form._asdict().items()]
-            return {name: part.numpy() for name, part in {**dict(parts), **standard}.items()}
-
-        made = step(fit)
+    for made in (done or Steps(None, {})).stage(range(len(worth)), make):
         count = len(made) // len(Fit._fields)
         found.append([Fit(*(torch.from_numpy(made[f"{n}.{name}"]) for name in Fit._fields)) for n in range(count)])
         standards.append((torch.from_numpy(made["center"]), torch.from_numpy(made["scale"])))
     return Fitted(found, unseen, standards)
 
 
-def _fit_layer(
-    drawn: Sequence[Drawn], row: int, wanted: Tensor, unseen: Tensor, options: ProbeOptions, few: bool
-) -> tuple[list[Fit], dict[str, Tensor]]:
-    """Return the candidates of a layer whose entries have the targets `wanted` [Hkv, N], and how they standardise."""
-    columns = [options.looked_at[number] for number in drawn[0].columns.tolist()]
+def _fit_layer(_: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> Arrays:
+    """Return the candidates of a layer, and how they standardise."""
+    columns, x, wanted, unseen = sample
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
     subsets = [one for one in (read, own) if one.any() and (one is read or not torch.equal(one, read))]
-    x = torch.cat([one.features(row) for one in drawn], 1)
     center, scale = standardised(x)
     z = (x - center[:, None]) / scale[:, None]
-    forms = [
-        reading(fit_ridge(z * subset, wanted, strength), subset)
-        for subset in subsets
-        for strength in (STRONG if few else RIDGE)
-    ]
-    if options.form == "network" and not few and subsets:
-        network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
-        forms.append(reading(network, read))
-    forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
-    none = unseen_fit(z, columns.index(SPREAD))
-    found = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
-    return found, {"center": center, "scale": scale}
+    with torch.no_grad():
+        forms = [
+            reading(fit_ridge(z * subset, wanted, strength), subset)
+            for subset in subsets
+            for strength in (STRONG if few else RIDGE)
+        ]
+        if options.form == "network" and not few and subsets:
+            network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
+            forms.append(reading(network, read))
+        forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
+        none = unseen_fit(z, columns.index(SPREAD))
+        found = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
+    parts = {f"{number}.{name}": part for number, form in enumerate(found) for name, part in form._asdict().items()}
+    return {name: part.numpy() for name, part in {**parts, "center": center, "scale": scale}.items()}

@@ -31,7 +31,7 @@ from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample, require_answers
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.executors.base import Job
+from kvsearch.search.jobs import Job
 from kvsearch.search.objectives import Objective, find_objective
 
 

@@ -18,7 +18,7 @@ from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
-from kvsearch.policies.checks import Look, require_finite
+from kvsearch.policies.checks import Finding, require_finite
 from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary, stock_layers
@@ -61,7 +61,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Pre
         looks.extend(prompt.looks or ())
         return found
 
-    looks: list[Look] = []
+    looks: list[Finding] = []
     watch(model, (policy.needs() for some in policies.values() for policy in some))
     layers = stock_layers(model)
     for index, some in policies.items():

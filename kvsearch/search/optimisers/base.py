@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from kvsearch.arrays import Ints, Vector
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 
 BUILT_IN = {
     "cma": "kvsearch.search.optimisers.cma:CMA",
@@ -205,7 +205,7 @@ def create_optimiser(
 ) -> Optimiser:
     """Build an optimiser from its name; arguments and errors are those of `Problem` and of the optimiser."""
     if name not in BUILT_IN:
-        raise UsageError(f"unknown optimiser {name!r}{suggest(name, optimiser_names())}")
+        raise UsageError(unknown("optimiser", name, optimiser_names()))
     module, _, attribute = BUILT_IN[name].partition(":")
     built: type[Optimiser] = getattr(import_module(module), attribute)
     first, low, high = (np.array(given, dtype=np.float64) for given in (start, lower, upper))

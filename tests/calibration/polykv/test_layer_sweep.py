@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from kvsearch.calibration.polykv.ablations import AblationResults, Ablations
-from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch, batches_of
-from kvsearch.calibration.polykv.layer_sweep import LayerSweep
+from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch, Sample, batches_of
+from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.tree import Tree, shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
@@ -60,14 +61,28 @@ def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Ablations:
     return Ablations(policies, budgets, ("prefill", "decode"), shape.full_layers, shape.kv_heads)
 
 
+ALL = AtOnce(groups=10**6, layers=10**6)
+
+
+def samples_of(prompts: PromptBatch) -> list[Sample]:
+    """All continuations of prompts."""
+    return [Sample(row, number) for row, one in enumerate(prompts.prompts) for number in range(len(one.continuations))]
+
+
+def first_of(prompts: PromptBatch) -> ContinuationBatch:
+    """The first continuation of every prompt."""
+    return prompts.continuations([one for one in samples_of(prompts) if one.number == 0], CPU)
+
+
 def both(
-    model: Any, what: Ablations, prompts: PromptBatch, number: int = 0, groups: int = 10**6
+    model: Any, what: Ablations, prompts: PromptBatch, at_once: AtOnce = ALL
 ) -> tuple[AblationResults, AblationResults, ContinuationBatch]:
-    """What the sweep and the naive procedure measure of one continuation."""
-    after = prompts.continuations(number, CPU)
+    """What the sweep and the naive procedure measure of all continuations."""
+    samples = samples_of(prompts)
+    after = prompts.continuations(samples, CPU)
     with running(model):
-        swept = LayerSweep(model, what, prompts, EVERYTHING, 8, groups).measure(after)
-        naive = Naive(model, what, *prompts.padded(CPU)).measure(after)
+        swept = LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(after)
+        naive = Naive(model, what, *prompts.repeated(samples).padded(CPU)).measure(after)
     return swept, naive, after
 
 
@@ -104,37 +119,46 @@ def test_the_bundled_model_agrees_with_the_naive_procedure() -> None:
     assert_same(swept, naive)
 
 
-@pytest.mark.parametrize("groups", [1, 5, 7])
-def test_a_sweep_in_chunks_measures_the_same(groups: int) -> None:
+@pytest.mark.parametrize("at_once", [AtOnce(1, 1), AtOnce(5, 2), AtOnce(7, 3)])
+def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
     model = build("llama")
-    what, prompts = tried(model, small(("snapkv", "streaming")), 9), batch((40, (9,)))
-    whole, _, _ = both(model, what, prompts)
-    assert_same(both(model, what, prompts, groups=groups)[0], whole, 1e-6)
+    what, prompts = tried(model, small(("snapkv", "cam", "cake")), 9), batch((40, (9,)))
+    whole = sweep(model, what, prompts, samples_of(prompts))
+    assert_same(sweep(model, what, prompts, samples_of(prompts), at_once), whole, 1e-6)
 
 
-def test_every_continuation_is_measured_by_itself() -> None:
-    """The second one knows nothing of the first, and a prompt without a second one does not disturb the others."""
-    model = build("llama")
-    what, prompts = tried(model, small(("tova", "d2o")), 9), batch((40, (9, 5)), (36, (7,)))
+def sweep(
+    model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[Sample], at_once: AtOnce = ALL
+) -> AblationResults:
     with running(model):
-        sweeping = LayerSweep(model, what, prompts, EVERYTHING, 8, 100)
-        sweeping.measure(prompts.continuations(0, CPU))
-        after = prompts.continuations(1, CPU)
-        found = sweeping.measure(after)
-        alone = prompts.having(1)
-        naive = Naive(model, what, *alone.padded(CPU)).measure(alone.continuations(0, CPU))
-    assert after.real.tolist() == [True, False]
-    np.testing.assert_allclose(found.loss[:1], naive.loss, atol=1e-4)
-    np.testing.assert_allclose(found.cosine[:1], naive.cosine, atol=1e-4)
+        return LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(prompts.continuations(samples, CPU))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_every_continuation_is_measured_by_itself(family: str) -> None:
+    """Of prompts that two, one and three of them follow, each alone; layers one after the other."""
+    model = build(family)
+    what = tried(model, small(("tova", "d2o", "cam", "snapkv", "vatp")), 9)
+    prompts = batch((40, (9, 5)), (36, (7,)), (38, (6, 8, 9)))
+    samples = samples_of(prompts)
+    together = sweep(model, what, prompts, samples)
+    assert together.entropy is not None
+    for place, sample in enumerate(samples):
+        alone = sweep(model, what, prompts, [sample], AtOnce(10**6, 1))
+        assert alone.entropy is not None
+        np.testing.assert_allclose(together.entropy[place], alone.entropy[0], atol=1e-6)
+        for name, array in alone.arrays(outputs=True, losses=True).items():
+            found = together.arrays(outputs=True, losses=True)[name][place]
+            np.testing.assert_allclose(found, array[0], rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_without_losses_outputs_are_the_same() -> None:
     model = build("llama")
     what, prompts = tried(model, small(("snapkv",)), 9), batch((40, (9,)))
-    after = prompts.continuations(0, CPU)
+    after = first_of(prompts)
     with running(model):
-        whole = LayerSweep(model, what, prompts, EVERYTHING, 8, 100).measure(after)
-        outputs = LayerSweep(model, what, prompts, ("cosine",), 8, 100).measure(after)
+        whole = LayerSweep(model, what, prompts, EVERYTHING, 8, ALL).measure(after)
+        outputs = LayerSweep(model, what, prompts, ("cosine",), 8, ALL).measure(after)
     np.testing.assert_array_equal(outputs.cosine, whole.cosine)
     assert np.isnan(outputs.loss).all()
 
@@ -173,17 +197,15 @@ def test_logits_that_are_made_in_another_way_are_refused() -> None:
     model.forward = scaled
     assert model.lm_head.forward == head
     with running(model), pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"):
-        LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, 8, 100).measure(
-            prompts.continuations(0, CPU)
-        )
+        LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, 8, ALL).measure(first_of(prompts))
 
 
 def test_entropy_is_that_of_the_attention_matrix() -> None:
     model = build("llama")
     prompts = batch((40, (9,)), (33, (9,)))
-    after = prompts.continuations(0, CPU)
+    after = first_of(prompts)
     with running(model):
-        measured = LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, 1).measure(after)
+        measured = LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), 8, ALL).measure(after)
     found, rows = measured.entropy, measured.attention
     assert found is not None
     assert rows is not None
@@ -240,12 +262,24 @@ def test_a_tree_needs_the_runtime_attention() -> None:
 
 def test_batches_hold_prompts_that_are_alike() -> None:
     prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
-    assert [list(part.places) for part in batches_of(prompts, 2)] == [[2, 4], [0, 1], [3]]
+    assert [list(part.places) for part in batches_of(prompts, 2)] == [[1, 3], [2, 4], [0]]
+
+
+def test_passes_hold_continuations_that_are_alike() -> None:
+    """Of 9, 5, 6, 5 and 20 tokens, three at a time; what is finished is left out with all of its pass."""
+    prompts = replace(batch((9, (9, 5)), (8, (6,)), (7, (5, 20))), places=[3, 4, 7])
+    made = prompts.passes(3, ())
+    assert made == [[(0, 1), (1, 0), (2, 0)], [(0, 0)], [(2, 1)]]
+    assert prompts.passes(3, {(3, 1), (7, 0), (3, 0)}) == [made[0], made[2]]
+    after = prompts.continuations(made[0], CPU)
+    assert after.counts.tolist() == [5, 6, 5]
+    assert after.rows.tolist() == [0, 1, 2]
+    assert prompts.repeated(made[0]).places == (3, 4, 7)
 
 
 def test_continuations_count_what_is_predicted() -> None:
     """Lengths 5 and 3, answers from the third token on: three and one predicted tokens; losses and means by hand."""
-    after = batch((9, (5,)), (8, (3,))).continuations(0, CPU)
+    after = first_of(batch((9, (5,)), (8, (3,))))
     assert after.counts.tolist() == [5, 3]
     assert after.followed.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
     assert after.predicting.tolist() == [[False, True, True, True], [False, True, False, False]]

@@ -51,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def part(finished: Path, tmp_path: Path) -> Path:
-    """One of its files: two contexts, first question."""
+    """One of its files: two samples."""
     source = sorted((finished / SAMPLES).iterdir())[0]
     (tmp_path / SAMPLES).mkdir()
     path = tmp_path / SAMPLES / source.name
@@ -127,7 +127,10 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda arrays: arrays.update(nll=arrays["nll"] * np.nan), "nll holds something else than finite numbers"),
         (lambda arrays: arrays.update(mine=arrays["nll"]), "mine is unknown"),
         (lambda arrays: arrays.update(attention_sum=np.ones((2, 4))), "it has no attention_sum of the right shape"),
-        (lambda arrays: arrays.update(prompt=arrays["prompt"] * 0), "a sample is in it twice"),
+        (
+            lambda arrays: arrays.update(prompt=0 * arrays["prompt"], question=0 * arrays["question"]),
+            "a sample is in it twice",
+        ),
     ],
 )
 def test_damaged_samples_are_told(change: Callable[[dict[str, Any]], object], problem: str, part: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     save_profile(profile, tmp_path / "profile.safetensors")
     name, params = fitted_policy(f"query_bank={tmp_path}")
     create_policy(name, params).check_model(model.fingerprint)
-    with pytest.raises(UsageError, match="has no weights of policy probe: it is a query_bank profile"):
+    with pytest.raises(UsageError, match="has no weights of policy probe: it is a profile of 'query_bank'"):
         fitted_policy(f"probe={tmp_path}")
 
 
@@ -76,7 +76,7 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), running(model.model):
         reading = Reading.of(model, prompt, prompt, SMALL, asking)
-        found = queries_asked(model.model, reading, places_asked(prompt, asking, 999, torch.Generator()))[0]
+        found = queries_asked(reading, places_asked(prompt, asking, 999, torch.Generator()))[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():

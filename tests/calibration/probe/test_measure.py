@@ -200,7 +200,7 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
 
 def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: CalibrationData) -> None:
     """W_O drops one kv head: it gets an even spread, although that is no feature, below all of another head."""
-    loaded = deepcopy(tiny.loaded())
+    loaded = replace(tiny.loaded(), model=deepcopy(tiny.loaded().model))
     projection = loaded.model.model.layers[1].self_attn.o_proj.weight
     with torch.no_grad():
         projection[:, projection.shape[1] // 2 :] = 0

@@ -16,7 +16,7 @@ from kvsearch.search.bank import store as bank_store
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.search.executors import Job
+from kvsearch.search.jobs import Job
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, without_answers
 

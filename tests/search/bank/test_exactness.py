@@ -22,7 +22,7 @@ from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.executors import Job
+from kvsearch.search.jobs import Job
 from kvsearch.search.space import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvsearch.errors import KvsearchError
-from kvsearch.search.executors.base import Evaluator, Executor, JobOutcome, attempt
+from kvsearch.workers.base import Evaluator, Executor, Jobs, Outcome, Values, attempt
 
 
-class SerialExecutor(Executor):
+class SerialExecutor(Executor[Jobs, Values]):
     """Evaluates one job in each `poll`, in the order they were submitted; closing it closes the evaluator.
 
     After Ctrl-C the job that was under way is still pending.
@@ -16,7 +16,7 @@ class SerialExecutor(Executor):
 
     name: ClassVar[str] = "serial"
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator[Jobs, Values]) -> None:
         super().__init__()
         self._evaluator = evaluator
 
@@ -25,7 +25,7 @@ class SerialExecutor(Executor):
         """One."""
         return 1
 
-    def _poll(self, timeout: float | None) -> list[JobOutcome]:  # noqa: ARG002 - nothing to wait for
+    def _poll(self, timeout: float | None) -> list[Outcome[Values]]:  # noqa: ARG002 - nothing to wait for
         job = self._waiting[0]
         try:
             outcome = attempt(self._evaluator, job)

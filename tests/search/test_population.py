@@ -13,19 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.errors import EnvironmentFault, InternalError, UsageError
-from kvsearch.search.executors import (
-    Job,
-    JobOutcome,
-    Result,
-    SerialExecutor,
-    candidate_key,
-    evaluate_all,
-    keys_of,
-    results_of,
-    worst_of,
-)  # fmt: skip
-from tests.search.executors.contract import expected, job
-from tests.search.executors.fakes import BROKEN, NAN, NO_MEMORY, TOKENS, Fake, table
+from kvsearch.search.jobs import Job, JobOutcome, Result, candidate_key, keys_of, results_of
+from kvsearch.search.population import evaluate_all, worst_of
+from kvsearch.workers.serial import SerialExecutor
+from tests.workers.contract import expected, job
+from tests.workers.fakes import BROKEN, NAN, NO_MEMORY, TOKENS, Fake, table
 
 
 class Kept:

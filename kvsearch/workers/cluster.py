@@ -38,7 +38,7 @@ class RayWorkers:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise UsageError(f"{self.workers} Ray workers evaluate nothing: ask for at least one")
+            raise UsageError(f"{self.workers} Ray workers do nothing: ask for at least one")
         if not (self.cpus >= 0 and self.gpus >= 0 and self.cpus + self.gpus > 0):
             raise UsageError(f"a Ray worker with {self.cpus:g} CPUs and {self.gpus:g} GPUs has nothing to compute on")
         for name, value in (("job", self.job_timeout), ("start", self.start_timeout)):
@@ -52,7 +52,7 @@ class RayWorkers:
 
 
 def import_ray() -> Any:
-    """Import Ray so that it does not print what raylets report; a search reports dead workers itself.
+    """Import Ray so that it does not print what raylets report; what dies is reported here.
 
     Raises:
         EnvironmentFault: it is not installed.
@@ -76,7 +76,8 @@ def connect(ray: Any, address: str | None) -> bool:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address is None:
-            with _environment(RAY_USAGE_STATS_ENABLED="0"):
+            # the workers do the work, so they are no nicer than others: with Ray's own 15 they wait for whoever is busy
+            with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"):
                 ray.init("local", include_dashboard=False, object_store_memory=_STORE, **quiet)
         else:
             _require_answer(address)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,18 @@ from typing import Any
 import pytest
 
 from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
-from kvsearch.search.executors import Executor, SerialExecutor, cluster, evaluate_all
-from kvsearch.search.executors.cluster import RayWorkers, connect, import_ray, room_for
-from tests.search.executors import fakes
-from tests.search.executors.contract import ExecutorContract, collect, expected, job
-from tests.search.executors.fakes import AGES, DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
+from kvsearch.search.jobs import Executor
+from kvsearch.search.population import evaluate_all
+from kvsearch.workers import cluster
+from kvsearch.workers.cluster import RayWorkers, connect, room_for
+from kvsearch.workers.ray import RayExecutor
+from kvsearch.workers.serial import SerialExecutor
+from tests.workers import fakes
+from tests.workers.contract import ExecutorContract, collect, expected, job
+from tests.workers.fakes import AGES, DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
 
-pytest.importorskip("ray")
-
-from kvsearch.search.executors.ray import RayExecutor
-
-pytestmark = pytest.mark.slow
-SMALL = {"cpus": 0.5, "start_timeout": AGES}  # several executors share two cores
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray() -> Iterator[Any]:
-    """One cluster for all tests; executors use it and leave it running."""
-    found = import_ray()
-    connect(found, None)
-    yield found
-    found.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray")]
+SMALL = {"cpus": 0.4, "start_timeout": AGES}  # several executors, and the pool of all tests, share two cores
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +66,8 @@ def test_workers_killed_in_the_middle_change_nothing(tmp_path: Path) -> None:
     with RayExecutor(partial(build, tmp_path, 0.05), RayWorkers(2, **SMALL)) as executor:
         found = evaluate_all(executor, jobs, kill_one)
         assert executor.workers == 2
+        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids(tmp_path) - killed}
+        assert nice == {os.getpriority(os.PRIO_PROCESS, 0)}
     assert len(killed) == 3
     for number, outcome in found.items():
         assert outcome.kind == "ok"
@@ -101,7 +93,7 @@ def test_a_job_that_takes_too_long(tmp_path: Path) -> None:
     with RayExecutor(partial(build, tmp_path), limits) as executor:
         executor.submit(job(1, SLOW))
         found = collect(executor, 1)
-        executor._wanted = replace(limits, job_timeout=None)  # the next job takes as long as this machine needs
+        executor._job_timeout = None  # the next job takes as long as this machine needs
         executor.submit(job(2, 8))
         found |= collect(executor, 1)
     assert (found[1].kind, found[1].values, found[1].message) == ("timeout", None, "took longer than 1 seconds")
@@ -230,7 +222,7 @@ def test_room(nodes: list[dict[str, float]], need: dict[str, float], room: int) 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workers": 0}, "0 Ray workers evaluate nothing"),
+        ({"workers": 0}, "0 Ray workers do nothing"),
         ({"workers": 1, "cpus": 0.0}, "0 CPUs and 0 GPUs has nothing to compute on"),
         ({"workers": 1, "gpus": -1.0}, "1 CPUs and -1 GPUs"),
         ({"workers": 1, "cpus": float("nan")}, "nan CPUs"),
@@ -284,10 +276,10 @@ SCRIPT = """
 import os, signal, sys
 from functools import partial
 from pathlib import Path
-from kvsearch.search.executors.cluster import RayWorkers
-from kvsearch.search.executors.ray import RayExecutor
-from tests.search.executors.contract import collect, job
-from tests.search.executors.fakes import AGES, DEADLY, build
+from kvsearch.workers.cluster import RayWorkers
+from kvsearch.workers.ray import RayExecutor
+from tests.workers.contract import collect, job
+from tests.workers.fakes import AGES, DEADLY, build
 if __name__ == "__main__":
     with RayExecutor(partial(build, Path(sys.argv[1])), RayWorkers(1, start_timeout=AGES)) as executor:
         executor.submit(job(0, DEADLY))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
-from kvsearch.search.executors import Executor, Job, JobOutcome, evaluate_all
-from tests.search.executors.fakes import BROKEN, INFINITE, MISSHAPEN, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
+from kvsearch.search.jobs import Executor, Job, JobOutcome
+from kvsearch.search.population import evaluate_all
+from tests.workers.fakes import BROKEN, INFINITE, MISSHAPEN, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
 
 
 def job(number: int, *firsts: int, samples: tuple[int, ...] | None = (0, 2)) -> Job:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.search.executors import Job
+from kvsearch.search.jobs import Job
 
 AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together

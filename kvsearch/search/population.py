@@ -12,7 +12,7 @@ import numpy as np
 
 from kvsearch.arrays import Floats
 from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
-from kvsearch.search.executors.base import Executor, Job, JobOutcome, Result, keys_of, results_of
+from kvsearch.search.jobs import Executor, Job, JobOutcome, Result, keys_of, results_of
 
 Store = Callable[[Job, JobOutcome], None]
 _MESSAGES = 3

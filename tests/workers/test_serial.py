@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvsearch.arrays import Floats
-from kvsearch.search.executors import Executor, Job, SerialExecutor
-from tests.search.executors.contract import ExecutorContract, expected, job
-from tests.search.executors.fakes import Fake
+from kvsearch.search.jobs import Executor, Job
+from kvsearch.workers.serial import SerialExecutor
+from tests.workers.contract import ExecutorContract, expected, job
+from tests.workers.fakes import Fake
 
 
 class TestSerial(ExecutorContract):
