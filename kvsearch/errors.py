@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 class KvsearchError(Exception):
     """Root of all errors raised by kvsearch. The message is one line: what is wrong, where, and what to do."""
@@ -35,3 +37,13 @@ class InternalError(KvsearchError):
 
 class KvsearchWarning(UserWarning):
     """Something that works but is probably not what one wants."""
+
+
+_said: set[str] = set()
+
+
+def warn_once(problem: str, stacklevel: int = 2) -> None:
+    """Warn (KvsearchWarning) of something that holds for all of this process, once."""
+    if problem not in _said:
+        _said.add(problem)
+        warnings.warn(problem, KvsearchWarning, stacklevel=stacklevel + 1)

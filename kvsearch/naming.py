@@ -5,22 +5,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-LONGEST = 100  # letters of a name that others may be near to
+LONGEST = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
+_SHOWN, _LISTED = 60, 100  # letters of a known name, and how many of them
 
 
-_LONGEST = 100  # letters of a name that somebody may have meant
+def unknown(what: str, name: object, known: Sequence[str]) -> str:
+    """Return what to say of a name of `what` that nothing has: in short, the nearest known one, and all of them."""
+    text = repr(name)
+    return f"unknown {what} {text if len(text) <= LONGEST else f'{text[:LONGEST]}...'}{suggest(name, known)}"
 
 
 def suggest(name: object, known: Sequence[str]) -> str:
     """Return the tail of an error message about an unknown name: the nearest known one, and all of them."""
-    return f"{did_you_mean(name, known)} (known: {', '.join(known)})"
+    listed = [one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in known[:_LISTED]]
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return f"{did_you_mean(name, known)} (known: {', '.join(listed)}{more})"
 
 
 def did_you_mean(name: object, known: Sequence[str], cutoff: float = 0.5) -> str:
     """Return a question after the nearest known name, "; did you mean 'NAME'?", nothing if none is near."""
     if not isinstance(name, str) or len(name) > LONGEST:
         return ""
-    if len(name) > _LONGEST:  # to compare takes the product of the lengths
-        return ""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, [one for one in known if len(one) <= LONGEST], n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""

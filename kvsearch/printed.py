@@ -21,6 +21,7 @@ FORMULA = frozenset("=+-@\t\r\uff1d\uff0b\uff0d\uff20")
 _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|inf|nan)(?:[eE][+-]?\d+)?%?"
 # what begins with a sign and is none: "-", a number, or one with its interval and how often it won
 PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: \[{_NUMBER}, {_NUMBER}\])?(?: \d+ / \d+ / \d+)?")
+LONGEST = 2000  # letters of a line that says what went wrong
 _BARE = re.compile(r"[A-Za-z0-9][\w .:%/-]*|[-+][\d.eE+-]*|", re.ASCII)  # needs no quotes in CSV
 # of Markdown; a bracket around numbers is an interval, and an underscore within a word is part of it
 _MARKS = re.compile(r"[\\`*<|~$]|\[(?![-+\d.,% ]*\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
@@ -36,6 +37,12 @@ def visible(text: str, keep: str = "\n") -> str:
 def visible_line(text: str) -> str:
     """Return `visible` of a line; what goes on below it is indented, so no data can begin a line of its own."""
     return re.sub(r"\n(?! |\Z)", r"\\x0a", visible(text))
+
+
+def brief(text: str) -> str:
+    """Return `visible_line` of what went wrong, which names what is in files: lines without end are cut."""
+    lines = visible_line(text).split("\n")
+    return "\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}..." for line in lines)
 
 
 def visible_reply(text: str) -> str:

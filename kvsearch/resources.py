@@ -1,7 +1,9 @@
-"""Where the files shipped with kvsearch are: inside an installed wheel, or at the root of a source checkout."""
+"""What is installed: where files shipped with kvsearch are (in a wheel, or a source checkout), versions of packages."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from kvsearch.errors import EnvironmentFault
@@ -16,3 +18,9 @@ def resource(relative: str) -> Path:
         if path.exists():
             return path
     raise EnvironmentFault(f"{relative} is missing from this installation of kvsearch: reinstall it")
+
+
+@cache  # a search makes many plans, which all name the versions
+def version(package: str) -> str:
+    """Return the version of an installed package; PackageNotFoundError if it is not installed."""
+    return metadata.version(package)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.dynamic import Allocation, Order
 from kvsearch.errors import UsageError
 from kvsearch.plan.guard import round_down
+from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Policy

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.bounds import lift_floors
 from kvsearch.errors import InternalError, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan.guard import GUARD
 from kvsearch.plan.parameters import typed_values
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
@@ -233,7 +233,7 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
             raise UsageError(f"allocation static has no option {next(iter(params))!r}")
         return None
     if name not in BUILT_IN:
-        raise UsageError(f"unknown allocation {name!r}{suggest(name, allocation_names())}")
+        raise UsageError(unknown("allocation", name, allocation_names()))
     module, _, attribute = BUILT_IN[name].partition(":")
     found: type[Allocation] = getattr(import_module(module), attribute)
     fields = {field.name: field.default for field in dataclasses.fields(found)}  # type: ignore[arg-type]

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
 from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, check_modes
 from kvsearch.errors import UsageError
+from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvsearch.errors import UsageError
-from kvsearch.printed import visible_line
+from kvsearch.printed import brief
 
 # what the list of commands says of each: the first sentence of its own help
 VERBS = {
@@ -53,7 +53,7 @@ def _on_one_line() -> Iterator[None]:
         if "NoArgs" in type(error).__name__:
             raise
         more = "" if error.ctx is None else f" (see `{error.ctx.command_path} -h`)"
-        typer.echo(f"kvsearch: error: {visible_line(error.format_message())}{more}", err=True)
+        typer.echo(f"kvsearch: error: {brief(error.format_message())}{more}", err=True)
         raise typer.Exit(UsageError.exit_code) from error
 
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsearch.cli.ends import exit_code, stoppable
-from kvsearch.cli.log import LOGGER, SHOWN, set_up
+from kvsearch.cli.log import LOGGER, SHOWN, set_up, tame
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.printed import visible, visible_line, visible_reply
+from kvsearch.printed import brief, visible, visible_line, visible_reply
 from kvsearch.progress import Progress
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Tell the user of something doubtful, on one line."""
-        self.talk.print(visible_line(f"kvsearch: warning: {text}"), soft_wrap=True)
+        self.talk.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
     def next(self, *words: object) -> None:
@@ -105,11 +105,12 @@ class Console:
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
         """Keep transformers from printing while a model is loaded, unless more talk is wanted."""
-        if not self.verbose:
-            from transformers.utils import logging as transformers_logging
+        from transformers.utils import logging as transformers_logging
 
+        if not self.verbose:
             transformers_logging.set_verbosity_error()
             transformers_logging.disable_progress_bar()
+        tame("transformers")
         count = Count(f"loading {name}")
         with self._timed(count), lines(count, self.say) if not self._on_terminal else nullcontext():
             yield
@@ -201,7 +202,7 @@ class Console:
 
 def _complain(message: str) -> None:
     # errors are shown even when talk is not wanted
-    sys.stderr.write(f"{visible_line(f'kvsearch: error: {message}')}\n")
+    sys.stderr.write(f"{brief(f'kvsearch: error: {message}')}\n")
 
 
 def _write(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,30 @@ class Lines(logging.Formatter):
         return visible(super().formatException(ei))
 
 
+def tame(package: str) -> None:
+    """Have what a package logs on the screen shown as data, too: its messages name files and what is in them."""
+    for handler in logging.getLogger(package).handlers:
+        handler.setFormatter(Lines(f"[{package}] %(message)s"))
+
+
+class LogFile(logging.FileHandler):
+    """A log that ends where it cannot be written, as the disk is full: one line says so, and the command goes on."""
+
+    def close(self) -> None:
+        """Close the file, and once more try to write what could not be written."""
+        with suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
+        """Say what went wrong, and give the file up."""
+        LOGGER.removeHandler(self)
+        self.close()
+        error = sys.exc_info()[1]
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        told = visible_line(f"kvsearch: warning: cannot write {self.baseFilename}: {reason}; the log ends there")
+        sys.stderr.write(f"{told}\n")
+
+
 def set_up(verbose: bool, path: Path | None) -> None:
     """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
 
@@ -47,7 +73,7 @@ def set_up(verbose: bool, path: Path | None) -> None:
     if path is not None:
         check_target(path)
         require_kind(path, LOG_FILE)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = LogFile(path, encoding="utf-8")
         file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
         LOGGER.info("%s: %s", BEGUN, " ".join(this_command()), extra=SHOWN)

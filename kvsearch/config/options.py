@@ -77,6 +77,18 @@ class JobOptions(Record):
         """The directories that the job writes into: it has their locks from its beginning to its end."""
         return ()
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """Leave here what belongs to this process, such as a model, when the options are sent to another."""
+        own = {name: attribute.get_default() for name, attribute in self.__private_attributes__.items()}
+        return {**super().__getstate__(), "__pydantic_private__": own or None}
+
+    def without_work(self) -> Self:
+        """Return the options for a call that only tells what the job would do."""
+        return self
+
+    def close(self) -> None:
+        """Give back what the options have opened for the job."""
+
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
@@ -180,8 +192,9 @@ class JobOptions(Record):
 
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options", to be given back as a recipe."""
-        there = {name for name, (_, option) in type(self).offered().items() if option.recorded}
-        hidden = {name for name in type(self).model_fields if name not in type(self).offered()}
+        offered = type(self).offered()
+        there = {name for name, (_, option) in offered.items() if option.recorded}
+        hidden = {name for name in type(self).model_fields if name not in offered}
         return self.model_dump(mode="json", include=there | hidden, exclude_none=True)
 
 

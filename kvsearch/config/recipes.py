@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import did_you_mean, suggest
+from kvsearch.naming import did_you_mean, unknown
 from kvsearch.plan.parsing import read_json
 from kvsearch.resources import resource
 from kvsearch.runs.identity import SCHEMA
@@ -32,7 +32,7 @@ def find_recipe(name: str, folder: str | None) -> Path:
         return shipped[bare]
     if path.suffix in (".yaml", ".yml", ".json"):
         return path
-    raise UsageError(f"unknown recipe {name!r}{suggest(name, list(shipped))}")
+    raise UsageError(unknown("recipe", name, list(shipped)))
 
 
 def shipped_in(folder: str) -> list[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, encode_tasks, listed
-from kvsearch.tasks.readings import readings
+from kvsearch.tasks.readings import Reading, readings
 
 ORACLE, ORACLE_UNIFORM, AGNOSTIC = "oracle", "oracle, uniform", "agnostic oracle"
 RECENT = (32, 8)  # recent entries that an oracle's allocation protects
@@ -96,17 +96,30 @@ def headroom(
         if task.coverage.excluded:
             raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
     forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
-    pairs = [(task, reading) for task in encoded for reading in readings(task.prompts, QUESTION_AGNOSTIC)]
-    results: list[Sample] = []
+    items = []
+    for number, task in enumerate(encoded):
+        for reading in readings(task.prompts, QUESTION_AGNOSTIC):
+            others = [one for other in task.prompts if other is not reading.prompt
+                      for one in replied(task, other, forced)]  # fmt: skip
+            items.append(OracleContext(number, reading, replied(task, reading.prompt, forced), others[:MANY]))
+    found = loaded.map(partial(_answered, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
+    return [sample for some in counted(found, len(items), progress) for sample in some]
+
+
+class OracleContext(NamedTuple):
+    """A context of the task of that number, what is asked of it, and some of what is asked of others."""
+
+    task: int
+    reading: Reading
+    asked: Sequence[Replied]
+    others: Sequence[Replied]
+
+
+def _answered(loaded: LoadedModel, context: OracleContext, tasks: Sequence[TaskPrompts], ratio: float) -> list[Sample]:
+    """Return the replies of all that is compared on one context."""
     with running(loaded.model):
-        for task, reading in counted(pairs, len(pairs), progress):
-            asked = replied(task, reading.prompt, forced)
-            others = [
-                one for other in task.prompts if other is not reading.prompt for one in replied(task, other, forced)
-            ]
-            programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
-            results += _best(answer_all(loaded, task, [reading], programs))
-    return results
+        programs = dict(_programs(loaded, context.reading.ids, context.asked, ratio, context.others))
+        return list(_best(answer_all(loaded, tasks[context.task], [context.reading], programs)))
 
 
 def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnswer]) -> list[Replied]:

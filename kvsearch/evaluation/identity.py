@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.protocol import Protocol
+from kvsearch.resources import version
 from kvsearch.runtime.replies import stop_tokens
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Task

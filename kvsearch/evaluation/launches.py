@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvsearch.models.memory import synchronise
+
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchCooperativeKernel")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
 FEW, MANY = 2, 6  # steps; the difference is free of what comes before and after them
@@ -44,8 +46,8 @@ def _counts(names: Iterable[str]) -> tuple[int, int]:
 def _calls(device: torch.device, steps: Callable[[int], object], count: int) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize(device)
+    synchronise(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         steps(count)
-        torch.cuda.synchronize(device)
+        synchronise(device)
     return [event.name() for event in record.profiler.kineto_results.events()]

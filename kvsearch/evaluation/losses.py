@@ -8,6 +8,7 @@ measured as if it were the only one that evicts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,17 +92,16 @@ def measure_losses(
     """
     encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
     forced = forced_answers(loaded, encoded, protocol, answers)
+    names = [task.task.name for task in encoded for _ in readings(task.prompts, protocol)]
     work = [
-        (task, reading, _following(task, reading, forced))
-        for task in encoded
-        for reading in readings(task.prompts, protocol)
+        (reading, _following(task, reading, forced)) for task in encoded for reading in readings(task.prompts, protocol)
     ]
     found: dict[str, Measured] = {}
-    with running(loaded.model), torch.no_grad():
-        for task, reading, following in counted(work, len(work), progress):
-            measured = found.setdefault(task.task.name, {})
-            for layer, method, losses in _measure(loaded, programs, reading, following):
-                measured.setdefault((layer, method), []).append(losses)
+    losses_of = loaded.map(partial(_measured, programs=programs), work)
+    for name, some in zip(names, counted(losses_of, len(work), progress), strict=True):
+        measured = found.setdefault(name, {})
+        for layer, method, losses in some:
+            measured.setdefault((layer, method), []).append(losses)
     return [
         _mean(task, method, layer, measured[layer, method])
         for task, measured in found.items()
@@ -122,6 +122,14 @@ def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, Force
         apart = reading.protocol == QUESTION_AGNOSTIC
         found.append(ForcedTokens(torch.cat([question.ids, answer]) if apart else answer, place))
     return found
+
+
+def _measured(
+    loaded: LoadedModel, item: tuple[Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
+) -> list[tuple[int, str, QueryLosses]]:
+    """Measure a context; the `item` is it, with what follows it."""
+    with running(loaded.model), torch.no_grad():
+        return list(_measure(loaded, programs, *item))
 
 
 def _measure(

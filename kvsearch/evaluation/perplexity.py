@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ def measure_perplexity(
     methods = {FULL: full_cache(loaded.model), **programs}
     parts = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
     samples: list[WindowLoss] = []
-    with running(loaded.model), torch.no_grad():
-        for part in counted(parts, len(parts), progress):
-            samples += _measured(loaded, methods, text.name, lead, part)
+    found = loaded.map(partial(_measured, programs=methods, text=text.name, lead=lead), parts)
+    for some in counted(found, len(parts), progress):
+        samples += some
     order = {method: number for number, method in enumerate(methods)}
     samples.sort(key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
     step = context + continuation if stride is None else stride
@@ -103,9 +104,16 @@ def _windows(
 
 
 def _measured(
-    loaded: LoadedModel, programs: Mapping[str, Program], text: str, lead: Sequence[int], windows: Sequence[Window]
-) -> Iterator[WindowLoss]:
+    loaded: LoadedModel, windows: Sequence[Window], programs: Mapping[str, Program], text: str, lead: Sequence[int]
+) -> list[WindowLoss]:
     """Measure one batch of windows under every program."""
+    with running(loaded.model), torch.no_grad():
+        return list(_measure(loaded, windows, programs, text, lead))
+
+
+def _measure(
+    loaded: LoadedModel, windows: Sequence[Window], programs: Mapping[str, Program], text: str, lead: Sequence[int]
+) -> Iterator[WindowLoss]:
     model = loaded.model
     ids = torch.tensor([[*lead, *window.context] for window in windows], device=loaded.device)
     following = torch.tensor([window.continuation for window in windows], device=loaded.device)

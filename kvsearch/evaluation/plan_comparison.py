@@ -17,7 +17,7 @@ from kvsearch.plan.canonical import sha256_of
 from kvsearch.progress import Progress
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
-from kvsearch.runtime.plan_checks import warn_unfit
+from kvsearch.runtime.key_norms import warn_unfit
 from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task

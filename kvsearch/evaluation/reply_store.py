@@ -102,9 +102,8 @@ class ReplyStore(Ledger[Finished]):
                 raise damaged(self.path, line, f"the key of {place.method} on {place.task} is not that of this run")
 
     def _note(self, line: Finished) -> None:
-        super()._note(line)
         for key, sample in line.samples:
-            self.samples[sample.place], self._written[sample.place] = sample, (key, len(self.lines))
+            self.samples[sample.place], self._written[sample.place] = sample, (key, self.count)
             if line.reused:
                 self.reused.add(sample.place)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from typing import NamedTuple
 
 from kvsearch.errors import IncompatibleError, KvsearchWarning
 from kvsearch.evaluation.reply_store import KeptReplies, Known
@@ -58,49 +60,84 @@ def run_encoded(
     def follows(reading: Reading) -> tuple[int, ...]:
         return tuple(len(question.ids) for question in reading.questions) if parted else ()
 
-    work = [(task, part) for task in tasks for part in batches(readings(task.prompts, protocol), batch, follows)]
+    work = [
+        _Batch(number, part)
+        for number, task in enumerate(tasks)
+        for part in batches(readings(task.prompts, protocol), batch, follows)
+    ]
+    known = [Known() if kept is None else kept.recall(tasks[one.task], one.readings, programs) for one in work]
+    left = [
+        one._replace(finished=frozenset(there.finished), left_out=frozenset(there.left_out))
+        for one, there in zip(work, known, strict=True)
+        if set(programs) - there.finished
+    ]
+    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], programs, memory), left)
     results: list[Sample] = []
-    with running(loaded.model):
-        for task, part in counted(work, len(work), progress):
-            known = Known() if kept is None else kept.recall(task, part, programs)
-            found = {sample.place: sample for sample in _scored(task, part, known.samples)}
-            wanted = {method: program for method, program in programs.items() if method not in known.left_out}
-            if set(wanted) - known.finished:
-                for replies in _answers_that_fit(loaded, task, part, wanted, memory, known.finished):
-                    found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
-            results += [
-                found[Place(task.task.name, reading.prompt.key, question.number, method)]
-                for method in programs
-                for reading, question in questions_of(part)
-            ]
+    for one, there in counted(zip(work, known, strict=True), len(work), progress):
+        task, part = tasks[one.task], one.readings
+        found = {sample.place: sample for sample in _scored(task, part, there.samples)}
+        if set(programs) - there.finished:
+            for replies in next(answers):
+                found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
+        results += [
+            found[Place(task.task.name, reading.prompt.key, question.number, method)]
+            for method in programs
+            for reading, question in questions_of(part)
+        ]
     return results
 
 
-def _answers_that_fit(
-    loaded: LoadedModel,
-    prompts: TaskPrompts,
-    batch: Sequence[Reading],
-    programs: Mapping[str, Program],
-    memory: int | None,
-    finished: Collection[str] = (),
-) -> Iterator[list[Sample]]:
-    """Do as `answer_joints`, by halves of a batch that memory is too short for, with the methods not replied yet."""
-    done = set(finished)
-    try:
-        for replies in answer_joints(loaded, prompts, batch, programs, memory, done):
-            yield replies
-            done |= {reply.method for reply in replies}
-        return
-    except (RuntimeError, MemoryError) as error:
-        if len(batch) == 1 or not is_out_of_memory(error):
-            raise
-    free_memory()
-    middle = len(batch) // 2
-    told = f"task {prompts.task.name}: memory is too short for {len(batch)} contexts at a time, so {middle} are read"
-    warnings.warn(f"{told} (--batch {middle} spares the attempt)", KvsearchWarning, stacklevel=4)
-    left = {method: program for method, program in programs.items() if method not in done}
-    for half in (batch[:middle], batch[middle:]):
-        yield from _answers_that_fit(loaded, prompts, half, left, memory)
+class _Batch(NamedTuple):
+    """What is read together, of the task of that number, and methods that are known: see `Known`."""
+
+    task: int
+    readings: Sequence[Reading]
+    finished: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+
+
+class _Answering:
+    """Replies to batches; where memory was too short for one, the next ones that are as long are halved at once."""
+
+    def __init__(self, tasks: Sequence[TaskPrompts], programs: Mapping[str, Program], memory: int | None) -> None:
+        self.tasks, self.programs, self.memory = tasks, programs, memory
+        self._fits, self._from = sys.maxsize, sys.maxsize  # contexts at a time, of so many tokens and more
+
+    def __call__(self, loaded: LoadedModel, batch: _Batch) -> Iterator[list[Sample]]:
+        """Yield the replies of methods that reply together; they are not scored."""
+        wanted = {method: program for method, program in self.programs.items() if method not in batch.left_out}
+        with running(loaded.model):
+            yield from self._that_fit(loaded, self.tasks[batch.task], batch.readings, wanted, batch.finished)
+
+    def _that_fit(
+        self,
+        loaded: LoadedModel,
+        task: TaskPrompts,
+        batch: Sequence[Reading],
+        programs: Mapping[str, Program],
+        finished: Collection[str] = (),
+    ) -> Iterator[list[Sample]]:
+        """Do as `answer_joints`, by halves of a batch that memory is too short for, with methods not replied yet."""
+        done, longest = set(finished), max(len(reading.ids) for reading in batch)
+        if len(batch) <= self._fits or longest < self._from:
+            try:
+                for replies in answer_joints(loaded, task, batch, programs, self.memory, done):
+                    yield replies
+                    done |= {reply.method for reply in replies}
+                return
+            except (RuntimeError, MemoryError) as error:
+                if len(batch) == 1 or not is_out_of_memory(error):
+                    raise
+            free_memory()
+            middle = len(batch) // 2
+            self._fits, self._from = middle, min(longest, self._from)
+            short = f"memory is too short for {len(batch)} contexts at a time, so {middle} are read"
+            told = f"task {task.task.name}: {short} (--batch {middle} spares the attempt)"
+            warnings.warn(told, KvsearchWarning, stacklevel=4)
+        middle = len(batch) // 2
+        left = {method: program for method, program in programs.items() if method not in done}
+        for half in (batch[:middle], batch[middle:]):
+            yield from self._that_fit(loaded, task, half, left)
 
 
 def _scored_and_kept(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import truediv
@@ -23,7 +23,7 @@ from transformers.cache_utils import StaticLayer
 from kvsearch.evaluation.cache_costs import CacheCosts
 from kvsearch.evaluation.launches import Launches, count_launches
 from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.memory import accelerator
+from kvsearch.models.memory import accelerator, synchronise
 from kvsearch.progress import Progress
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -33,6 +33,7 @@ from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.room import prompt_bytes
 from kvsearch.runtime.shared_prefill import held_entries
+from kvsearch.runtime.steps import FEWEST, stepping
 
 STOCK = "sdpa"
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvsearch, full"
@@ -197,14 +198,26 @@ def decode_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
 
 @torch.no_grad()
 def step_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
-    """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens."""
+    """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens.
+
+    Where steps are captured, as `generate` does on CUDA, some that are not counted come before: these are captured.
+    """
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    synchronise(model.device)
-    start = time.perf_counter()
+    planned = isinstance(cache, PlanCache)
+    with stepping(model, cache, FEWEST + steps) if planned else nullcontext(model) as stepped:
+        if stepped is not model:
+            token = _decoded(stepped, cache, token, FEWEST)
+        synchronise(model.device)
+        start = time.perf_counter()
+        _decoded(stepped, cache, token, steps)
+        synchronise(model.device)
+        return time.perf_counter() - start
+
+
+def _decoded(model: Any, cache: Any, token: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
-    synchronise(model.device)
-    return time.perf_counter() - start
+    return token
 
 
 @contextmanager
@@ -276,12 +289,6 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
             now += event.nbytes()
             most = max(most, now)
     return most
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until a device has done what it was asked to do."""
-    if (module := accelerator(device)) is not None:
-        module.synchronize(device)
 
 
 def copy_bandwidth(device: torch.device, tries: int = 5) -> float:

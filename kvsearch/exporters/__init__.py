@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exporter
@@ -32,7 +32,7 @@ TARGETS = {
 def exporter_of(target: str) -> Exporter:
     """Return the exporter of a target; UsageError if there is none of that name."""
     if target not in TARGETS:
-        raise UsageError(f"unknown target {target!r}{suggest(target, list(TARGETS))}")
+        raise UsageError(unknown("target", target, list(TARGETS)))
     module, _, name = TARGETS[target].partition(":")
     found: Exporter = getattr(import_module(module), name)()
     return found

@@ -6,7 +6,6 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,6 +28,7 @@ from kvsearch.naming import suggest
 from kvsearch.plan import Plan, sha256_of
 from kvsearch.plan.protocol import QUESTION_AWARE
 from kvsearch.progress import Progress
+from kvsearch.resources import version
 from kvsearch.runtime import Program
 
 NEAR = 5  # names to suggest: the harness has thousands

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.papers import evolkv, lava, lukv, polykv
 from kvsearch.papers.table import PaperTable
 
@@ -20,7 +20,7 @@ def find_table(name: str) -> PaperTable:
     """Return a table by its name, or by its number in the paper; UsageError if there is none."""
     known = ALIASES.get(name, name)
     if known not in TABLES:
-        raise UsageError(f"unknown table {name!r}{suggest(name, list(TABLES))}")
+        raise UsageError(unknown("table", name, list(TABLES)))
     return TABLES[known]
 
 

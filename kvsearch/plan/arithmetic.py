@@ -114,7 +114,7 @@ def merge(policies: Plan, budgets: Plan) -> Plan:
     """Join the policies of one plan, with their parameters, and all else of another: budgets, scaling, allocation.
 
     The floor is the higher one of the two, as far as the budgets permit, so that short prompts keep what the policies
-    protect. `kvsearch.runtime.plan_checks.check_plan` tells whether the budgets of the result cover it at all.
+    protect. `kvsearch.budgets.plan_checks.check_plan` tells whether the budgets of the result cover it at all.
 
     Raises:
         IncompatibleError: the plans are of different models.

@@ -68,12 +68,13 @@ def _unchanged(value: Any) -> Any:
 
 
 def few(most: int) -> BeforeValidator:
-    """Refuse mappings of more than so many keys before any is looked at: pydantic would first judge them all."""
+    """Refuse mappings and lists with more than so many items before any is looked at: pydantic would judge them all."""
 
     def checked(value: Any) -> Any:
-        if isinstance(value, Mapping) and len(value) > most:
+        if isinstance(value, Mapping | list | tuple) and len(value) > most:
+            what = "keys" if isinstance(value, Mapping) else "items"
             raise PydanticCustomError(
-                COMPLETE, "has {count} keys, {most} are the most", {"count": len(value), "most": most}
+                COMPLETE, "has {count} {what}, {most} are the most", {"count": len(value), "what": what, "most": most}
             )
         return value
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.limits import MOST_DATA
-from kvsearch.plan.temporary import temporary_for
+from kvsearch.plan.temporary import rename_new, temporary_for
 
 _PART = 1 << 20  # bytes read at once of what has no size
 _REMEDIES = {
@@ -100,11 +100,9 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], o
     try:
         target = Path(path).resolve()
         mode = _mode_of(target)
-        if mode is not None and not overwrite:
-            if target.read_bytes() == data:
-                return
-            raise UsageError(f"{path} exists already and holds something else: choose another name, or delete it first")
-        _replace(target, data, mode)
+        if not overwrite and _holds(target, data):
+            return
+        _replace(target, data, mode, overwrite)
         logging.getLogger("kvsearch").debug("wrote %s, %s bytes", path, target.stat().st_size)
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
@@ -173,14 +171,26 @@ def _mode_of(target: Path) -> int | None:
     return stat.S_IMODE(found)
 
 
-def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None) -> None:
+def _holds(target: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
+    """Tell whether a file holds the data; False if there is none, UsageError if it holds something else."""
+    if not target.exists():
+        return False
+    if target.read_bytes() == data:
+        return True
+    raise UsageError(f"{target} exists already and holds something else: choose another name, or delete it first")
+
+
+def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None, overwrite: bool) -> None:
     with temporary_for(target) as (temporary, file):
         file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
         if mode is not None:
             temporary.chmod(mode)
-        temporary.replace(target)
+        if overwrite:
+            temporary.replace(target)
+        elif not rename_new(temporary, target) and _holds(target, data):  # another process has made it meanwhile
+            temporary.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

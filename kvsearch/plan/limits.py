@@ -29,9 +29,12 @@ MOST_MEASURED = 1e12  # a value of an array, above or below 0: squares of it hav
 
 # --- texts and files --------------------------------------------------------------------------------------------------
 
+MOST_PATH = 4096  # letters of a path in a file
 MOST_NESTING = 64  # lists and objects within each other, in JSON and YAML
-MOST_YAML = 1 << 20  # a recipe or strategy
-MOST_DOCUMENT = 1 << 25  # a plan, a configuration, a result: what is one JSON value
+MOST_YAML = 1 << 19  # a recipe or strategy
+MOST_DOCUMENT = 1 << 23  # a plan, a configuration, a result: what is one JSON value
+MOST_ITEMS = 131_072  # of a list in these
+MOST_KEYS = 65_536  # of an object in any JSON
 MOST_DATA = 1 << 33  # texts, tasks, calibration data and ledgers
 MOST_ARRAYS = 1 << 36  # profiles, weights and samples
 MOST_HEADER = 100_000_000  # of a safetensors file, as that format has it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -12,6 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from kvsearch.plan.contexts import ContextRecord, joined
 from kvsearch.plan.fields import Index, Record, SettingField, Sha256, Text, few
 from kvsearch.plan.limits import MOST_SETTINGS
+from kvsearch.resources import version
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

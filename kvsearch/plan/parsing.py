@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +14,19 @@ from pydantic import ValidationError
 from kvsearch.errors import UsageError
 from kvsearch.plan.fields import COMPLETE
 from kvsearch.plan.files import decoded, read_bytes
-from kvsearch.plan.limits import MOST_DIGITS, MOST_DOCUMENT, MOST_NESTING, MOST_NUMBER
+from kvsearch.plan.limits import (
+    MOST_DIGITS,
+    MOST_DOCUMENT,
+    MOST_ITEMS,
+    MOST_KEYS,
+    MOST_NESTING,
+    MOST_NUMBER,
+)
 
 DEEP = f"brackets are nested too deeply, {MOST_NESTING} are the most"
 _HALF = "half of a surrogate pair, which is no text: write the letter itself"
 _LONGEST_VALUE = 60
 _MOST_SHOWN = 20
-_MOST_LISTED = 5000
 _MOST_LISTED = 5000
 _MOST_SHOWN_BITS = 1024  # of a whole number
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -72,11 +79,13 @@ def list_problems(problems: list[str], name: str) -> str:
 
 def read_json(path: str | Path, most: int = MOST_DOCUMENT) -> Any:
     """Read a file of one JSON value; raises as `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, most), str(path))
+    return parse_json(read_bytes(path, most), str(path), MOST_ITEMS if most <= MOST_DOCUMENT else sys.maxsize)
 
 
-def parse_json(data: bytes, name: str) -> object:
+def parse_json(data: bytes, name: str, items: int = sys.maxsize) -> object:
     """Parse strict JSON: UTF-8, finite numbers, whole ones of 64 bits, no key twice, no half of a surrogate pair.
+
+    No list has more than so many `items`.
 
     Raises:
         UsageError: anything else, or more nesting than `limits.MOST_NESTING`; with line and column where the parser
@@ -85,7 +94,7 @@ def parse_json(data: bytes, name: str) -> object:
     text = decoded(data, name)
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        _refuse_values(found, _SURROGATE.search(text) is not None)
+        _refuse_values([found], _SURROGATE.search(text) is not None, items)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
@@ -94,7 +103,8 @@ def parse_json(data: bytes, name: str) -> object:
     except RecursionError as error:
         raise UsageError(f"{name} is not valid JSON: {DEEP}") from error
     except ValueError as error:
-        raise UsageError(f"{name} is not valid JSON{_long_number(text) or f': {error}'}") from error
+        what = (_long_number(text) if "digits" in str(error) else "") or f": {error}"
+        raise UsageError(f"{name} is not valid JSON{what}") from error
     return found
 
 
@@ -111,42 +121,46 @@ def is_text(value: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in value) if not value.isascii() else True
 
 
-def _refuse_values(found: object, surrogates: bool) -> None:
-    """Raise ValueError for a number that is too large and for too much nesting; with `surrogates`, look for these, too.
+class _Refused(ValueError):
+    """A value that is not taken; `keys` lead to it from the list that `parse_json` puts around all, innermost first."""
 
-    Level by level, so that depth costs no stack.
+    def __init__(self, what: str, *keys: object) -> None:
+        super().__init__(what)
+        self.what, self.keys = what, list(keys)
+
+    def __str__(self) -> str:
+        return f"{'.'.join(short_key(str(key)) for key in self.keys[-2::-1]) or 'the whole'}: {self.what}"
+
+
+def _refuse_values(holder: Any, surrogates: bool, items: int, depth: int = 0) -> None:
+    """Raise ValueError for too large a number or list, and too much nesting; with `surrogates`, look for these, too.
+
+    `holder` has `depth` lists or objects around its values, but for the one that `parse_json` puts around all.
     """
-    level: list[tuple[Any, Any]] = [(None, [found])]  # what holds more, each after its place: that around it, and a key
-    for _ in range(MOST_NESTING + 1):
-        deeper = []
-        for place, holder in level:
-            is_object = type(holder) is dict
-            if is_object and surrogates and not all(map(is_text, holder)):
-                raise _refused(place, f"a key has {_HALF}")
-            for key, value in holder.items() if is_object else enumerate(holder):
-                kind = type(value)
-                if kind is dict or kind is list:
-                    deeper.append(((place, key), value))
-                elif kind is int:
-                    if not -MOST_NUMBER <= value <= MOST_NUMBER:
-                        raise _refused((place, key), f"{shown(value)} is too large: {MOST_NUMBER} is the most")
-                elif kind is float:
-                    if not math.isfinite(value):
-                        raise _refused((place, key), "a number is too large to be finite")
-                elif surrogates and kind is str and not is_text(value):
-                    raise _refused((place, key), f"has {_HALF}")
-        level = deeper
-    if level:
-        raise ValueError(DEEP)
-
-
-def _refused(place: Any, what: str) -> ValueError:
-    """Return an error at a place of `_refuse_values`, below the list that it puts around everything."""
-    keys: list[str] = []
-    while place is not None:
-        place, key = place
-        keys.insert(0, str(key))
-    return ValueError(f"{'.'.join(keys[1:]) or 'the whole'}: {what}")
+    is_object = type(holder) is dict
+    if is_object and surrogates and not all(map(is_text, holder)):
+        raise _Refused(f"a key has {_HALF}")
+    if len(holder) > items and not is_object:
+        raise _Refused(f"has {len(holder)} items, {items} are the most")
+    for key, value in holder.items() if is_object else enumerate(holder):
+        kind = type(value)
+        if kind is int:
+            if not -MOST_NUMBER <= value <= MOST_NUMBER:
+                raise _Refused(f"{shown(value)} is too large: {MOST_NUMBER} is the most", key)
+        elif kind is dict or kind is list:
+            if depth >= MOST_NESTING:
+                raise ValueError(DEEP)
+            if value:
+                try:
+                    _refuse_values(value, surrogates, items, depth + 1)
+                except _Refused as refused:
+                    refused.keys.append(key)
+                    raise
+        elif kind is float:
+            if not math.isfinite(value):
+                raise _Refused("a number is too large to be finite", key)
+        elif surrogates and kind is str and not is_text(value):
+            raise _Refused(f"has {_HALF}", key)
 
 
 def _long_number(text: str) -> str:
@@ -187,6 +201,8 @@ def shown(value: object) -> str:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > MOST_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys, {MOST_KEYS} are the most")
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

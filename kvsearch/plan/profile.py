@@ -30,7 +30,7 @@ from kvsearch.plan.fingerprint import ModelFingerprint
 from kvsearch.plan.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS, MOST_MEASURED
 from kvsearch.plan.measured import measured_problems
 from kvsearch.plan.origin import Provenance
-from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header
+from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header, shown
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.plan.signals import SignalAxes, signal_problems
 from kvsearch.plan.weights import find_weights, put_weights
@@ -284,6 +284,8 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
         yield from _query_problems(arrays, metadata)
     if metadata is not None and metadata.method == SIGNALLED:
         yield from signal_problems(arrays, metadata.signals, len(metadata.layers))
+    elif metadata is not None and metadata.signals is not None:
+        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {shown(metadata.method)}"
 
 
 def _kept_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:
@@ -294,6 +296,8 @@ def _kept_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> It
     shape, wanted = arrays[KEPT].shape, (len(metadata.policies), *metadata.shape)
     if len(shape) != 4 or shape[:3] != wanted or shape[3] < 2:
         yield f"arrays.{KEPT}: has shape {list(shape)}, must be {[*wanted, 'budgets']}"
+    elif (arrays[KEPT] < 0).any() or (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
+        yield f"arrays.{KEPT}: a part of the context has more importance than the whole, or less than none"
 
 
 def _query_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 
 Protocol = Literal["question-agnostic", "question-aware"]
 QUESTION_AGNOSTIC: Protocol = "question-agnostic"
@@ -18,4 +18,4 @@ def find_protocol(name: str) -> Protocol:
     for protocol in PROTOCOLS:
         if name == protocol:
             return protocol
-    raise UsageError(f"unknown protocol {name!r}{suggest(name, PROTOCOLS)}")
+    raise UsageError(unknown("protocol", name, PROTOCOLS))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import FailFast, Field, ValidationInfo, field_validator
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, few, refuse
 from kvsearch.plan.fingerprint import ModelFingerprint
 from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS, MOST_PARAMETERS
@@ -45,7 +45,7 @@ Problem = tuple[tuple[str | int, ...], str]
 def phases_of(name: str) -> tuple[Phase, ...]:
     """Return the phases called "prefill", "decode" or "both"; UsageError if there are none of that name."""
     if name not in PHASES:
-        raise UsageError(f"unknown phases {name!r}{suggest(name, list(PHASES))}")
+        raise UsageError(unknown("phases", name, list(PHASES)))
     return PHASES[name]
 
 
@@ -67,13 +67,13 @@ class LayerPlan(Record):
     """What one layer keeps: `budget` is in entries per kv head, protected entries (sinks, window) included."""
 
     policy: PolicySpec
-    budget: tuple[Entries, ...] = Field(max_length=MOST_HEADS)
+    budget: Annotated[tuple[Entries, ...], FailFast(), few(MOST_HEADS)]
 
 
 class PhasePlan(Record):
     """One phase, an item per model layer; None leaves a layer its full cache (say, one with its own sliding window)."""
 
-    layers: tuple[LayerPlan | None, ...] = Field(max_length=MOST_LAYERS)
+    layers: Annotated[tuple[LayerPlan | None, ...], few(MOST_LAYERS)]
 
     @property
     def planned_layers(self) -> tuple[int, ...]:

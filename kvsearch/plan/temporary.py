@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import hashlib
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
 SUFFIX = ".tmp"
+_HERE, _NOT_REPLACING = -100, 1  # of Linux: AT_FDCWD, RENAME_NOREPLACE
 
 
 @contextmanager
@@ -34,6 +38,27 @@ def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
         with suppress(OSError):
             path.unlink()
         raise
+
+
+def rename_new(source: Path, target: Path) -> bool:
+    """Rename a file in one step; False, and nothing is done, where there is a file of that name already.
+
+    Where the system or the file system has no such step (not Linux; NFS), another process that makes the file in the
+    moment between is not seen.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    rename: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if not rename(_HERE, os.fsencode(source), _HERE, os.fsencode(target), _NOT_REPLACING):
+            return True
+        if ctypes.get_errno() == errno.EEXIST:
+            return False
+    if target.exists():
+        return False
+    source.replace(target)  # which tells what else is wrong
+    return True
 
 
 def _made(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:

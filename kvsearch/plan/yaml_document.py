@@ -50,7 +50,11 @@ class YamlDocument:
     def tell(self, place: Place, what: str) -> None:
         """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
         known = next((place[:end] for end in range(len(place), -1, -1) if place[:end] in self.lines), ())
-        self.problems.append((self.lines.get(known, 1), f"{place_name(place)}: {what}"))
+        self.note(self.lines.get(known, 1), place, what)
+
+    def note(self, line: int, place: Place, what: str) -> None:
+        """Note a problem on a line; UsageError if there are very many, so that no time is spent on more of them."""
+        self.problems.append((line, f"{place_name(place)}: {what}"))
         if len(self.problems) >= _MOST_PROBLEMS:
             raise self.refusal()
 
@@ -154,9 +158,9 @@ class _Reader:
                 self._value(event, (*place, "?"))
             value = self._value(next(self.events), (*place, "?" if key is None or key in items else key))
             if key is None:
-                self.found.problems.append((line, f"{place_name(place)}: a key must be a word or number"))
+                self.found.note(line, place, "a key must be a word or number")
             elif key in items:
-                self.found.problems.append((line, f"{place_name((*place, key))}: is given twice: remove one"))
+                self.found.note(line, (*place, key), "is given twice: remove one")
             else:
                 items[key] = value
                 self.found.lines[(*place, key)] = line
@@ -167,7 +171,7 @@ def _text(event: Any) -> str:
     """Return what stands there, as it is."""
     if event.anchor is not None:
         raise _anchor(event)
-    if event.tag not in (None, f"{_TAG}str", *(f"{_TAG}{kind}" for kind in _OF_KIND)):
+    if event.tag is not None and event.tag not in _TAGS:
         raise _unknown_tag(event)
     if not is_text(event.value):
         raise _Refused(event, "half of a surrogate pair is no text: write the letter itself")
@@ -221,4 +225,5 @@ def _nothing(text: str) -> None:
 
 
 _OF_KIND: dict[str, Callable[[str], Any]] = {"int": _whole, "float": _number, "bool": _truth, "null": _nothing}
+_TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", *_OF_KIND))
 _RESOLVER: Any = yaml.resolver.Resolver()  # what a plain word is, as YAML 1.1 has it

@@ -16,7 +16,7 @@ from kvsearch.evaluation.averages import SizeBlock
 from kvsearch.evaluation.footprint import Footprint
 from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Kind, Row
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan.files import atomic_write
 from kvsearch.plan.protocol import Protocol
 from kvsearch.printed import csv_text
@@ -146,7 +146,7 @@ def find_columns(name: str) -> Columns:
     for columns in KINDS:
         if name == columns:
             return columns
-    raise UsageError(f"unknown columns {name!r}{suggest(name, list(KINDS))}")
+    raise UsageError(unknown("columns", name, list(KINDS)))
 
 
 def tables(result: Compared, columns: Columns | None = None, *, intervals: bool = False) -> list[Table]:

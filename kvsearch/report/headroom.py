@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvsearch.evaluation.statistics import Row
+from kvsearch.plan.parsing import shown
 from kvsearch.report.asked import asked_words
 from kvsearch.report.evaluation import plain_scores
-from kvsearch.report.files.stored import Stored
+from kvsearch.report.files.stored import Stored, require_fit
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.coverage import Coverage
 
@@ -32,6 +33,18 @@ class HeadroomResult(Stored):
     methods: tuple[str, ...]
     rows: tuple[Row, ...] = Field(min_length=1)
     asked: tuple[Coverage, ...]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if FULL not in self.methods:
+            raise ValueError("methods: the full cache is not among them")
+        require_fit(
+            f"rows: {shown(row.task)} has no score of {shown(method)}"
+            for row in self.rows
+            for method in self.methods
+            if method not in row.scores
+        )
+        return self
 
     @property
     def shares(self) -> dict[str, float]:

@@ -197,7 +197,10 @@ def _there(places: list[Path]) -> tuple[Path, ...]:
 
 
 def _profile(path: Path) -> Opened:
+    from kvsearch.report.files.profile import require_shown
+
     profile = load_profile(path)
+    require_shown(profile, path)
     return Opened(path, "profile", profile, profile.metadata.model.name)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.errors import UsageError
 from kvsearch.evaluation.cache_costs import CacheCosts
 from kvsearch.report.numbers import percent
 from kvsearch.report.screen import screen_table
@@ -25,6 +26,7 @@ COLUMNS = (
 SCHEMA = "kvsearch.speed/1"
 ON_GPU = ("kernels", "waits")
 LARGEST = ("largest batch", "its tokens/s")
+MACHINE = ("model", "dtype", "device", "threads", "torch", "transformers", "new_tokens", "rounds")
 MEANING = (
     "speed: how many times as fast as DynamicCache, median of the rounds. held: the cache after the prompt. peak: all "
     "that is allocated beyond the weights.",
@@ -34,10 +36,29 @@ MEANING = (
 
 @dataclass(frozen=True)
 class SpeedView:
-    """Costs of caches, and where and how they were measured."""
+    """Costs of caches, and where and how they were measured.
+
+    Raises:
+        UsageError: numbers that no measurement gives, as in a file that somebody changed.
+    """
 
     machine: dict[str, Any]
     costs: tuple[CacheCosts, ...]
+
+    def __post_init__(self) -> None:
+        missing = [name for name in MACHINE if name not in self.machine]
+        if missing:
+            raise UsageError(f"machine: {missing[0]} is missing")
+        if not self.costs:
+            raise UsageError("costs: nothing was measured")
+        for one in self.costs:
+            if not one.token_seconds > 0:
+                raise UsageError("costs: a token takes no time")
+            known = [value is not None for value in (one.kernels, one.waits)]
+            known += [value is not None for value in (one.largest_batch, one.largest_tokens_per_second)]
+            first = self.costs[0]
+            if known != [first.kernels is not None] * 2 + [first.largest_batch is not None] * 2:
+                raise UsageError("costs: not the same is known of all caches")
 
     @classmethod
     def of(cls, loaded: LoadedModel, costs: Sequence[CacheCosts], steps: int, rounds: int) -> SpeedView:

@@ -16,7 +16,6 @@ from kvsearch.report.files.perplexity import StoredPerplexity
 from kvsearch.report.files.replies import Replies
 from kvsearch.report.files.search import StoredSearch, Trace
 from kvsearch.report.files.selection import StoredRun
-from kvsearch.report.files.stored import reading
 from kvsearch.report.headroom import HeadroomResult
 from kvsearch.report.numbers import counted, percent
 from kvsearch.report.perplexity import perplexity_table
@@ -65,8 +64,7 @@ class OpenedView:
         """See `View.as_json`; the file as it is, or what is there of a run that is not finished."""
         opened = self.opened
         if self.view is not None:
-            with reading(opened.path):
-                return self.view.as_json()
+            return self.view.as_json()
         if isinstance(opened.data, dict):
             return opened.data
         config = {} if opened.config is None else opened.config.model_dump(mode="json")
@@ -75,9 +73,7 @@ class OpenedView:
     def parts(self) -> Iterator[RenderableType]:
         """See `View.parts`."""
         opened = self.opened
-        with reading(opened.path):
-            content = list(self._content() if self.view is None else self.view.parts())
-        yield from content
+        yield from self._content() if self.view is None else self.view.parts()
         if opened.note is not None:
             yield opened.note
         for place in opened.places:

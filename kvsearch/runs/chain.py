@@ -42,7 +42,8 @@ class Link(NamedTuple):
         """
         if not isinstance(content, dict) or not {NUMBER, CHECKSUM} <= content.keys():
             raise Unfit("it has no number and checksum")
-        number, _ = content.pop(NUMBER), content.pop(CHECKSUM)
+        number = content[NUMBER]
+        unchained(content)
         if number != self.number + 1 or type(number) is not int:
             raise Unfit(f"it does not say that it is line {self.number + 1}: one was removed, added or moved")
         body, _, _ = line.rpartition(f', "{CHECKSUM}": '.encode())
@@ -58,3 +59,9 @@ class Link(NamedTuple):
     @property
     def _tail(self) -> bytes:
         return f', "{CHECKSUM}": "{self.checksum}"}}'.encode()
+
+
+def unchained(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a line, from which number and checksum are taken out."""
+    del content[NUMBER], content[CHECKSUM]
+    return content

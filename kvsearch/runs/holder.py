@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 BEAT, LEASE = 10.0, 60.0  # seconds
-LONGEST_COMMAND, MOST_BYTES = 160, 1 << 20
+LONGEST_TOLD, MOST_BYTES = 160, 1 << 20  # letters of a command, bytes of a lock
+MOST_PROCESS = 2**31 - 1  # a number above is none of a process
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: containers of one machine have the same
 
@@ -45,9 +46,7 @@ class Holder(NamedTuple):
         """Who it is, in brackets after a space; nothing if it does not say."""
         if self.process is None:
             return ""
-        told = " ".join(shlex.join(self.command).split())
-        short = told if len(told) <= LONGEST_COMMAND else f"{told[:LONGEST_COMMAND]}..."
-        return f" (process {self.process} on {self.host}: {short})"
+        return f" (process {self.process} on {_short(str(self.host))}: {_short(shlex.join(self.command))})"
 
     @property
     def is_elsewhere(self) -> bool:
@@ -72,6 +71,11 @@ def this_command() -> list[str]:
     """Return the command line of this process, which may be a script that calls kvsearch."""
     name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "python"
     return ["kvsearch" if name in ("kvsearch", "__main__") else name, *sys.argv[1:]]
+
+
+def _short(text: str) -> str:
+    told = " ".join(text.split())
+    return told if len(told) <= LONGEST_TOLD else f"{told[:LONGEST_TOLD]}..."
 
 
 @cache
@@ -99,8 +103,11 @@ def read_holder(file: IO[bytes]) -> Holder:
     try:
         file.seek(0)
         found = json.loads(file.read(MOST_BYTES))
-        return Holder(int(found["process"]), str(found["host"]), found.get("boot"), tuple(map(str, found["command"])))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        process = int(found["process"])
+        if not 0 < process <= MOST_PROCESS:
+            return Holder()
+        return Holder(process, str(found["host"]), found.get("boot"), tuple(map(str, found["command"])))
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
         return Holder()
 
 

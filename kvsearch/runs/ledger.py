@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import read_bytes, write_fault
-from kvsearch.runs.chain import Link, Unfit
+from kvsearch.runs.chain import Link, Unfit, unchained
 from kvsearch.runs.identity import read_identity
 from kvsearch.runs.lock import require_standing
 
@@ -26,7 +27,10 @@ Line = TypeVar("Line")
 
 
 class Ledger(ABC, Generic[Line]):
-    """The lines of a run, in memory and in the file `path`, which stays open until `close`.
+    """The lines of a run, in the file `path`, which stays open until `close`.
+
+    Of the lines nothing stays in memory but where they are: what has to be known of all of them is up to `_note`, and a
+    single one is read again with `line`. So a run may have any number of them.
 
     The caller has the lock of the directory, see `kvsearch.runs.lock`. `identity` is that of the run, see `RunConfig`;
     empty for lines that belong to none.
@@ -37,8 +41,7 @@ class Ledger(ABC, Generic[Line]):
     """
 
     def __init__(self, path: Path, identity: str = "") -> None:
-        self.path, self.lines = path, list[Line]()
-        self._size, self._last = 0, Link(0, identity)
+        self.path, self._ends, self._last = path, array("Q"), Link(0, identity)
         try:
             self._file = path.open("a+b", buffering=0)  # a buffer would be written again after a failure
         except OSError as error:
@@ -46,8 +49,7 @@ class Ledger(ABC, Generic[Line]):
         try:
             data = path.read_bytes()
             for found in parsed_lines(data, path, self.parse, identity):
-                self._size, self._last = self._size + found.size, found.link
-                self._note(found.line)
+                self._take(found.line, found.size, found.link)
             if self._size < len(data):
                 self._file.truncate(self._size)
         except BaseException:
@@ -65,6 +67,17 @@ class Ledger(ABC, Generic[Line]):
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+    @property
+    def count(self) -> int:
+        """How many lines there are."""
+        return len(self._ends)
+
+    def line(self, number: int) -> Line:
+        """Return a line, counted from 1, as it is in the file."""
+        start = self._ends[number - 2] if number > 1 else 0
+        content = json.loads(os.pread(self._file.fileno(), self._ends[number - 1] - start, start))
+        return self.parse(unchained(content))
 
     @staticmethod
     @abstractmethod
@@ -96,8 +109,7 @@ class Ledger(ABC, Generic[Line]):
             if isinstance(error, OSError):
                 raise write_fault(error, self.path, self.go_on) from error
             raise
-        self._size, self._last = self._size + len(data), link
-        self._note(line)
+        self._take(line, len(data), link)
 
     def _require_there(self) -> None:
         """Raise EnvironmentFault if the file, or the lock, is not where it was: what is written would be lost."""
@@ -110,9 +122,18 @@ class Ledger(ABC, Generic[Line]):
             "begin anew"
         )
 
+    @property
+    def _size(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _take(self, line: Line, size: int, link: Link) -> None:
+        self._ends.append(self._size + size)
+        self._last = link
+        self._note(line)
+
+    @abstractmethod
     def _note(self, line: Line) -> None:
-        """Take in a line that was read or written."""
-        self.lines.append(line)
+        """Take in what has to be known of a line that was read or written; its number is the `count`."""
 
 
 class Parsed(NamedTuple, Generic[Line]):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import atomic_write, read_text, write_fault
+from kvsearch.plan.limits import MOST_PATH
 from kvsearch.plan.temporary import TEMPORARY
 
 SUMS = "SHA256SUMS"
@@ -83,9 +84,10 @@ def sha256_of_file(path: Path) -> str:
 
 
 def _inside(name: str) -> bool:
-    """Tell whether a name leads to a file below the directory."""
+    """Tell whether a name may lead to a file below the directory."""
     path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts
+    possible = len(name) <= MOST_PATH and "\0" not in name and all(len(part.encode()) <= 255 for part in path.parts)
+    return possible and not path.is_absolute() and ".." not in path.parts
 
 
 def _files(directory: Path, patterns: Sequence[str]) -> list[str]:

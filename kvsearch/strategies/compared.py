@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan import PHASES, Phase, Plan, Size
 from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.contexts import ContextRecord
@@ -21,7 +21,7 @@ from kvsearch.plan.weights import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.runtime.plan_checks import warn_unfit
+from kvsearch.runtime.key_norms import warn_unfit
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache
 from kvsearch.strategies.methods import Method
 from kvsearch.strategies.names import FULL, RANDOM
@@ -186,7 +186,7 @@ def _policy(name: str) -> Policy:
         return create_policy("snapkv", {"sinks": SNAPKV_SINKS})
     if name == "streaming":
         return create_policy("streaming")
-    raise UsageError(f"unknown baseline {name!r}{suggest(name, list(BASELINES))}")
+    raise UsageError(unknown("baseline", name, list(BASELINES)))
 
 
 def _check_whole(loaded: LoadedModel, name: str, program: Program) -> None:

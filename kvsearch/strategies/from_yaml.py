@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.errors import UsageError
 from kvsearch.naming import suggest
 from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan, Provenance
@@ -17,7 +18,6 @@ from kvsearch.plan.parsing import located_problems, require_header
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
 from kvsearch.plan.yaml_document import Place, YamlDocument, parse_yaml
 from kvsearch.policies.registry import create_policy, policy_class
-from kvsearch.runtime.plan_checks import check_plan
 
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (

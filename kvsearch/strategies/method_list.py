@@ -14,7 +14,7 @@ from kvsearch.budgets.uniform import Uniform
 from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.config.options import parse_setting
 from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import suggest, unknown
 from kvsearch.plan import Size
 from kvsearch.plan.profile import EVICTED_RATIO, load_profile
 from kvsearch.plan.saved import PROFILE
@@ -183,10 +183,10 @@ def _recipe(name: str) -> Recipe:
         raise UsageError("the full cache is always there: leave the method full out")
     if method not in METHODS and (colon or method not in (*method_names(), *FITTED)):
         known = list(METHODS) if colon else method_names()
-        raise UsageError(f"unknown method {method!r}{suggest(method, known)}")
+        raise UsageError(unknown("method", method, known))
     recipe = METHODS.get(method, Recipe(method))
     if colon and policy not in policy_names():
-        raise UsageError(f"method {name}: unknown policy {policy!r}{suggest(policy, policy_names())}")
+        raise UsageError(f"method {name}: {unknown('policy', policy, policy_names())}")
     return recipe._replace(policy=policy) if colon else recipe
 
 

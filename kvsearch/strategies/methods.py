@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +24,6 @@ from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.plan.contexts import ContextRecord
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import BudgetTable
 from kvsearch.strategies.direct import check_request
 from kvsearch.strategies.from_profile import round_ratios
 
@@ -107,6 +105,29 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
+class SizedTable:
+    """The budgets of a layout at a size, [L, Hkv] by the length of a prompt; those of a length are made once."""
+
+    layout: Layout
+    size: Size
+    heads: Heads
+    decode: bool
+    _made: dict[int, Ints] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, length: int) -> Ints:
+        """Return the budgets for a prompt of `length` tokens; they cannot be written to."""
+        if length not in self._made:
+            count = self.heads[0] * self.heads[1]
+            total = self.size.held(length, count)
+            # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
+            most = max(length, -(-total // count)) if self.decode else length
+            budgets = self.layout.budgets(min(total, most * count), most, self.heads)
+            budgets.setflags(write=False)
+            self._made[length] = budgets
+        return self._made[length]
+
+
+@dataclass(frozen=True)
 class Method:
     """A policy for all full-attention layers, the layout of its budgets, and an allocation (None: they hold as laid).
 
@@ -156,7 +177,7 @@ class Method:
             metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        tables = {phase: self._table(size, heads, decode=phase == "decode") for phase in PHASES[phases]}
+        tables = {phase: SizedTable(self.layout, size, heads, phase == "decode") for phase in PHASES[phases]}
         return Program.of_policy(loaded.model, self.policy, tables, self.policy.floor, self.allocation)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
@@ -167,15 +188,3 @@ class Method:
             "policy": {"name": self.policy.name, "params": self.policy.parameters()},
             "budgets": self.layout.definition(), "allocation": shared, "size": size.as_json(), "phases": phases,
         }  # fmt: skip
-
-    def _table(self, size: Size, heads: Heads, *, decode: bool) -> BudgetTable:
-        @cache
-        def table(length: int) -> Ints:
-            total = size.held(length, heads[0] * heads[1])
-            # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
-            most = max(length, -(-total // (heads[0] * heads[1]))) if decode else length
-            budgets = self.layout.budgets(min(total, most * heads[0] * heads[1]), most, heads)
-            budgets.setflags(write=False)
-            return budgets
-
-        return table

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan import PHASES, Plan, Size, load_plan, phases_of
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.strategies.compared import BASELINES, ReadyMethod, sweep, with_baselines
 from kvsearch.strategies.method_list import find_methods, find_sizes
 from kvsearch.strategies.methods import Method
@@ -102,7 +102,7 @@ def _sweep(
     at = plan_sizes(plans, paths, named, sizes, phases)
     known = [*named, *(plans if len(sizes) == 1 else ()), FULL]
     if subject is not None and subject not in known:
-        raise UsageError(f"unknown subject {subject!r}{suggest(subject, known)}: it is compared at every size")
+        raise UsageError(f"{unknown('subject', subject, known)}: it is compared at every size")
     return Request(subject or known[0], found, sizes, phases, plans, at)
 
 
@@ -116,10 +116,10 @@ def check_plans(
     """
     for name in names:
         if name not in BASELINES:
-            raise UsageError(f"unknown baseline {name!r}{suggest(name, BASELINES)}")
+            raise UsageError(unknown("baseline", name, BASELINES))
     _check_each(plans, paths, (FULL, *BASELINES), "a baseline")
     if subject is not None and subject not in plans:
-        raise UsageError(f"unknown plan {subject!r}{suggest(subject, list(plans))}: the subject is one of the plans")
+        raise UsageError(f"{unknown('plan', subject, list(plans))}: the subject is one of the plans")
     sizes = {
         (*_totals(plan).items(), plan.scaling, plan.length if plan.scaling == "proportional" else None)
         for plan in plans.values()

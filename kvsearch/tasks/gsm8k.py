@@ -148,7 +148,7 @@ class Gsm8kTask:
         """All examples of the split."""
         where = f"{self.name} of {self.source}"
         rows = _read(self.source, "test", self.revision, where)
-        kept = part(rows, self.split, self.shares, lambda item: item[1].question)
+        kept = part(rows, self.split, self.shares, lambda item: item[1].question, where)
         return tuple(self._example(position, row) for position, row in kept)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.plan.files import read_bytes
 from kvsearch.plan.parsing import parse_json, problems_of
 from kvsearch.tasks.base import Example, Query, TokenCount
@@ -88,7 +88,7 @@ class JsonlTask:
             problems.append("the rows have different prompts: one file has one prompt")
         problems += _doubled(rows)
         problems += [f"prompt {p!r} lacks {PLACE}" for p in prompts if PLACE not in p]
-        problems += [f"unknown metric {m!r}{suggest(m, list(METRICS))}" for m in metrics if m not in METRICS]
+        problems += [unknown("metric", m, list(METRICS)) for m in metrics if m not in METRICS]
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
@@ -98,7 +98,7 @@ class JsonlTask:
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
-        return draw(part(self.rows, self.split, self.shares, lambda example: example.key), samples, seed)
+        return draw(part(self.rows, self.split, self.shares, lambda example: example.key, self.name), samples, seed)
 
     def score(self, reply: str, query: Query) -> float:
         return METRICS[self.metric](reply, query)

@@ -105,7 +105,7 @@ class NiahTask:
     def cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
-        return tuple(part(grid, self.split, self.shares, lambda cell: cell))
+        return tuple(part(grid, self.split, self.shares, lambda cell: cell, self.name))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return up to `samples` cells, in the order of `cells`.

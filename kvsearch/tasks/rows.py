@@ -10,9 +10,11 @@ from typing import Any, cast
 
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import read_bytes
+from kvsearch.plan.limits import MOST_DATA
 from kvsearch.plan.parsing import parse_json
 
 Row = dict[str, Any]
+MOST_DEFLATED = 1032  # bytes that one of a zip archive stands for
 
 
 def read_file(path: Path) -> list[Row]:
@@ -58,6 +60,8 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
         with zipfile.ZipFile(path) as archive:
             for member in members:
                 if member in archive.namelist():
+                    if archive.getinfo(member).file_size > min(MOST_DATA, MOST_DEFLATED * path.stat().st_size):
+                        raise ValueError(f"{member} is said to be larger than it can be")
                     return parse_rows(archive.read(member), f"{path}/{member}")
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
         raise UsageError(f"{path} is no readable zip archive: fetch it again ({_short(error)})") from error
@@ -79,13 +83,16 @@ def read_saved(folder: Path, split: str) -> list[Row]:
 
     try:
         found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict):
+            if split not in found:
+                raise UsageError(f"{folder} has no split {split!r}, only {', '.join(found)}: save that one")
+            found = found[split]
+        found.data.table.validate(full=True)  # else offsets of a damaged file lead out of it
+        rows: list[Row] = found.to_list()
+    except UsageError:
+        raise
     except Exception as error:  # a damaged folder shows as an exception of datasets, pyarrow or Python itself
         raise UsageError(f"{folder} is no readable saved dataset: {_short(error)}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise UsageError(f"{folder} has no split {split!r}, only {', '.join(found)}: save that one")
-        found = found[split]
-    rows: list[Row] = found.to_list()
     return rows
 
 
@@ -97,7 +104,9 @@ def _parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        table.validate(full=True)
+        rows: list[Row] = table.to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:
         raise UsageError(f"{path} is no readable Parquet file: {_short(error)}") from error
     except OSError as error:

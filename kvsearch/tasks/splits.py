@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 
 Item = TypeVar("Item")
 Shares = tuple[float, float, float]
@@ -23,17 +23,19 @@ _SHUFFLE = "kvsearch/split"
 def check_split(split: str, shares: Shares) -> None:
     """Raise UsageError unless `split` is train, select, report or all, and the shares of the three sum to 1."""
     if split not in (*SPLITS, ALL):
-        raise UsageError(f"unknown split {split!r}{suggest(split, (*SPLITS, ALL))}")
+        raise UsageError(unknown("split", split, (*SPLITS, ALL)))
     # `not >=` also catches NaN
     if len(shares) != len(SPLITS) or not all(share >= 0 for share in shares) or not math.isclose(sum(shares), 1):
         raise UsageError(f"shares of {', '.join(SPLITS)} must be three numbers >= 0 that sum to 1, got {shares}")
 
 
-def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable]) -> list[Item]:
+def part(
+    items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable], source: str
+) -> list[Item]:
     """Return the items of one split, in their order; "all" is all of them.
 
     The three splits are disjoint and cover the items, are the same in every run, and never divide a `group`, such as
-    the questions about one document. `shares` are of the groups.
+    the questions about one document. `shares` are of the groups; `source` is where the items are from, for messages.
 
     Raises:
         UsageError: no such split, shares that do not sum to 1, or a split that gets nothing.
@@ -50,7 +52,9 @@ def part(items: Sequence[Item], split: str, shares: Shares, group: Callable[[Ite
     start = sum(sizes[:index])
     chosen = set(groups[start : start + sizes[index]])
     if not chosen:
-        raise UsageError(f"split {split!r} is empty: {len(groups)} contexts at shares {shares}; give more, or shares")
+        raise UsageError(
+            f"split {split!r} of {source} is empty: {len(groups)} contexts at shares {shares}; give more, or shares"
+        )
     return [item for item in items if group(item) in chosen]
 
 

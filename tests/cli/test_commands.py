@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -226,3 +228,14 @@ def test_log_file_records_what_happened(run: Run, calibrated: Path, tmp_path: Pa
     log = tmp_path / "log.txt"
     run("export", calibrated, "--ratio", 2, "-o", tmp_path / "a.json", "--log-file", log)
     assert "outside (0, 1)" in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_ends(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvsearch.cli.log.LogFile.flush", full)
+    code, _, talk = run("policies", "knorm", "--log-file", tmp_path / "log.txt")
+    assert code == 0
+    assert talk.count("log.txt: no space left on device; the log ends there") == 1
+    assert "Traceback" not in talk

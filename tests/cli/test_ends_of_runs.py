@@ -16,7 +16,7 @@ from kvsearch.runs.ledger import Ledger
 from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
-from tests.robustness.races import calibration_file
+from tests.robustness.inputs import calibration_file
 from tests.signals.profiles import make_signals, signal_metadata
 
 FINISHED = "this run was finished: nothing was left to do\n"

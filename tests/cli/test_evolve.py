@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.contexts import merkle_root
 from kvsearch.report.integrity import verify_paths
 from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.sums import finish
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.executors import cluster
+from kvsearch.workers import cluster
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
@@ -227,8 +227,8 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kept_workers")
 def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))
     assert code == 0, talk
     assert results(tmp_path / "run") == results(evolved[0])

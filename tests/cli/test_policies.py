@@ -189,7 +189,7 @@ def test_calibrating_knorm_for_a_model_that_normalises_keys_warns(
     def stop(*_: object) -> None:
         raise UsageError("far enough")
 
-    monkeypatch.setattr("kvsearch.runtime.plan_checks.normalises_keys", lambda model: True)
+    monkeypatch.setattr("kvsearch.runtime.key_norms.normalises_keys", lambda model: True)
     monkeypatch.setattr("kvsearch.calibration.lukv.calibrate_lukv", stop)
     _, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "knorm")
     lines = [line for line in talk.splitlines() if "warning" in line.lower()]

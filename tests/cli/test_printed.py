@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -201,6 +202,9 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
         console.warn(text)
         console.next("show", text)
         LOGGER.debug("%s", text)
+        with console.loading(text):
+            monkeypatch.setattr(logging.getLogger("transformers").handlers[0], "stream", stream)
+            logging.getLogger("transformers").error("%s", text)
         for what in (console.progress(text), console.live(text)):
             with what as tell:
                 tell(1, 2) if what.__class__.__name__ == "none" else None

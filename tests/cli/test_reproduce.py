@@ -13,6 +13,7 @@ from kvsearch.models.loading import load
 from kvsearch.papers.table import Stage
 from kvsearch.report.reader import open_path
 from kvsearch.resources import resource
+from kvsearch.runs.sums import read_sums
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 
@@ -45,6 +46,7 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")}
     assert set(files) == {f"lava-table13{suffix}" for suffix in (".md", ".tex", ".csv", ".json")}
     assert b"split report, question-aware, evicting in prefill, 1 context with" in files["lava-table13.md"]
+    assert set(read_sums(tmp_path)) == set(files)
     _, out, _ = run(*command, "--dry-run")
     assert json.loads(out)["stages"][0]["state"] == "finished"
     ledger = next(tmp_path.glob("stages/*/ledger.jsonl"))
@@ -52,6 +54,11 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert run(*command)[0] == 0
     assert ledger.stat().st_mtime_ns == written
     assert {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")} == files
+    assert run("verify", tmp_path)[0] == 0
+    (tmp_path / "lava-table13.tex").write_bytes(files["lava-table13.tex"] + b" ")
+    code, out, talk = run("verify", tmp_path)
+    assert code == USAGE, talk
+    assert "lava-table13.tex" in out
 
 
 def test_the_papers_numbers_are_beside_its_model(run: Run, tmp_path: Path) -> None:

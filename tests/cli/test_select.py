@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.cli.select import select
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
@@ -19,7 +20,6 @@ from kvsearch.plan.contexts import merkle_root
 from kvsearch.report.integrity import verify_paths
 from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.sums import read_sums
-from kvsearch.runtime.plan_checks import check_plan
 from tests import tiny
 from tests.cli.conftest import invoke
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
@@ -335,7 +335,7 @@ def test_a_size_has_to_be_given_if_several_were_measured(directory: Path, questi
 def test_tasks_without_the_splits(directory: Path, tmp_path: Path, questions: Path) -> None:
     row = json.loads(questions.read_text().splitlines()[0])
     (tmp_path / "one.jsonl").write_text(json.dumps(row))
-    refused(choose, USAGE, "split 'select' is empty", *command(directory, tmp_path / "one.jsonl"))
+    refused(choose, USAGE, "split 'select' of one is empty", *command(directory, tmp_path / "one.jsonl"))
 
 
 def test_directories_that_are_no_calibration(tmp_path: Path, questions: Path) -> None:

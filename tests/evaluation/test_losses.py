@@ -32,6 +32,7 @@ from kvsearch.runtime.forced_answers import Asking, own_replies
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay import replay
+from kvsearch.runtime.replay_start import Followed
 from kvsearch.signals.output_loss import attention_change
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.catalog import find_tasks
@@ -211,9 +212,8 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
     def same(scene: Scene) -> None:
         layer = Layer(scene)
         prefill, decode = (layer.rule(policy) if phases in (phase, "both") else None for phase in ("prefill", "decode"))
-        arguments = (layer.tokens(), layer.logits, rope)
-        found = replay(layer.observation(policy), prefill, decode, *arguments)
-        full = replay(layer.observation(policy), None, None, *arguments)
+        followed = Followed(layer.observation(policy), layer.tokens(), layer.logits, rope)
+        found, full = replay(followed, prefill, decode), replay(followed, None, None)
         length, count = scene.length, scene.tokens
         assert found.shown.shape == (len(scene.pads), scene.heads, count, length + count)
         assert torch.equal(full.shown[0, 0], torch.ones(count, length + count).tril(length).bool())

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.evaluation import runner
 from kvsearch.evaluation.identity import ReplyKeys
 from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
 from kvsearch.evaluation.runner import run_encoded
@@ -343,3 +344,25 @@ def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> Non
         run_encoded(model, many(model), encoded, QUESTION_AGNOSTIC, 4, memory=memory)
         assert read.count(longest) == times
     handle.remove()
+
+
+def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are as long: a shorter one is tried whole."""
+    model, tried, real = tiny.loaded(), list[int](), runner.answer_joints
+
+    def small(loaded: Any, task: Any, batch: Any, *more: Any) -> Any:
+        tried.append(len(batch))
+        if len(batch) > 2 and max(len(reading.ids) for reading in batch) > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return real(loaded, task, batch, *more)
+
+    tasks = [tiny.listed(*[(50, 1)] * 7, *[(20, 1)] * 4)]
+    whole = run(model, {"third": third(model.model)}, tasks, 11, batch=4)
+    monkeypatch.setattr(runner, "answer_joints", small)
+    with pytest.warns(
+        KvsearchWarning, match=r"too short for 4 contexts at a time, so 2 are read \(--batch 2 spares"
+    ) as told:
+        parts = run(model, {"third": third(model.model)}, tasks, 11, batch=4)
+    assert len(told) == 1
+    assert tried == [4, 2, 2, 2, 2, 3]
+    assert [one.reply for one in parts] == [one.reply for one in whole]

@@ -40,7 +40,7 @@ def test_force_throws_away_only_what_cannot_be_gone_on_with(tmp_path: Path) -> N
     early = there(tmp_path / "early", ONE, None)  # interrupted before the first reply
     for place, lines in ((same, 1), (other, 0), (damaged, 0), (early, 0), (tmp_path / "new", 0)):
         with open_stage(place, ONE, force=True) as store:
-            assert len(store.lines) == lines
+            assert store.count == lines
         assert (place / CONFIG).read_bytes() == ONE.to_bytes()
     assert (other / "mine.txt").exists()
 

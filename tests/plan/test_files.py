@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,25 @@ def test_an_existing_file_is_kept_unless_asked(path: Path) -> None:
     with pytest.raises(UsageError, match=r"plan\.json exists already"):
         save_plan(make_plan(), path)
     assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("has_step", [True, False])
+def test_a_file_that_another_process_makes_meanwhile_is_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch, has_step: bool
+) -> None:
+    if not has_step:  # renaming without replacing, of Linux
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: None)
+
+    def pieces() -> Iterator[bytes]:
+        path.write_text("theirs")
+        yield b"mine"
+
+    with pytest.raises(UsageError, match=r"plan\.json exists already"):
+        atomic_write(path, pieces(), overwrite=False)
+    assert (path.read_text(), list(path.parent.iterdir())) == ("theirs", [path])
+    path.unlink()
+    atomic_write(path, b"mine", overwrite=False)
+    assert (path.read_text(), list(path.parent.iterdir())) == ("mine", [path])
 
 
 def test_an_invalid_copy_is_not_written(path: Path) -> None:

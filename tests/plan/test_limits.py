@@ -17,6 +17,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encodin
         (limits.MOST_LAYERS, limits.MOST_HEADS, limits.MOST_WIDTH),
         (limits.MOST_SAMPLES,),
         (limits.MOST_NESTING,),
+        (limits.MOST_KEYS, limits.MOST_ITEMS),
         (limits.MOST_OF["kernel"], limits.MOST_OF["future"], limits.MOST_ROWS),
     ],
 )
@@ -27,6 +28,6 @@ def test_numbers(numbers: tuple[int, ...]) -> None:
 
 def test_sizes() -> None:
     sizes = limits.MOST_YAML, limits.MOST_DOCUMENT, limits.MOST_DATA, limits.MOST_ARRAYS
-    shown = f"{sizes[0] >> 20} MiB; {sizes[1] >> 20} MiB; {sizes[2] >> 30} GiB; {sizes[3] >> 30} GiB"
+    shown = f"{sizes[0] >> 10} KiB; {sizes[1] >> 20} MiB; {sizes[2] >> 30} GiB; {sizes[3] >> 30} GiB"
     assert shown in TEXT
     assert (limits.MOST_ENTRIES, limits.MOST_NUMBER) == (2**31 - 1, 2**63 - 1)

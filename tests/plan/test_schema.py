@@ -78,11 +78,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         plan_dict(prefill=phase_dict([[4, 4]] * 1025)),
-        "prefill.layers: Tuple should have at most 1024 items",
+        "prefill.layers: has 1025 items, 1024 are the most",
     ),
     (
         plan_dict([[4] * 1025, None, [4, 4]]),
-        "prefill.layers.0.budget: Tuple should have at most 1024 items",
+        "prefill.layers.0.budget: has 1025 items, 1024 are the most",
     ),
     (
         plan_dict(provenance={**PROVENANCE, "settings": {str(key): key for key in range(4097)}}),

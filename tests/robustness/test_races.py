@@ -5,14 +5,12 @@ from __future__ import annotations
 import pkgutil
 import random
 import shutil
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -29,7 +27,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import save_plan
 from kvsearch.runs.directory import write_json
 from tests import tiny
-from tests.robustness.races import calibration_file, content_of
+from tests.robustness.inputs import calibration_file
+from tests.robustness.processes import timeless, tree_of
 from tests.runs.guard import every_write_locked
 
 RACES = 8
@@ -87,18 +86,25 @@ def ending(call: Call) -> str:
     return ""
 
 
+@pytest.fixture
+def _no_time() -> Iterator[None]:
+    with timeless():
+        yield
+
+
+@pytest.mark.usefixtures("_no_time")
 @pytest.mark.parametrize("commands", [calibrations, evaluations, exports])
 def test_two_writers(commands: Callable[[Path, Path], Pair], inputs: Path, tmp_path: Path) -> None:
     """One is refused and the other's result is whole, or one is refused for what the other has left."""
     place, draw, alone, seconds = tmp_path / "run", random.Random(0), [], 0.0
     calls = commands(inputs, place)
     for call in calls:
-        began = time.perf_counter()
+        began = perf_counter()
         with every_write_locked() as outside:
             assert ending(call) == ""
         assert outside == []
-        seconds = time.perf_counter() - began
-        alone.append(content_of(place))
+        seconds = perf_counter() - began
+        alone.append(tree_of(place))
         shutil.rmtree(place)
     assert alone[0] != alone[1]
     for _ in range(RACES):
@@ -106,7 +112,7 @@ def test_two_writers(commands: Callable[[Path, Path], Pair], inputs: Path, tmp_p
         delays = [0.0, draw.choice((0.0, draw.uniform(0, seconds)))]
 
         def work(which: int, ends: list[str] = ends, delays: list[float] = delays) -> None:
-            time.sleep(delays[which])
+            sleep(delays[which])
             ends[which] = ending(calls[which])
 
         threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
@@ -115,17 +121,9 @@ def test_two_writers(commands: Callable[[Path, Path], Pair], inputs: Path, tmp_p
         for thread in threads:
             thread.join()
         (winner,) = [which for which in (0, 1) if not ends[which]]
-        assert content_of(place) == alone[winner], ends
+        assert tree_of(place) == alone[winner], ends
         assert not list(place.rglob(".kvsearch-*"))
         shutil.rmtree(place)
-
-
-@pytest.mark.slow
-def test_two_processes() -> None:
-    command = [sys.executable, "-m", "tests.robustness.races", "--races", "2", "--only", "evaluate"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("evaluate ")
 
 
 # --- every job, by construction ---------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_what_the_campaign_takes_for_a_failure(tmp_path: Path) -> None:
         "refused": [UsageError("plan.json is not valid:\n  a: is missing")],
         "failed": [
             "large", "warn", KeyError("a"), SystemExit(1), RecursionError(), InternalError("plan.json: a bug"),
-            UsageError("it is not valid"), UsageError("plan.json " + "x" * 30_000),
+            UsageError("it is not valid"), UsageError("plan.json " + "\n  x" * 30_000),
         ],
         "accepted": ["nothing"],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -17,7 +18,8 @@ from tests.robustness.case import Case, Outcome, limited_memory, run
 from tests.robustness.kinds import KINDS
 
 BLOCK = 250  # cases that a process does at a time
-SILENCE = 60.0  # seconds after which a process that says nothing is given up
+SILENCE = 60.0  # seconds of the processor after which a process that says nothing is given up
+BLOCKED = 1800.0  # seconds of the clock, as one may wait for something that never comes
 OLD = 40  # blocks, after which a process is ended: what it has imported and kept is not that of a new one
 
 Block = tuple[str, int, int]  # kind, first case, how many
@@ -68,12 +70,12 @@ class _Worker:
         there.close()
         self.save, self.idle, self.blocks = save, True, 0
         self.block: Block = ("", 0, 0)
-        self.seen, self.since = -1, time.monotonic()
+        self.seen, self.since, self.spent = -1, time.monotonic(), 0.0
 
     def give(self, block: Block) -> None:
         """Let it do a block."""
         self.block, self.idle, self.blocks = block, False, self.blocks + 1
-        self.seen, self.since = -1, time.monotonic()
+        self.seen, self.since, self.spent = -1, time.monotonic(), _processor_time(self.process.pid)
         self.now.value = -1
         self.tasks.put(block)
 
@@ -89,14 +91,14 @@ class _Worker:
         except (EOFError, OSError):
             pass
         if self.now.value != self.seen:
-            self.seen, self.since = self.now.value, time.monotonic()
-        silent = time.monotonic() - self.since
-        if self.process.is_alive() and silent < SILENCE:
+            self.seen, self.since, self.spent = self.now.value, time.monotonic(), _processor_time(self.process.pid)
+        waited, silent = time.monotonic() - self.since, _processor_time(self.process.pid) - self.spent
+        if self.process.is_alive() and silent < SILENCE and waited < BLOCKED:
             return None, None
         kind, first, count = self.block
         case = max(self.now.value, first)
         why = (
-            f"no answer for {silent:.0f} s"
+            f"no answer for {silent:.0f} s of the processor, {waited:.0f} s of the clock"
             if self.process.is_alive()
             else f"the process ended with {self.process.exitcode}"
         )
@@ -153,6 +155,15 @@ def _keep(save: Path, kind: str, number: int, problem: str) -> None:
     with (save / "failures.txt").open("a") as file:
         file.write(f"{kind} {number}: {problem!a}\n")
     print(f"{kind} {number}: {ascii(problem)[:400]}", flush=True)
+
+
+def _processor_time(process: int | None) -> float:
+    """Return the seconds that a process has computed; 0 of one that is no more."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory_disk() -> str | None:

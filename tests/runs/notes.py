@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from kvsearch.runs.chain import Unfit
@@ -10,6 +11,10 @@ from kvsearch.runs.ledger import Ledger
 
 
 class Notes(Ledger[str]):
+    def __init__(self, path: Path, identity: str = "") -> None:
+        self.lines: list[str] = []
+        super().__init__(path, identity)
+
     @property
     def go_on(self) -> str:
         return f"try again: {len(self.lines)} notes are kept"
@@ -22,3 +27,6 @@ class Notes(Ledger[str]):
 
     def add(self, text: str) -> None:
         self._append(text, json.dumps({"text": text}))
+
+    def _note(self, line: str) -> None:
+        self.lines.append(line)

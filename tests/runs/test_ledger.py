@@ -28,6 +28,8 @@ def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
     assert (tmp_path / "l").read_bytes().count(b"\n") == len(texts)
     with Notes(tmp_path / "l") as ledger:
         assert ledger.lines == texts
+        ledger.add("more")
+        assert [ledger.line(number + 1) for number in range(ledger.count)] == [*texts, "more"]
 
 
 def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:

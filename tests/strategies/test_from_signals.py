@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.plan import PHASES, Phase, Profile, Size, budgets_at, canonical_json
-from kvsearch.runtime.plan_checks import check_plan
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import FULL, Strategy, choose, plan_of, strategy_plan

@@ -221,7 +221,7 @@ def test_splits_never_divide_a_context(tmp_path: Path) -> None:
 def test_splits_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown split 'test'"):
         JsonlTask.load(write(tmp_path, row()), "test")
-    with pytest.raises(UsageError, match="split 'train' is empty: 1 contexts"):
+    with pytest.raises(UsageError, match="split 'train' of mine is empty: 1 contexts"):
         JsonlTask.load(write(tmp_path, row()), "train").examples(1, 0)
 
 

@@ -16,7 +16,7 @@ def parts(items: list[int], shares: Shares = SHARES) -> dict[str, list[int]]:
     found = {}
     for split in SPLITS:
         try:
-            found[split] = part(items, split, shares, lambda item: item)
+            found[split] = part(items, split, shares, lambda item: item, "mine")
         except UsageError as error:
             assert "is empty" in str(error)
             found[split] = []
@@ -28,7 +28,7 @@ def test_shares_of_a_hundred() -> None:
     assert {split: len(items) for split, items in found.items()} == {"train": 20, "select": 20, "report": 60}
     assert found["train"] != list(range(20))  # shuffled before they are cut
     assert all(items == sorted(items) for items in found.values())
-    assert part([3, 1, 2], ALL, SHARES, lambda item: item) == [3, 1, 2]
+    assert part([3, 1, 2], ALL, SHARES, lambda item: item, "mine") == [3, 1, 2]
 
 
 @given(
@@ -54,7 +54,7 @@ def test_splits_ignore_the_state_of_the_global_generator() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers()), min_size=10, max_size=40))
 def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
     items = [*items, *((group, -1) for group in range(10))]
-    found = [part(items, split, SHARES, lambda item: item[0]) for split in SPLITS]
+    found = [part(items, split, SHARES, lambda item: item[0], "mine") for split in SPLITS]
     groups = [{item[0] for item in some} for some in found]
     assert [len(some) for some in groups] == [2, 2, 6]
     assert set.union(*groups) == set(range(10))
@@ -62,8 +62,8 @@ def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
 
 
 def test_an_empty_split() -> None:
-    with pytest.raises(UsageError, match=r"split 'train' is empty: 1 contexts at shares \(0.2, 0.2, 0.6\)"):
-        part(["one"], "train", SHARES, lambda item: item)
+    with pytest.raises(UsageError, match=r"split 'train' of mine is empty: 1 contexts at shares \(0.2, 0.2, 0.6\)"):
+        part(["one"], "train", SHARES, lambda item: item, "mine")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import FailFast, Field, model_validator
 
 from kvsearch.evaluation.averages import MACRO, SizeBlock
 from kvsearch.evaluation.footprint import Footprint
 from kvsearch.evaluation.layer_loss import LayerLoss
 from kvsearch.evaluation.statistics import Kind, Row
 from kvsearch.plan import Size
+from kvsearch.plan.parsing import shown
 from kvsearch.plan.protocol import Protocol
-from kvsearch.report.files.stored import Stored
+from kvsearch.report.files.stored import Stored, require_fit
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.coverage import Coverage
@@ -56,7 +58,13 @@ class StoredGrid(Stored):
 
     lengths: tuple[int, ...]
     depths: tuple[int, ...]
-    scores: tuple[tuple[float | None, ...], ...]
+    scores: Annotated[tuple[Annotated[tuple[float | None, ...], FailFast()], ...], FailFast()]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if [len(row) for row in self.scores] != [len(self.lengths)] * len(self.depths):
+            raise ValueError("scores are not those of its depths and lengths")
+        return self
 
 
 class StoredEvaluation(Stored):
@@ -75,6 +83,35 @@ class StoredEvaluation(Stored):
     different: str | None = Field(default=None, alias="different_settings")
     needle: dict[str, StoredGrid] = Field(default_factory=dict)
     losses: list[LayerLoss] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        require_fit(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what tables would look for in vain."""
+        if not min(self.full.held.entries, self.full.held.bytes) > 0:
+            yield "full.held: the full cache holds nothing"
+        rows = {(section, name) for section in SECTIONS.values() for name in self.full.scores.get(section, ())}
+        if not self.full.scores.get(SECTIONS["task"]):
+            yield "full.scores: has no task"
+        if (SECTIONS["average"], MACRO) not in rows:
+            yield f"full.scores: has no mean over all tasks, {MACRO!r}"
+        for name in {name for section, name in rows if section == SECTIONS["average"]} - self.averages.keys():
+            yield f"averages: nothing is said of {shown(name)}, which the full cache has a score of"
+        for number, block in enumerate(self.sizes):
+            if self.subject not in {FULL, *(one.name for one in block.methods)}:
+                yield f"blocks.{number}: has no method {shown(self.subject)}, the subject"
+            told: list[tuple[str, Scores | Differences | None]] = []
+            for one in block.methods:
+                told += [(f"{one.label}: scores", one.scores)]
+                told += [(f"{one.label}: differences", one.differences)] * (one.name != self.subject)
+            told += [("full_differences", block.full_differences)] * (self.subject != FULL)
+            for what, found in told:
+                missing = sorted(name for section, name in rows if name not in (found or {}).get(section, ()))
+                if missing:
+                    yield f"blocks.{number}: {shown(what)} have nothing of {shown(missing[0])}"
 
     @cached_property
     def blocks(self) -> list[SizeBlock]:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import FailFast, Field, model_validator
 
 from kvsearch.choose.acceptance import Share
-from kvsearch.report.files.stored import Stored, reading, stored
+from kvsearch.plan.limits import MOST_ENTRIES
+from kvsearch.plan.parsing import shown
+from kvsearch.report.files.stored import Stored, require_fit, stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.ledger import SearchLedger
+from kvsearch.search.names import EVOLVED, UNIFORM
 from kvsearch.search.records import BestLine, ComputedLine, Line, StageLine, ToldLine
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.coverage import Coverage
 
-Budgets = tuple[tuple[int, ...], ...]  # [phases * L, Hkv]
+Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
+Budgets = Annotated[tuple[Row, ...], FailFast()]  # [phases * L, Hkv]; of a damaged one the first problem will do
 
 
 class Finalist(Stored):
@@ -48,6 +53,12 @@ class FoundAtBudget(Stored):
     recovered: dict[str, Share | None]
     decision: str = ""
 
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        if len(set(map(len, self.budgets))) > 1:
+            raise ValueError("budgets: rows are of several lengths")
+        return self
+
 
 class SearchResult(Stored):
     """A finished search; `found` is by budget, ascending, `asked` says what was asked of each split."""
@@ -60,6 +71,22 @@ class SearchResult(Stored):
     settings: dict[str, Any]
     found: dict[int, FoundAtBudget] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        wanted = (FULL, EVOLVED, *([UNIFORM] * (len(self.found) > 1)))
+        require_fit(
+            f"budgets.{budget}.report: has no score of {shown(name)}"
+            for budget, one in self.found.items()
+            for name in wanted
+            if name not in one.report
+        )
+        for budget, one in self.found.items():
+            if not one.report.keys() - {FULL, EVOLVED}:
+                raise ValueError(f"budgets.{budget}.report: nothing is beside the result")
+            if not one.decision and one.chosen not in one.finalists:
+                raise ValueError(f"budgets.{budget}: {shown(one.chosen)} was chosen, and is no finalist")
+        return self
+
     def total(self, budget: int) -> int:
         """Return the entries of all kv heads, in each phase."""
         phases = 2 if self.settings.get("phases") == "both" else 1
@@ -69,15 +96,18 @@ class SearchResult(Stored):
 def read_search(data: Any, path: Path) -> SearchResult:
     """Return what a search found, at one budget or at several; UsageError if the file at `path` is damaged."""
     found = stored(_SearchFile, data, path)
-    with reading(path):
-        by_budget = found.budgets if isinstance(found.budgets, dict) else {found.settings.get("budget", 0): data}
-        whole = {**data, "found": {budget: by_budget[budget] for budget in sorted(by_budget)}}
+    by_budget = found.budgets if isinstance(found.budgets, dict) else {found.settings.budget: data}
+    whole = {**data, "found": {budget: by_budget[budget] for budget in sorted(by_budget)}}
     return stored(SearchResult, whole, path)
 
 
+class _Settings(Stored):
+    budget: int = 0  # of a search at one
+
+
 class _SearchFile(Stored):
-    settings: dict[str, Any]
-    budgets: dict[int, Any] | Budgets  # of several budgets, or the table of one
+    settings: _Settings
+    budgets: dict[int, Any] | tuple[Any, ...]  # of several budgets, or the table of one
 
 
 @dataclass(frozen=True)

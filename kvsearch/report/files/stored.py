@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from kvsearch.errors import UsageError
-from kvsearch.plan.parsing import problems_of, shown
+from kvsearch.plan.parsing import problems_of
 
 Found = TypeVar("Found")
 
@@ -21,20 +20,15 @@ class Stored(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Take for damage what does not fit together in a file: names that nothing has, lists of different lengths.
+def damaged(path: Path, problem: str) -> UsageError:
+    """Return what to say of a file that holds something else than its command wrote."""
+    return UsageError(f"{path} is damaged ({problem}): restore it, or run its command again")
 
-    Raises:
-        UsageError: the file at `path` is damaged.
-    """
-    try:
-        yield
-    except (LookupError, ValueError, TypeError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
-        raise UsageError(
-            f"{path} is damaged, its parts do not fit together ({what}): restore it, or run its command again"
-        ) from error
+
+def require_fit(problems: Iterable[str]) -> None:
+    """Raise ValueError for the first of what does not fit together in a record; validators call this."""
+    for problem in problems:
+        raise ValueError(problem)
 
 
 def stored(kind: type[Found], data: Any, path: Path) -> Found:
@@ -46,5 +40,4 @@ def stored(kind: type[Found], data: Any, path: Path) -> Found:
     try:
         return TypeAdapter(kind).validate_python(data)
     except (ValidationError, UsageError) as error:  # a dataclass that checks its own numbers raises the second one
-        problem = problems_of(error)[0] if isinstance(error, ValidationError) else str(error)
-        raise UsageError(f"{path} is damaged ({problem}): restore it, or run its command again") from error
+        raise damaged(path, problems_of(error)[0] if isinstance(error, ValidationError) else str(error)) from error

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvsearch.calibration.analysis import ranking_gap, stability
 from kvsearch.plan import PHASES, Plan, Profile
+from kvsearch.plan.profile import QUERIES
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.dynamic import is_dynamic
@@ -49,6 +50,8 @@ def profile_story(profile: Profile) -> Story:
     )
     if told.method in FITTED:
         return _ranking(RankingView(profile), asked)
+    if told.method == QUERIES:
+        return Story(asked, f"Where the queries of {counted(len(told.layers), 'layer')} lie, and how they spread.")
     if told.signals is not None:
         return _signals(SignalTable(profile), asked)
     if is_dynamic(profile):

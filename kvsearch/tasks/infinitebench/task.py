@@ -75,7 +75,9 @@ class InfiniteBenchTask(DatasetTask):
         """All examples of the split."""
         dataset = Dataset(REPOSITORY, "default", self.name, (self.name, f"data/{self.name}"), file=f"{self.name}.jsonl")
         rows = checked(load_rows(dataset, self.source, self.revision), InfiniteBenchRow, self._where)
-        kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
+        kept = part(
+            usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context, self._where
+        )
         return tuple(self._example(position, row) for position, row in kept)
 
     def _fault(self, row: InfiniteBenchRow) -> str | None:

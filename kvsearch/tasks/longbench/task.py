@@ -89,7 +89,9 @@ class LongBenchTask(DatasetTask):
         dataset = Dataset(REPOSITORY, name, "test", files, "data.zip", members)
         rows = checked(load_rows(dataset, self.source, self.revision), LongBenchRow, self._where)
         self._refuse_others(rows)
-        kept = part(usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context)
+        kept = part(
+            usable(rows, self._fault, self._where), self.split, self.shares, lambda item: item[1].context, self._where
+        )
         return tuple(self._example(position, row) for position, row in kept)
 
     def score(self, reply: str, query: Query) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.metrics.gsm8k import gsm8k, gsm8k_official
 from kvsearch.tasks.metrics.infinitebench import (
@@ -115,7 +115,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 def find_metric(name: str) -> Metric:
     """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
     if name not in METRICS:
-        raise UsageError(f"unknown metric {name!r}{suggest(name, list(METRICS))}")
+        raise UsageError(unknown("metric", name, list(METRICS)))
     for module in NEEDS.get(name, ()):
         optional(module)
     return METRICS[name]

@@ -21,9 +21,9 @@ class QaDocuments:
     questions: tuple[QaQuestion, ...]
 
     @classmethod
-    def of(cls, file: QaFile, split: str, shares: Shares) -> QaDocuments:
+    def of(cls, file: QaFile, split: str, shares: Shares, source: str) -> QaDocuments:
         """Return the questions of one split, which shares no document that is asked about with another one."""
-        return cls(file.documents, tuple(part(file.questions, split, shares, lambda asked: asked.own)))
+        return cls(file.documents, tuple(part(file.questions, split, shares, lambda asked: asked.own, source)))
 
     @property
     def size(self) -> int:

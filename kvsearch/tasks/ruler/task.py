@@ -139,7 +139,7 @@ def _needles(spec: NeedleSpec) -> Callable[[RulerTask, TokenCount], Source]:
 
 def _questions(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
     read = QA_FORMATS[task.name][2]
-    return QaDocuments.of(read(_qa_file(task)), task.split, task.shares)
+    return QaDocuments.of(read(_qa_file(task)), task.split, task.shares, f"{task.name} of {_qa_file(task)}")
 
 
 def _qa_file(task: RulerTask) -> Path:

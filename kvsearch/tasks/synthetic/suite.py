@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.naming import unknown
 from kvsearch.tasks.base import Example, Query, TokenCount
 from kvsearch.tasks.metrics import exact_match
 from kvsearch.tasks.synthetic.forms import EVIDENCE_SHARE, GROWN, QUESTIONS_PER_CONTEXT, Builder, Form, codes_in
@@ -118,13 +118,13 @@ class SyntheticTask:
 
     def __post_init__(self) -> None:
         if self.name not in FORMS:
-            raise UsageError(f"unknown synthetic task {self.name!r}{suggest(self.name, list(FORMS))}")
+            raise UsageError(unknown("synthetic task", self.name, list(FORMS)))
         if self.length < SHORTEST:
             raise UsageError(
                 f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
             )
         if self.split not in SPLITS:
-            raise UsageError(f"unknown split {self.split!r}{suggest(self.split, SPLITS)}")
+            raise UsageError(unknown("split", self.split, SPLITS))
 
     @property
     def category(self) -> str:

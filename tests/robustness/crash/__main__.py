@@ -1,7 +1,7 @@
 """Every command that writes, stopped at every write and in forward passes, given again: `make crash`.
 
-    python -m tests.robustness.crash                               # all commands, all faults: an hour on two cores
-    python -m tests.robustness.crash --commands evolve --kinds kill
+    python -m tests.robustness.crash                               # all commands, all faults
+    python -m tests.robustness.crash --only evolve --kinds kill
     python -m tests.robustness.crash --every 5                     # each fifth point
 
 Prints a table: commands, points, how many survived, and below it what did not.
@@ -11,72 +11,53 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from multiprocessing import get_context
-from multiprocessing.pool import Pool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.robustness.crash.commands import TYPED, commands
-from tests.robustness.crash.faults import KINDS, Kind
-from tests.robustness.crash.trial import Command, Ended, Tree, problem_of, undisturbed
+from tests.robustness.crash.faults import KINDS
+from tests.robustness.crash.trial import Undisturbed
+from tests.robustness.inputs import laid_out
+from tests.robustness.processes import hold_models, warm
+from tests.robustness.writers import WRITERS
 
-Point = tuple[Kind, int]
-
-
-def points(ended: Ended, kinds: Sequence[Kind], every: int = 1) -> Iterator[Point]:
-    """Yield the faults of a command: each operation in every way, each forward pass without memory."""
-    for kind in kinds:
-        most = ended.passes if kind == "memory" else len(ended.operations)
-        yield from ((kind, at) for at in range(1, most + 1, every))
+STOPPED = [name for name, writer in WRITERS.items() if writer.again is not None]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Try all points; 1 if one of them was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commands", default=",".join(TYPED), help="names, with commas between them")
+    parser.add_argument("--only", action="append", choices=STOPPED, help="this command; repeatable")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    args = parser.parse_args()
-    kinds: list[Kind] = [kind for kind in KINDS if kind in args.kinds.split(",")]
-    problems: list[str] = []
-    print(f"{'command':20} {'operations':>10} {'passes':>7} {'points':>7} {'survived':>9}")
-    with TemporaryDirectory() as place, get_context("fork").Pool(args.jobs) as pool:
-        for command in commands(Path(place)):
-            if command.name in args.commands.split(","):
-                problems += _tried(command, Path(place), kinds, args.every, pool)
-    print(*problems, sep="\n")
-    return 1 if problems else 0
-
-
-def _tried(command: Command, place: Path, kinds: Sequence[Kind], every: int, pool: Pool) -> list[str]:
-    ended, wanted = undisturbed(command, place / "trials" / "reference")
-
-    tried = list(points(ended, kinds, every))
-    found = pool.map(partial(_attempt, command, wanted, place / "trials"), tried, chunksize=1)
-    problems = [
-        f"{command.name}, {kind} at {at} ({'a pass' if kind == 'memory' else ended.operations[at - 1]}): {problem}"
-        for (kind, at), problem in zip(tried, found, strict=True)
-        if problem is not None
-    ]
-    counts = len(ended.operations), ended.passes, len(tried), len(tried) - len(problems)
-    print(f"{command.name:20} {counts[0]:10} {counts[1]:7} {counts[2]:7} {counts[3]:9}", flush=True)
-    return problems
-
-
-def _attempt(command: Command, wanted: Tree, place: Path, point: Point) -> str | None:
-    kind, at = point
-    folder = place / f"{kind[0]}{at:08}"  # as long as the name of the reference, as paths are part of some files
-    try:
-        return problem_of(command, wanted, folder, kind, at)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    args = parser.parse_args(arguments)
+    kinds = [kind for kind in KINDS if kind in args.kinds.split(",")]
+    worst, say = 0, sys.stdout.write
+    say(f"{'command':28} {'operations':>10} {'passes':>7} {'points':>7} {'survived':>9}\n")
+    hold_models()
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        made = place / "made"
+        for name in args.only or STOPPED:
+            writer = WRITERS[name]
+            warm(laid_out(writer, made, place / "warm"), writer.words(writer.one))
+            reference = Undisturbed.of(writer, made, place / "trials")
+            points = list(reference.points(kinds, args.every))
+            with get_context("fork").Pool(args.jobs) as pool:
+                found = pool.map(reference.problem, points, chunksize=1)
+            problems = [(point, problem) for point, problem in zip(points, found, strict=True) if problem is not None]
+            counts = len(reference.ended.operations), reference.ended.passes, len(points), len(points) - len(problems)
+            say(f"{name:28} {counts[0]:10} {counts[1]:7} {counts[2]:7} {counts[3]:9}\n")
+            for point, problem in problems:
+                worst = 1
+                say(f"    {reference.told(point)}: {problem}\n")
+            sys.stdout.flush()
+    return worst
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ def test_a_length_that_is_too_short(tmp_path: Path) -> None:
 
 def test_a_split_that_is_empty(tmp_path: Path) -> None:
     file = read_squad(squad(tmp_path, articles=1, paragraphs=1))
-    with pytest.raises(UsageError, match="'train' is empty"):
-        QaDocuments.of(file, "train", SHARES)
+    with pytest.raises(UsageError, match="'train' of mine is empty"):
+        QaDocuments.of(file, "train", SHARES, "mine")
 
 
 HOTPOT = {"question": "Q?", "answer": "A", "context": [["T", ["S."]]]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,3 +40,9 @@ def load(path: Path) -> None:
         found = PlanCache.load(path, model())
     assert found.entries().sum() >= 0
     assert found.nbytes() >= 0
+
+
+@lru_cache
+def caches() -> list[bytes]:
+    """Return compressed caches of the model."""
+    return [written()]

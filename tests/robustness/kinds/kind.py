@@ -1,0 +1,95 @@
+"""What a kind of file is, and what every file that is taken is put through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvsearch.errors import KvsearchError
+from tests.robustness.forms import Form
+
+Bases = Callable[[], Sequence[bytes]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file, in a folder under its `file` name; `beside` are the files that lie there with it."""
+
+    name: str
+    file: str
+    bases: Bases
+    form: Form
+    check: Callable[[Path], None]
+    beside: Callable[[], dict[str, bytes]] = dict
+
+    def furnish(self, folder: Path) -> None:
+        """Write what lies beside the file."""
+        for name, data in self.beside().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+
+    def forget(self) -> None:
+        """Forget the weights that this process has read: one file does not help another."""
+        from kvsearch.plan import weights
+        from kvsearch.policies import fitted, kvzap, probe, query_bank
+
+        weights._known.clear()
+        for kept in (fitted.profile_of, probe._read, query_bank._read, kvzap._read):
+            kept.cache_clear()
+
+
+@contextmanager
+def taken(what: str) -> Iterator[None]:
+    """Whatever is refused here was taken before, which is a failure."""
+    try:
+        yield
+    except KvsearchError as error:
+        raise AssertionError(f"{what} refuses what was taken: {error}") from error
+
+
+def same(one: Any, other: Any, what: str) -> None:
+    """Raise AssertionError unless two things are equal."""
+    if one != other:
+        raise AssertionError(f"{what}: {str(one)[:200]} became {str(other)[:200]}")
+
+
+def show(path: Path, **options: Any) -> None:
+    """Do what `kvsearch show` does, as a table and as JSON, and what `verify` and `report` do; raises as `show`."""
+    from kvsearch.cli.render import print_parts
+    from kvsearch.cli.screen import Screen
+    from kvsearch.jobs.show import ShowOptions
+    from kvsearch.jobs.show import show as showing
+
+    with suppress(KvsearchError):  # as of what is none of our files
+        verify(path)
+    view = showing(ShowOptions(path=path, **options))
+    screen = Screen(file=StringIO(), width=100)
+    print_parts(view.parts(), SimpleNamespace(out=screen))  # type: ignore[arg-type]
+    json.dumps(view.as_json(), sort_keys=True, allow_nan=False).encode()
+    _page(path)
+
+
+def verify(path: Path) -> None:
+    """Do what `kvsearch verify` does; what is damaged is told, not raised."""
+    from kvsearch.report.integrity import verify_paths
+
+    found = verify_paths([path])
+    json.dumps(found.as_json(), allow_nan=False).encode()
+    assert list(found.parts())
+
+
+def _page(path: Path) -> None:
+    """Do what `kvsearch report` does but for writing the page."""
+    from kvsearch.report.page.page import render
+    from kvsearch.report.page.sheets import about, groups_of
+    from kvsearch.report.reader import open_path
+
+    groups = groups_of([open_path(path)])
+    with taken("the page"):
+        render(groups, "kvsearch report", about(groups))

@@ -1,0 +1,40 @@
+"""The directory of a model, which transformers reads: its configuration, weights and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from kvsearch.errors import EnvironmentFault
+from tests.robustness.forms import Json, Safetensors
+from tests.robustness.kinds.kind import Kind
+from tests.robustness.valid import models
+
+
+def _model(path: Path) -> None:
+    """Load it as commands do, with its weights and without; that memory runs out is told as they do."""
+    from transformers.utils import logging
+
+    from kvsearch.models.loading import LoadOptions, load, load_shape
+    from kvsearch.models.memory import is_out_of_memory
+
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    for loading in (load_shape, load):
+        try:
+            found = loading(str(path.parent), LoadOptions(device="cpu"))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise EnvironmentFault(f"{path.parent}: memory ran out") from error
+            raise
+        assert found.fingerprint.layers >= 1
+
+
+def kinds() -> Iterator[Kind]:
+    """Return these kinds."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        what = name.removesuffix(".json").replace("_", "-")
+        yield Kind(f"model-{what}", name, partial(models.files, name), Json(), _model, models.folder)
+    weights = "model.safetensors"
+    yield Kind("model-weights", weights, partial(models.files, weights), Safetensors(None), _model, models.folder)

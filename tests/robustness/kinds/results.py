@@ -1,0 +1,39 @@
+"""Results of commands, which `show`, `report` and `verify` read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from kvsearch.evaluation.cache_costs import CacheCosts
+from kvsearch.report.speed import MACHINE, SpeedView
+from tests.robustness.forms import Json
+from tests.robustness.kinds.kind import Kind, show
+from tests.robustness.valid import stored
+
+
+def kinds() -> Iterator[Kind]:
+    """Return these kinds."""
+    results = {
+        "evaluation": ("evaluation.json", "evaluation-needle.json", "evaluation-losses.json"),
+        "perplexity": ("perplexity.json",), "headroom": ("headroom.json",), "selection": ("selection.json",),
+        "search": ("search.json", "front.json"), "run": ("run.json",),
+        "reproduction": ("reproduction.json", "reproduction-2.json"),
+    }  # fmt: skip
+    for name, files in results.items():
+        yield Kind(f"result-{name}", "report.json", partial(stored, *files), Json(), show)
+    yield Kind("result-speed", "speed.json", speeds, Json(), show)
+
+
+def speeds() -> list[bytes]:
+    """Return what `bench --json` prints: on a CPU, and with what is known of a GPU alone."""
+    machine = {name: 1 if name in ("threads", "new_tokens", "rounds") else name for name in MACHINE}
+    costs = [
+        CacheCosts(cache, 2, length, 20.5, 4096, 9000, 0.25, 1.5, 0.01, 100.0, 1.25, 0.004)
+        for length in (64, 128)
+        for cache in ("DynamicCache", "snapkv")
+    ]
+    on_gpu = [replace(one, kernels=80.0, waits=0.5, largest_batch=8, largest_tokens_per_second=512.0) for one in costs]
+    return [json.dumps(SpeedView(machine, tuple(found)).as_json()).encode() for found in (costs, on_gpu)]

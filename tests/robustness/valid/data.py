@@ -1,0 +1,163 @@
+"""Questions, texts and datasets."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+
+def _rows(*rows: dict[str, Any]) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def tasks() -> list[bytes]:
+    """Questions of one's own."""
+    one = {"context": "the code of amber is seven .", "question": "code amber", "answers": ["seven", "7"]}
+    more = {"max_new_tokens": 8, "prefix": "It is", "category": "codes", "id": "a-1"}
+    choice = {
+        "question": "which ?",
+        "answers": ["red"],
+        "options": ["red", "blue"],
+        "context": "the red fox .",
+        "metric": "exact",
+    }
+    return [
+        _rows(one, {**one, **more}, {**one, "question": "code of\nwhat"}),
+        _rows({**choice, "prompt": "\n{question}\n"}, {**choice, "id": 7, "prompt": "\n{question}\n"}),
+        _rows({**one, "metric": "qa_f1"}),
+    ]
+
+
+def calibrations() -> list[bytes]:
+    """Calibration data: with questions, with all that a question may have, and of a file beside it."""
+    ask = {"question": "code amber", "answer": "seven ."}
+    contexts = [
+        {
+            "text": "the code of amber is seven .",
+            "questions": [ask, {**ask, "prefix": "it", "max_new_tokens": 4, "kind": "k"}],
+        },
+        {"text_file": "beside.txt", "kind": "story", "questions": [ask]},
+    ]
+    return [
+        json.dumps({"name": "mine", "prompt": "\n{question}\n", "contexts": contexts}).encode(),
+        json.dumps({"name": "mine", "contexts": contexts[:1]}).encode(),
+    ]
+
+
+def texts() -> list[bytes]:
+    """Plain text."""
+    return ["The keeper of Orrin Light eats rye bread. “So it is,” he said.\n\nNobody asked – 好。\n".encode() * 3]
+
+
+def text_rows() -> list[bytes]:
+    """Rows of text, for perplexity."""
+    return [_rows({"text": "the jolly fox"}, {"text": "chases the guard .", "id": 3})]
+
+
+def squad() -> list[bytes]:
+    """A file in the format of SQuAD."""
+    asked = [
+        {"question": "who?", "answers": [{"text": "fox"}], "is_impossible": False},
+        {"question": "x", "answers": [], "is_impossible": True},
+    ]
+    parts = [
+        {"context": "the fox ran " * 250, "qas": asked},
+        {"context": "the bear slept " * 250, "qas": [{"question": "what?", "answers": [{"text": "bear"}]}]},
+    ]
+    return [json.dumps({"version": "2.0", "data": [{"title": "t", "paragraphs": parts}]}).encode()]
+
+
+def hotpot() -> list[bytes]:
+    """A file in the format of HotpotQA."""
+    context = [["A", ["one. "] * 400 + ["two."]], ["B", ["three. "] * 400]]
+    return [json.dumps([{"_id": "1", "question": "what?", "answer": "two", "context": context, "type": "x"}]).encode()]
+
+
+def templates() -> list[bytes]:
+    """Prompts of datasets."""
+    return [
+        json.dumps(
+            {"narrativeqa": "Read this.\n{context}\n\nQ: {input}\nA:", "qasper": "{context} {{x}} {input}"}
+        ).encode()
+    ]
+
+
+def longbench() -> list[bytes]:
+    """Rows of LongBench."""
+    row = {
+        "input": "who?",
+        "context": "the fox ran",
+        "answers": ["fox"],
+        "length": 3,
+        "dataset": "narrativeqa",
+        "language": "en",
+        "all_classes": None,
+        "_id": "a",
+    }
+    return [_rows(row, {**row, "_id": "b", "context": "a bear", "answers": ["bear", "a bear"]})]
+
+
+def gsm8k() -> list[bytes]:
+    """Rows of GSM8K."""
+    return [
+        _rows(
+            {"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
+            {"question": "10?", "answer": "It is 1,000\n#### 1,000"},
+        )
+    ]
+
+
+def infinitebench() -> list[bytes]:
+    """Rows of InfiniteBench."""
+    return [
+        _rows(
+            {"id": 0, "context": "the key is 12345 .", "input": "what is the key?", "answer": ["12345"], "options": []}
+        )
+    ]
+
+
+def tables() -> list[bytes]:
+    """Rows as CSV."""
+    return [b'question,answer\n"who, then?","a\n#### 4"\nwhat,"x\n#### 5"\n']
+
+
+def parquet() -> list[bytes]:
+    """Rows as Parquet."""
+    import pandas
+
+    data = io.BytesIO()
+    pandas.DataFrame([{"question": "2?", "answer": "a\n#### 4"}, {"question": "3?", "answer": "b\n#### 5"}]).to_parquet(
+        data
+    )
+    return [data.getvalue()]
+
+
+def archives() -> list[bytes]:
+    """Rows of LongBench in a zip archive."""
+    import zipfile
+
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data/narrativeqa.jsonl", longbench()[0])
+    return [data.getvalue()]
+
+
+@cache
+def saved() -> dict[str, bytes]:
+    """Return the files of a dataset that `datasets` has saved."""
+    import datasets
+
+    rows = [{"question": "2?", "answer": "a\n#### 4"}, {"question": "3?", "answer": "b\n#### 5"}]
+    with TemporaryDirectory() as folder:
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_list(rows).save_to_disk(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def saved_file(name: str) -> list[bytes]:
+    """Return the file of this name."""
+    return [saved()[name]]

@@ -1,0 +1,58 @@
+"""Plans, as files and as YAML."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from kvsearch.plan import Plan
+from kvsearch.plan.canonical import canonical_json
+from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.yaml import plan_to_yaml
+from tests.plan.builders import PROVENANCE, make_plan
+
+
+def records() -> ContextRecord:
+    """What a plan says of contexts, in both of the ways to say it."""
+    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)], 4)
+    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)], 300)
+    return ContextRecord(fitted=few, chosen=few.union(many), complete=False)
+
+
+@lru_cache
+def plans() -> list[Plan]:
+    """Plans with one phase and with both, of fixed and proportional budgets, static and dynamic."""
+    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)], 4)
+    known = ContextRecord(fitted=few, reported=few).model_dump(mode="json")
+    many = records().model_dump(mode="json")
+    return [
+        _plan("snapkv", [[10, 6], None, [4, 12]], {"window": 4, "pooling": "max"}),
+        _plan("knorm", [[40, 12], [20, 30]], provenance={**PROVENANCE, "contexts": known}),
+        _plan("pyramidkv", [[12, 10]] * 4, {"window": 3}, length=None, scaling="fixed"),
+        _plan("snapkv", [[12, 10]] * 2, {"window": 4}, allocation={"name": "adakv", "params": {"floor_share": 0.2}}),
+        _plan("snapkv", [[16, 24]] * 3, {"window": 4}, decode={"layers": [
+            _layer(name, [16, 24]) for name in ("h2o", "streaming", "tova")
+        ]}),
+        _plan("streaming", [[10, 6], [4, 12]], {"sinks": 2}, provenance={**PROVENANCE, "contexts": many}),
+    ]  # fmt: skip
+
+
+def _plan(policy: str, budgets: list[list[int] | None], params: dict[str, Any] | None = None, **changes: Any) -> Plan:
+    layers = [None if budget is None else _layer(policy, budget, params) for budget in budgets]
+    return make_plan(budgets, prefill={"layers": layers}, **changes)
+
+
+def _layer(policy: str, budget: list[int], params: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"policy": {"name": policy, "params": params or {}}, "budget": budget}
+
+
+@lru_cache
+def plan_files() -> list[bytes]:
+    """Plans as files."""
+    return [canonical_json(plan) for plan in plans()]
+
+
+@lru_cache
+def plan_texts() -> list[bytes]:
+    """Plans as YAML."""
+    return [plan_to_yaml(plan).encode() for plan in plans()[:-1]]
