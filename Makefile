@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint fuzz crash races interop wheel bench train clean
+.PHONY: setup demo test quick ci lint fuzz crash races soak interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -20,15 +20,15 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: setup
 	$(PYTEST)
 
-# After every change: 25 examples of each property, without Ray and what is marked slow.
+# After every change: 20 examples of each property, without Ray and what is marked slow.
 quick: setup
 	$(PYTEST) --hypothesis-profile quick -m "not slow"
 
-# The same tests as `make test`, with 80 examples of each property, the same ones at every run.
+# The same tests as `make test`, with the same examples at every run: one commit has one verdict.
 ci: setup
 	$(PYTEST) --hypothesis-profile ci
 
-# Two writers of one directory, so many times for every command: see docs/files.md.
+# Two writers of one directory, so many times for every command: see docs/files.md. Half an hour or more.
 RACES := 200
 races: setup
 	nice $(BIN)/python -m tests.robustness.races --races $(RACES)
@@ -44,9 +44,13 @@ CASES ?= 100000
 fuzz: setup
 	$(BIN)/python -m tests.robustness --cases $(CASES)
 
-# Every command that writes, stopped at every write and in forward passes, and given again: an hour or more.
+# Every command that writes, stopped at every write and in forward passes, and given again: half an hour or more.
 crash: setup
 	$(BIN)/python -m tests.robustness.crash
+
+# A search of an hour: memory and open files have to stay what they are.
+soak: setup
+	nice $(BIN)/python -m tests.robustness.soak
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup
@@ -68,6 +72,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_evaluation.py
 	$(BIN)/python benchmarks/bench_calibration.py
 	$(BIN)/python benchmarks/bench_search.py
+	$(BIN)/python benchmarks/bench_checks.py
 	$(BIN)/python benchmarks/bench_report.py
 
 # About an hour on two cores for the bundled model, half an hour on one for the redundant one, which starts from it.

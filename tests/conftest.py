@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Tiny models are fastest on one thread, and several threads make every operation wait where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,8 +18,49 @@ from tests import examples  # noqa: F401 - the profiles of all property tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
-    items.sort(key=lambda item: item.name != "test_on_device")
+    """Begin with what needs Ray, in one process, so that Ray is started once, and with what takes longest."""
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    if "ray" in getattr(item, "fixturenames", ()):
+        return 0
+    return 1 if item.name == "test_on_device" else 2
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """One cluster for all tests; executors use it and leave it running."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    from kvsearch.workers.cluster import connect, import_ray  # which keeps it silent: it must be the first
+
+    found = import_ray()
+    connect(found, None)
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_pool(ray: Any) -> Iterator[Any]:
+    """Two workers for all tests, which import all they need once."""
+    from kvsearch.workers.cluster import RayWorkers
+    from kvsearch.workers.ray import RayPool
+
+    with RayPool(RayWorkers(2, cpus=0.1, start_timeout=36_000)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def kept_workers(ray_pool: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Whoever asks for workers gets these two, and leaves them running."""
+    from kvsearch.workers import models
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "RayPool", lambda _: ray_pool)
+        patch.setattr(ray_pool, "close", lambda: None)
+        yield ray_pool
+    assert not ray_pool._taken, "workers were not given back"
 
 
 def pytest_collection_finish() -> None:

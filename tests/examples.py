@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-PROFILES = {"quick": 25, "default": 60, "ci": 80}
+PROFILES = {"quick": 20, "default": 50, "ci": 50}
 
 for _name, _examples in PROFILES.items():  # no deadlines: how fast a machine is says nothing about the code
     settings.register_profile(_name, max_examples=_examples, deadline=None)

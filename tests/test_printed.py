@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from kvsearch.printed import (
     FORMULA,
+    LONGEST,
     PLAIN,
+    brief,
     command_line,
     csv_text,
     markdown_text,
@@ -102,3 +104,10 @@ def test_commands_can_be_pasted() -> None:
     assert passed(shown, "") == set()
     ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, check=True)
     assert ran.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words
+
+
+def test_lines_without_end_are_cut_where_something_went_wrong() -> None:
+    assert brief("plan.json is not valid:\n  a: is missing") == "plan.json is not valid:\n  a: is missing"
+    first, second = brief(f"{'a' * 9000}\n  {'b' * 9000}").split("\n")
+    assert first == f"{'a' * LONGEST}..."
+    assert second == f"  {'b' * (LONGEST - 2)}..."

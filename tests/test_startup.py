@@ -58,6 +58,6 @@ def test_a_policy_that_computes_imports_torch() -> None:
 
 def test_results_are_shown_and_drawn_without_what_computed_them() -> None:
     code = "import kvsearch.report.views, kvsearch.report.figures.make, kvsearch.report.page.page, kvsearch.jobs.report"
-    code += ", kvsearch.report.integrity"
+    code += ", kvsearch.report.integrity, kvsearch.strategies.from_yaml, kvsearch.budgets.plan_checks"
     _, found = loaded(code)
     assert not {"torch", "transformers", "datasets", "ray", "cma", "sklearn"} & set(found)
