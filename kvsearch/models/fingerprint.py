@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.offloaded import refuse_offloaded
 from kvsearch.plan import ModelFingerprint
@@ -37,7 +37,8 @@ def fingerprint(
 
     Raises:
         EnvironmentFault: weights are asked for, and some are not on a device; see `refuse_offloaded`.
-        IncompatibleError: it has more layers, heads or dimensions than `kvsearch.plan.limits` allows.
+        IncompatibleError: it has more layers, heads or dimensions than `kvsearch.plan.limits` allows, or text in its
+            configuration that cannot be written.
     """
     shape = describe(model)
     called = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -57,6 +58,8 @@ def fingerprint(
         )
     except ValidationError as error:
         raise IncompatibleError(describe_validation_error(error, f"the shape of model {called!r}")) from error
+    except UsageError as error:  # text that is none
+        raise IncompatibleError(f"the configuration of model {called!r}: {error}") from error
 
 
 def config_hash(config: Any) -> str:

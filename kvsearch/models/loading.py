@@ -207,10 +207,10 @@ def require_device(device: str) -> None:
 
 
 def _refuse_size(name: str, config: Any) -> None:
-    """Raise IncompatibleError for more layers than any model has, before they are made one by one."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise IncompatibleError(f"model {name!r} has {layers} layers, {MOST_LAYERS} are the most")
+    """Raise IncompatibleError for a number of layers that no model has, before they are made one by one."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
 
 
 def _explain(name: str, source: str, error: Exception) -> KvsearchError:

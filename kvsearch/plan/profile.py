@@ -276,7 +276,7 @@ def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | Non
         yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
     elif metadata is not None and metadata.method in TABLED:
         yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
-    if metadata is not None and metadata.method in TABLED:
+    if metadata is not None and (metadata.method in TABLED or EVICTED_RATIO in arrays):
         yield from measured_problems(arrays, metadata.questions, metadata.shape)
     if metadata is not None and (metadata.policies is not None or KEPT in arrays):
         yield from _kept_problems(arrays, metadata)

@@ -60,7 +60,8 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
         with zipfile.ZipFile(path) as archive:
             for member in members:
                 if member in archive.namelist():
-                    if archive.getinfo(member).file_size > min(MOST_DATA, MOST_DEFLATED * path.stat().st_size):
+                    told, held = archive.getinfo(member), path.stat().st_size
+                    if told.compress_size > held or told.file_size > min(MOST_DATA, MOST_DEFLATED * held):
                         raise ValueError(f"{member} is said to be larger than it can be")
                     return parse_rows(archive.read(member), f"{path}/{member}")
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted

@@ -112,8 +112,16 @@ class StoredTry(NamedTuple):
     confirmed: bool
 
 
+class _RunSize(Stored):
+    """What a run adds to the selection at a size."""
+
+    loss: Difference
+    plan: str
+    words: tuple[str, ...] = ()
+
+
 class _RunFile(Stored):
-    sizes: dict[str, dict[str, Any]] = Field(min_length=1)
+    sizes: dict[str, _RunSize] = Field(min_length=1)
     tried: tuple[StoredTry, ...] = ()
 
 
@@ -139,11 +147,8 @@ def read_run(data: Any, path: Path) -> StoredRun:
     """Return what a run found, from `run.json`; UsageError if the file at `path` is damaged."""
     found = stored(_RunFile, data, path)
     choices = [
-        RunChoice(
-            read_selection(one, path), stored(Difference, one.get("loss"), path), str(one.get("plan")),
-            tuple(map(str, one.get("words", ()))),
-        )
-        for one in found.sizes.values()
-    ]  # fmt: skip
+        RunChoice(read_selection(data["sizes"][size], path), one.loss, one.plan, one.words)
+        for size, one in found.sizes.items()
+    ]
     choices.sort(key=lambda one: _share(one.selection))
     return StoredRun(tuple(choices), found.tried)
