@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from kvsearch.closing import Closing
 from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.plan.files import read_bytes, write_fault
 from kvsearch.runs.chain import Link, Unfit, unchained
@@ -26,7 +26,7 @@ from kvsearch.runs.lock import require_standing
 Line = TypeVar("Line")
 
 
-class Ledger(ABC, Generic[Line]):
+class Ledger(Closing, Generic[Line]):
     """The lines of a run, in the file `path`, which stays open until `close`.
 
     Of the lines nothing stays in memory but where they are: what has to be known of all of them is up to `_note`, and a
@@ -55,14 +55,6 @@ class Ledger(ABC, Generic[Line]):
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file."""

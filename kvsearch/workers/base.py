@@ -6,11 +6,11 @@ Only what would fail for every job, a request that cannot be carried out or a br
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from types import TracebackType
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from kvsearch.closing import Closing
 from kvsearch.errors import InternalError, KvsearchError
 from kvsearch.models.memory import free_memory, is_out_of_memory
 
@@ -78,7 +78,7 @@ class Evaluator(Protocol[Asked, Given]):
         ...
 
 
-class Executor(ABC, Generic[Jobs, Values]):
+class Executor(Closing, Generic[Jobs, Values]):
     """Has jobs done; which worker takes which, and in what order they end, changes no value.
 
     Subclasses take jobs from `_waiting`, put them back after an interruption, and `_drop` what they raise an error for.
@@ -90,14 +90,6 @@ class Executor(ABC, Generic[Jobs, Values]):
         self._waiting: deque[Jobs] = deque()
         self._unfinished: set[int] = set()
         self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     @abstractmethod

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Generic
 
+from kvsearch.closing import Closing
 from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.workers.base import Evaluator, Executor, Jobs, Outcome, Values, attempt, in_one_line, shortened
 from kvsearch.workers.cluster import RayWorkers, connect, import_ray, require_room
@@ -28,7 +28,7 @@ _FAREWELL = 5.0  # seconds for evaluators to give back files
 _MOST_STARTS = 3  # of one worker in a row
 
 
-class RayPool:
+class RayPool(Closing):
     """Actors that executors take from it and give back, with the processes they live in and what these have loaded.
 
     Raises:
@@ -49,14 +49,6 @@ class RayPool:
         except BaseException:
             self._disconnect()
             raise
-
-    def __enter__(self) -> RayPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def take(self) -> Any:
         """Return an actor that nobody has, if need be a new one."""

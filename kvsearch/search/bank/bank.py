@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from torch import Tensor
 
 from kvsearch.arrays import Floats, Ints
+from kvsearch.closing import Closing
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -35,7 +35,7 @@ from kvsearch.search.jobs import Job
 from kvsearch.search.objectives import Objective, find_objective
 
 
-class CandidateBank:
+class CandidateBank(Closing):
     """Losses, replies and scores of populations of candidates on samples whose prompts were read once.
 
     A context manager: leaving it frees what is held, files included.
@@ -182,14 +182,6 @@ class CandidateBank:
     def close(self) -> None:
         """Free what is held; the bank cannot be used afterwards."""
         self._store.close()
-
-    def __enter__(self) -> CandidateBank:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
