@@ -56,7 +56,7 @@ def print_lines(model: Any, make: Callable[[], Any], ids: Tensor, shown: int) ->
     """Print where what happens in a prompt, and in the last of the steps after it, comes from."""
     cache = make()
     with using(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
-        prompt = lines_of(lambda: model(input_ids=ids, past_key_values=cache))
+        prompt = lines_of(lambda: counting.read_prompt(model, cache, ids))
         for _ in range(counting.STEPS - 1):
             model(input_ids=ids[:, :1], past_key_values=cache)
         last = lines_of(lambda: model(input_ids=ids[:, :1], past_key_values=cache))

@@ -38,6 +38,16 @@ class EndsPadded(NamedTuple):
         return UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
 
 
+class ReadPadding(NamedTuple):
+    """Whether padding was read again as part of a prompt: a bool on its device."""
+
+    wrong: Tensor  # 0-dim
+
+    def error(self) -> KvsearchError:
+        """Return what to raise if it was."""
+        return UsageError("padding was read again as part of a prompt (kvzip): give `generate` the attention_mask")
+
+
 class Look(NamedTuple):
     """Scores of a policy in a layer, and whether some that are compared are NaN or infinite: a bool on their device."""
 

@@ -62,7 +62,8 @@ class D2O(H2O):
             similarity, targets = nearest_slot(cached, sources, real)
             into = torch.zeros_like(targets)
         else:
-            targets = by_position(cached.positions, real)[:, : max(1, int(real.sum(-1).max()))]
+            most = cached.positions.shape[1] if cached.most_staying is None else max(1, cached.most_staying)
+            targets = by_position(cached.positions, real)[:, :most]
             similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
         event, tau = gone.any(-1) & real.any(-1), cached.state.heads[TAU]
         # in double, so that equal similarities are their mean
@@ -101,13 +102,11 @@ def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -
     """
     units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
     step = max(1, chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
-    hidden = None if bool(real.all()) else ~real[:, None]
+    hidden = ~real[:, None]
     values, indices = [], []
     for first in range(0, sources.shape[1], step):
         cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units
-        if hidden is not None:
-            cosine.masked_fill_(hidden, -math.inf)
-        value, index = cosine.max(-1)
+        value, index = cosine.masked_fill_(hidden, -math.inf).max(-1)
         values.append(value)
         indices.append(index)
     return torch.cat(values, 1), torch.cat(indices, 1)

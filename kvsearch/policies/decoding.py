@@ -54,6 +54,7 @@ class Cached:
     state: State
     layer: int | Tensor  # [S, 1] int64 where segments are of several layers
     heads: Tensor  # [S] int64, kv head of each segment
+    most_staying: int | None = None  # entries of a segment at most when some leave, where the host knows
 
     @property
     def held(self) -> Tensor:

@@ -126,7 +126,7 @@ class Decoding:
         if self.rule.noting:
             return None
         turns = (_foreseen(block) for block in self.store.blocks)
-        return self.rule.due, *((*turn[:3], turn.leaving.most, turn.leaving.each_one, turn.holes) for turn in turns)
+        return self.rule.due, *((*turn[:3], *turn.leaving[1:], turn.holes) for turn in turns)
 
     def _repack(self) -> None:
         """Make new blocks for what is held."""

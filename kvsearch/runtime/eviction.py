@@ -64,7 +64,8 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         keep = keep_at(prefill.policy, observation, there[0])
         whole, counts = counts, np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
-            observation, state = merged(prefill.policy, observation, keep, int((whole - counts).max()))
+            gone = int((whole - counts).max())
+            observation, state = merged(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
         return Kept(observation, keep, counts, None, State())
     rule.there = there[-1]
@@ -103,14 +104,14 @@ def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
     return at_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
 
 
-def merged(policy: Policy, observation: Observation, keep: Tensor, most: int) -> tuple[Observation, State]:
+def merged(policy: Policy, observation: Observation, keep: Tensor, most: int, stay: int) -> tuple[Observation, State]:
     """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
 
-    `most` entries leave a head, or fewer. Works on copies: the tensors of the observation stay as they are.
+    `most` entries leave a head and `stay` stay, or fewer. Works on copies: the observation's tensors stay as they are.
     """
     given = segments_of(observation, check_state(policy, policy.start(observation), observation))
     state = given.state.changed(torch.clone, torch.clone)
-    cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state)
+    cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state, most_staying=stay)
     leaving = cached.held & ~keep.flatten(0, 1)
     if most:
         policy.merge(cached, slots_of(leaving, cached.positions, most))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvsearch.errors import InternalError, UsageError
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
+from kvsearch.policies.checks import ReadPadding
 from kvsearch.runtime.attention import (
     Output,
     causal_mask,
@@ -338,7 +339,7 @@ class EvictingLayer(StockStates):
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
             observation = self._prompt.observation()
-            self.conclude(replace(observation, rereads=_of_rows(self.rereads, observation.valid)))
+            self.conclude(_with_rereads(observation, self.rereads))
             self._prompt = self._new_prompt()
         return output
 
@@ -363,13 +364,14 @@ class EvictingLayer(StockStates):
         return dense + (0 if self.sharing is None else self.sharing.nbytes(self.index))
 
 
-def _of_rows(rereads: Mapping[Rereading, Tensor], valid: Tensor) -> Mapping[Rereading, Tensor]:
-    """Return what prompts got when they were read again as `valid` [B, T] has them: beams are copies of a prompt.
+def _with_rereads(observation: Observation, rereads: Mapping[Rereading, Tensor]) -> Observation:
+    """Add what prompts got when they were read again: beams are copies of a prompt.
 
-    Raises:
-        UsageError: padding was read again.
+    Whether padding was read again is noted in the observation's `looks`.
     """
-    found = {how: scores.repeat_interleave(len(valid) // len(scores), 0) for how, scores in rereads.items()}
-    if any(bool(scores.masked_fill(valid[:, None], 0).any()) for scores in found.values()):
-        raise UsageError("padding was read again as part of a prompt (kvzip): give `generate` the attention_mask")
-    return found
+    valid, found = observation.valid, {}
+    for how, scores in rereads.items():
+        found[how] = scores.repeat_interleave(len(valid) // len(scores), 0)
+        if observation.looks is not None:
+            observation.looks.append(ReadPadding(found[how].masked_fill(valid[:, None], 0).any()))
+    return replace(observation, rereads=found)

@@ -234,11 +234,12 @@ class DensePass(Generic[Noted]):
             layers[index] = self.layer(index, wanted, rotary(model, index), seen if again else look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
         self.model, self.cache = model, cache_class(model, Cache)(layers=layers)
-        self.mask = torch.ones_like(prompts) if mask is None else mask
-        self.lengths: Tensor = self.mask.sum(-1)
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        self.mask = mask
+        real = torch.ones_like(prompts) if mask is None else mask
+        self.lengths: Tensor = real.sum(-1)
+        positions = (real.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
-            output = self._forward(prompts, self.mask, positions, logits_to_keep=1)
+            output = self._forward(prompts, mask, positions, logits_to_keep=1)
         if refusal is not None and bool(output.logits[:, -1].isnan().any()):
             raise IncompatibleError(refusal)
 
@@ -272,7 +273,9 @@ class DensePass(Generic[Noted]):
                 self.observed[row].gates = shares
             for layer in self.observed:
                 layer.rows = rows
-            mask = torch.cat([at_rows(self.mask, rows), torch.ones_like(tokens)], 1)
+            mask = self.mask
+            if mask is not None:
+                mask = torch.cat([at_rows(mask, rows), torch.ones_like(tokens)], 1)
             positions = at_rows(self.lengths, rows)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             with torch.set_grad_enabled(gates is not None):
                 output = self._forward(tokens, mask, positions, **kwargs)
@@ -296,7 +299,7 @@ class DensePass(Generic[Noted]):
             if layer.continuation is not None:
                 yield replace(layer.continuation)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Any:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **kwargs: Any) -> Any:
         return self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, **kwargs
         )
@@ -306,7 +309,8 @@ class DensePass(Generic[Noted]):
 def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
     """Read prompts [B, T] (`mask` 0 where padding, on the left) again for those who need it; nothing if nobody does.
 
-    One sequence at a time, so that none depends on its neighbours. Takes two passes over each.
+    One sequence at a time, so that none depends on its neighbours. Takes two passes over each; the device is waited for
+    once, for how long they are.
 
     Raises:
         UsageError: the model runs another attention implementation.
@@ -317,14 +321,15 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
         return {}
     length, full = prompts.shape[1], describe(model).full_layers
     rows: list[dict[int, dict[Rereading, Tensor]]] = []
-    for row, ids in enumerate(prompts):
-        real = ids[None] if mask is None else ids[None, mask[row] > 0]
+    counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
+    for ids, count in zip(prompts, counts, strict=True):
+        real = ids[None, length - count :]
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), _norms, real)
         found: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
             for layer, scores in _reread(passed, real, how).items():
-                found[layer][how] = nn.functional.pad(scores, (length - real.shape[1], 0))
+                found[layer][how] = nn.functional.pad(scores, (length - count, 0))
         rows.append(found)
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 

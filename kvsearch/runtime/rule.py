@@ -72,6 +72,7 @@ class Leaving(NamedTuple):
     stay: Ints  # [S] entries that each segment holds then
     most: int  # the most that leave one of them
     each_one: bool  # every segment loses one, whose slot is free for the next token
+    longest: int  # the most that stay in one of them, where several leave it; else 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Limits:
         stay = np.where(over, self.stay, used)
         gone = used - stay
         most = int(gone.max())
-        return Leaving(stay, most, most == 1 and bool((gone == 1).all()))
+        return Leaving(stay, most, most == 1 and bool((gone == 1).all()), int(stay.max()) if most > 1 else 0)
 
     def outside(self, step: Step, edge: Tensor | None) -> Tensor | None:
         """Mark the slots [S, C] without an entry and those protected; None: there are none.
@@ -281,24 +282,26 @@ class StepRule:
         priorities = self._priorities(step, rows, limits, logits)
         if not plan.most:
             return None
-        positions = step.cached.positions
+        cached = step.cached
+        positions = cached.positions
         if plan.most == 1:
             outside = limits.outside(step, edge)
             signed = self.policy.signed
             slots = lowest(priorities, positions, outside, signed, out if plan.each_one else None)
             leaving = slots[:, None]
             if not plan.each_one:  # the same on the device, which is not waited for
-                stays = step.cached.held.sum(-1) <= limits.budgets
+                stays = cached.held.sum(-1) <= limits.budgets
                 leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
             protected = protected_slots(positions, step.seen, limits.sinks, limits.recent)
-            held = step.cached.held.sum(-1)
+            held = cached.held.sum(-1)
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
             stay = torch.where(over, limits.stays, held)
             keep = best(priorities, protected, positions, stay)
-            leaving = slots_of(step.cached.held & ~keep, positions, plan.most)
+            leaving = slots_of(cached.held & ~keep, positions, plan.most)
+            cached = replace(cached, most_staying=plan.longest)
         if self.policy.merges:
-            self.policy.merge(step.cached, leaving)
+            self.policy.merge(cached, leaving)
         return leaving
 
     @property

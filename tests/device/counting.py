@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -25,7 +26,7 @@ from kvsearch.runtime.fork import prefill_all
 from tests.device.accelerator import events, recording
 
 KINDS = ("kernel", "wait", "copy")
-PACKAGE = Path(kvsearch.__file__).parent
+PACKAGE, MODELS = Path(kvsearch.__file__).parent, Path(transformers.__file__).parent
 LENGTH, ENTRIES, STEPS = 128, 64, 12  # tokens of a prompt, budget of a head, decode steps after it
 
 
@@ -76,16 +77,22 @@ def stock(model: Any, *, static: bool) -> Any:
 
 
 @torch.no_grad()
+def read_prompt(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Read prompts into a cache: twice where a policy wants that. `mask` is 0 where padding; None: there is none."""
+    if isinstance(cache, PlanCache):
+        prefill_all(model, [cache], ids, torch.ones_like(ids) if mask is None else mask)
+    else:
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+
+@torch.no_grad()
 def costs(model: Any, make: Callable[[], Any], ids: torch.Tensor, steps: int = STEPS) -> Costs:
     """Return what a prompt costs (the second one: weights are on the device by then), and the steps after it."""
     layers, token = model.config.num_hidden_layers, ids[:, :1]
 
     def prompt(cache: Any) -> Cost:
         with recording():
-            if isinstance(cache, PlanCache):
-                prefill_all(model, [cache], ids, torch.ones_like(ids))
-            else:
-                model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            read_prompt(model, cache, ids)
         return Cost.of(events(), layers)
 
     def step() -> Cost:
@@ -104,7 +111,7 @@ def costs(model: Any, make: Callable[[], Any], ids: torch.Tensor, steps: int = S
 
 
 class Lines(TorchDispatchMode):
-    """Says which lines of kvsearch made what happened ("" where none did); use it within `recording`."""
+    """Says which lines of kvsearch made what happened ("" where transformers did); use it within `recording`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,5 +137,7 @@ def _line() -> str:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(PACKAGE):
             return f"{path.relative_to(PACKAGE)}:{frame.f_lineno}"
+        if path.is_relative_to(MODELS):
+            return ""
         frame = frame.f_back
     return ""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
+from kvsearch.policies import Policy, policy_names
 from kvsearch.runtime import PlanCache
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.observe import reread
 from tests.device import counting
 from tests.device.accelerator import device
 from tests.device.counting import Cost, Costs
-from tests.families import build
-from tests.policies.probes import example
+from tests.families import build, prompts
+from tests.policies.probes import bank, example, zap
 
 BUDGETS = {"even": counting.even, "ragged": counting.ragged}
 STEPS = 4
@@ -42,6 +46,43 @@ def baseline() -> Costs:
 def prompt() -> torch.Tensor:
     ids = torch.randint(3, 97, (2, counting.LENGTH), generator=torch.Generator().manual_seed(0))
     return ids.to(device())
+
+
+def fitting(name: str) -> Policy:
+    """A built-in policy, its weights for the model."""
+    made = {"query_bank": partial(bank, dim=8), "kvzap": partial(zap, 2, 8, 64)}
+    return made.get(name, partial(example, name))()
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("name", policy_names())
+def test_a_prompt_is_waited_for_once_per_layer(name: str, budgets: str) -> None:
+    """And once for the lengths of prompts that are read again, however many there are; transformers' own apart."""
+    policy = fitting(name)
+    limit = {"wait": 2 + (policy.needs().reread is not None), "copy": 2}
+    ids, mask = prompts(3, counting.LENGTH, pads=40, device=str(device()))
+    for decode in (False, True)[: 1 if policy.no_decode_rule() else 2]:
+        program = counting.program(model(), policy, BUDGETS[budgets](model()), decode=decode)
+        with running(model()):
+            counting.read_prompt(model(), PlanCache(model(), program), ids, mask)  # weights are on the device then
+            with counting.by_line() as lines:
+                counting.read_prompt(model(), PlanCache(model(), program), ids, mask)
+        found = Counter((kind, what, line) for kind, what, line in lines.found.elements() if kind in limit and line)
+        for kind, most in limit.items():
+            assert sum(times for (one, *_), times in found.items() if one == kind) <= most, found
+
+
+def test_what_is_read_again_ahead_is_not_waited_for() -> None:
+    """As `generate` has it: the layers have their scores before the prompt comes."""
+    ids, mask = prompts(3, counting.LENGTH, pads=40, device=str(device()))
+    cache = PlanCache(model(), counting.program(model(), example("kvzip"), counting.even(model()), decode=False))
+    with running(model()):
+        for index, found in reread(model(), [example("kvzip").needs()], ids, mask).items():
+            cache.planned[index].rereads = found
+        with counting.by_line() as lines, torch.no_grad():
+            model()(ids, attention_mask=mask, past_key_values=cache)
+    found = {(what, line): times for (kind, what, line), times in lines.found.items() if kind == "wait" and line}
+    assert sum(found.values()) == 2, found
 
 
 @pytest.mark.parametrize(("phases", "budgets"), KERNELS)

@@ -228,9 +228,13 @@ def check(policy: D2O, before: Cached, lists: list[list[int]], after: Cached) ->
 
 
 @properties
-@given(seeds, shares, policies)
-def test_by_definition(seed: int, share: float, policy: D2O) -> None:
+@given(seeds, shares, policies, st.booleans())
+def test_by_definition(seed: int, share: float, policy: D2O, told: bool) -> None:
+    """Also where the host knows how many entries stay at most."""
     cached, lists = many(seed, share)
+    if told:
+        counts = cached.held.sum(-1).tolist()
+        cached.most_staying = max(count - len(gone) for count, gone in zip(counts, lists, strict=True))
     if max(map(len, lists)):
         check(policy, cached, lists, merged(policy, cached, lists))
 
