@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,11 +79,11 @@ def connect(ray: Any, address: str | None) -> bool:
     try:
         if address is None:
             # the workers do the work, so they are no nicer than others: with Ray's own 15 they wait for whoever is busy
-            with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"):
+            with _own_ends(), _environment(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"):
                 ray.init("local", include_dashboard=False, object_store_memory=_STORE, **quiet)
         else:
             _require_answer(address)
-            with _environment(RAY_gcs_server_port_wait_time_s="1"):  # else it tries for minutes
+            with _own_ends(), _environment(RAY_gcs_server_port_wait_time_s="1"):  # else it tries for minutes
                 ray.init(address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address is None else f"at {address}"
@@ -121,6 +123,17 @@ def _require_answer(address: str) -> None:
         raise EnvironmentFault(
             f"no Ray cluster answers at {address} ({error}): check the address, or start it"
         ) from error
+
+
+@contextmanager
+def _own_ends() -> Iterator[None]:
+    """Go on to end by SIGTERM as this process did before: Ray's own handler prints a stack and aborts."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -281,7 +281,9 @@ from kvsearch.workers.ray import RayExecutor
 from tests.workers.contract import collect, job
 from tests.workers.fakes import AGES, DEADLY, build
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *told: print("told to end"))
     with RayExecutor(partial(build, Path(sys.argv[1])), RayWorkers(1, start_timeout=AGES)) as executor:
+        os.kill(os.getpid(), signal.SIGTERM)
         executor.submit(job(0, DEADLY))
         executor.submit(job(1, 8))
         print(sorted(outcome.kind for outcome in collect(executor, 2).values()))
@@ -290,7 +292,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_cluster_of_its_own_is_silent_and_ends_with_the_executor(tmp_path: Path) -> None:
+def test_a_cluster_of_its_own_is_silent_leaves_signals_alone_and_ends_with_the_executor(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.stdout == "['error', 'ok']\nFalse False\n", done.stderr
+    assert done.stdout == "told to end\n['error', 'ok']\nFalse False\n", done.stderr
     assert done.stderr == ""
