@@ -15,6 +15,7 @@ from kvsearch.report.files.stored import Stored, damaged, stored
 from kvsearch.runs.estimates import Number
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
+Whole = Annotated[int, Field(strict=True)]  # views read the settings themselves: a number in quotes is none to them
 
 
 class _Ranking(Stored):
@@ -23,14 +24,14 @@ class _Ranking(Stored):
     rankings: Annotated[tuple[str, ...], Field(min_length=2)]  # the fit first
     at: Annotated[tuple[Number, ...], Field(min_length=1)]
     targets: Names
-    contexts: tuple[int, int, int]  # to fit on, to choose on, to report on
+    contexts: tuple[Whole, Whole, Whole]  # to fit on, to choose on, to report on
     features: Names | None = None
-    bank: int | None = None
+    bank: Whole | None = None
     chosen_by: str | None = None
     left_out: str | None = None
-    left_out_questions: int | None = None
-    kinds: int | None = None
-    without_questions: int = 0
+    left_out_questions: Whole | None = None
+    kinds: Whole | None = None
+    without_questions: Whole = 0
     unseen_heads: tuple[str, ...] = ()
 
 
@@ -40,7 +41,7 @@ class _Cake(Stored):
     tau1: Number
     tau2: Number
     exponents: str = "fixed"
-    tuned_for: int | None = None
+    tuned_for: Whole | None = None
     fit_ratio: Number | None = None
 
     @model_validator(mode="after")
