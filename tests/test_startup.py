@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,10 @@ atexit.register(lambda: sys.stderr.write(json.dumps([name for name in {HEAVY} if
 """
 
 
-def loaded(code: str) -> tuple[str, list[str]]:
-    """Standard output of `code`, and which of HEAVY it imports."""
+def loaded(code: str, ends: int = 0) -> tuple[str, list[str]]:
+    """Standard output of `code`, which `ends` with that exit code, and which of HEAVY it imports."""
     done = subprocess.run([sys.executable, "-c", WATCH + code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == ends, done.stderr
     found: list[str] = json.loads(done.stderr.splitlines()[-1])
     return done.stdout, found
 
@@ -47,6 +48,15 @@ def test_listings_import_nothing_that_computes(arguments: str, told: str) -> Non
 
 def test_the_package_imports_nothing_that_computes() -> None:
     assert loaded("import kvsearch, kvsearch.policies, kvsearch.plan") == ("", [])
+
+
+@pytest.mark.parametrize("verb", ["generate bundled", "compress bundled -o new.kv", "bench bundled"])
+def test_a_damaged_plan_is_refused_before_anything_that_computes_is_imported(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    words = [*verb.split(), "--plan", str(tmp_path / "plan.json")]
+    out, found = loaded(f"from kvsearch.cli import app; app({words})", ends=2)
+    assert out == ""
+    assert not {"torch", "transformers", "scipy"} & set(found)
 
 
 def test_a_policy_that_computes_imports_torch() -> None:

@@ -16,8 +16,8 @@ def generate(options: GenerateOptions, console: Console) -> None:
     With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
     none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
-    from kvsearch.evaluation.answer import expected_reply
     from kvsearch.jobs import generate as jobs
+    from kvsearch.tasks.given import expected_reply
 
     if console.dry_run:
         console.print_json(jobs.dry_run(options, talk=console))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +11,15 @@ from torch import Tensor
 
 from kvsearch.errors import UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.models.loading import BUNDLED, LoadedModel
+from kvsearch.models.loading import LoadedModel
 from kvsearch.models.positions import warn_beyond
 from kvsearch.plan import Plan
-from kvsearch.plan.files import read_bytes
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replies import Replies, stop_tokens
 from kvsearch.runtime.shared_prefill import held_entries, read
-from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
-from kvsearch.tasks.synthetic.language import Document
-from kvsearch.tasks.synthetic.suite import SyntheticTask
+from kvsearch.tasks.prompts import PromptFormat
 
 
 @dataclass(frozen=True)
@@ -37,39 +33,6 @@ class Reply:
     bytes: int
     full_bytes: int
     most: int  # entries held at a time from then until the reply was complete
-
-
-def read_text(value: str) -> str:
-    """Return the text itself, or the content of FILE for "@FILE"."""
-    return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
-
-
-def expected_reply(seed: int) -> str:
-    """Return the right answer to the bundled models' own example."""
-    return " ".join(_own_example(seed).questions[0].answer)
-
-
-def _own_example(seed: int) -> Document:
-    return SyntheticTask("multikey").document(random.Random(seed))
-
-
-def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
-    """Return context, prompt and plain prompt format; bundled models have an example of their own.
-
-    Raises:
-        UsageError: another model, and no text to read.
-    """
-    if model in BUNDLED:
-        if context is None:
-            document = _own_example(seed)
-            context, asked = " ".join(document.words[1:]), " ".join(document.questions[0].prompt)
-            return context, prompt or asked, SyntheticTask.prompt
-        return context, prompt or "", SyntheticTask.prompt
-    if context is None and prompt is None:
-        raise UsageError("there is nothing to read: give --context (compressed), --prompt, or both")
-    if context is None:
-        return str(prompt), "", "{question}"
-    return context, prompt or "", PLAIN_PROMPT if prompt else "{question}"
 
 
 class CompressedContext:

@@ -51,14 +51,14 @@ class CompressOptions(WithModel, Seeded):
 
     def read(self) -> tuple[Plan, str]:
         """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
-        from kvsearch.evaluation.answer import example_for, read_text
         from kvsearch.jobs.plan_files import checked_plan
         from kvsearch.models.loading import BUNDLED
+        from kvsearch.tasks.given import example_for, given_text
 
         check_output(self.output, self.force, CACHE_FILE)
         plan = checked_plan(self.plan)
         if self.context is not None:
-            return plan, read_text(self.context)
+            return plan, given_text(self.context)
         if self.model not in BUNDLED:
             raise UsageError("there is nothing to compress: give --context TEXT or @FILE")
         return plan, example_for(self.model, None, None, self.seed)[0]
@@ -82,10 +82,10 @@ def compress(options: CompressOptions, talk: Talk) -> SavedContext:
         IncompatibleError: the model and the plan or the context do not fit.
         EnvironmentFault: the file cannot be written; one that was there stays as it was.
     """
+    plan, context = options.read()  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import CompressedContext
     from kvsearch.tasks.prompts import PromptFormat
 
-    plan, context = options.read()
     loaded = options.load(options.model, talk)
     ids = PromptFormat(loaded.tokenizer).context(context)
     held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)

@@ -45,8 +45,9 @@ def doctor(options: DoctorOptions, talk: Talk) -> dict[str, Any]:
         return facts
     if options.families:
         return {**facts, "families": _families(talk)}
-    from kvsearch.evaluation.answer import answer, example_for
+    from kvsearch.evaluation.answer import answer
     from kvsearch.models.loading import BUNDLED
+    from kvsearch.tasks.given import example_for
 
     for name in BUNDLED:
         context, prompt, plain = example_for(name, None, None, options.seed)

@@ -52,8 +52,8 @@ class GenerateOptions(WithModel, Seeded):
 
     def read(self) -> Texts:
         """Return what is read and asked, and under which plan; UsageError if a file or a text is missing."""
-        from kvsearch.evaluation.answer import example_for, read_text
         from kvsearch.jobs.plan_files import checked_plan
+        from kvsearch.tasks.given import example_for, given_text
 
         if self.cache is not None and self.context is not None:
             raise UsageError("--cache holds a context already: leave --context out, or --cache")
@@ -62,7 +62,7 @@ class GenerateOptions(WithModel, Seeded):
         if len(self.prompt) > 1 and self.cache is None and self.context is None:
             raise UsageError("several prompts are asked of one context: give --context or --cache")
         plan = None if self.plan is None else checked_plan(self.plan)
-        prompts = [read_text(text) for text in self.prompt]
+        prompts = [given_text(text) for text in self.prompt]
         if self.cache is not None:
             from kvsearch.models.loading import BUNDLED
             from kvsearch.runtime.cache_file import read_header
@@ -72,7 +72,7 @@ class GenerateOptions(WithModel, Seeded):
                 raise UsageError("there is nothing to ask: give a --prompt with --cache")
         # the text of a file is not known here: any stands for it, but where a bundled model asks of its own
         given = "" if self.cache is not None and prompts else self.context
-        context = None if given is None else read_text(given)
+        context = None if given is None else given_text(given)
         context, first, plain = example_for(self.model, context, prompts[0] if prompts else None, self.seed)
         return Texts(plan, context, [first, *prompts[1:]], plain)
 
@@ -80,10 +80,10 @@ class GenerateOptions(WithModel, Seeded):
 @job(GenerateOptions, dry=True)
 def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:
     """Return what would be read and asked, and how long that takes, as JSON; errors as `generate`."""
+    texts = options.read()
     from kvsearch.models.speed import Work
     from kvsearch.tasks.encode import counter
 
-    texts = options.read()
     prompt = texts.prompts[0] if len(texts.prompts) == 1 else texts.prompts
     source = {"context": texts.context} if options.cache is None else {"cache": str(options.cache)}
     loaded = _loaded(options, texts.plan, talk)
@@ -101,9 +101,9 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
         UsageError: nothing to read, or a plan or file that cannot be used.
         IncompatibleError: the model and the plan, the file or the context do not fit.
     """
+    plan, context, prompts, plain = options.read()  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import answer, answer_from
 
-    plan, context, prompts, plain = options.read()
     loaded = _loaded(options, plan, talk)
     rest = (prompts, plain, options.max_new_tokens)
     if options.cache is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 
 from kvsearch.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import answer as replies
-from kvsearch.evaluation.answer import Reply, example_for, read_text
+from kvsearch.evaluation.answer import Reply
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.plan.builders import make_plan
-from tests.tasks import solver
 
 PLAN = [[14, 7], [25, 6], [31, 12], [9, 16]]
 CONTEXT = " ".join(tiny.document(64).words[1:])
@@ -85,35 +81,3 @@ def test_nothing_to_compress(model: LoadedModel) -> None:
 def test_a_plan_of_another_model(model: LoadedModel) -> None:
     with pytest.raises(IncompatibleError, match="made for another model"):
         answer(model, make_plan([[10, 6]] * 4), CONTEXT, "? vote", " {question}", 6)
-
-
-def test_the_bundled_model_has_an_example() -> None:
-    context, prompt, plain = example_for("bundled", None, None, 3)
-    assert plain == " {question}"
-    assert len(context.split()) + 1 <= 1024
-    assert set(context.split()) <= set(WORDS)
-    assert solver.answer(context.split(), prompt.split())
-    assert example_for("bundled", None, None, 3) == (context, prompt, plain)
-    assert example_for("bundled", None, None, 4) != (context, prompt, plain)
-    assert example_for("bundled", None, "? vote", 3) == (context, "? vote", plain)
-    assert example_for("bundled", "the calm fox .", "? vote", 3) == ("the calm fox .", "? vote", plain)
-    assert example_for("bundled", "the calm fox .", None, 3) == ("the calm fox .", "", plain)
-
-
-def test_other_models_need_a_text() -> None:
-    assert example_for("m", "C", "Q", 0) == ("C", "Q", PLAIN_PROMPT)
-    assert example_for("m", "C", None, 0) == ("C", "", "{question}")
-    assert example_for("m", None, "Q", 0) == ("Q", "", "{question}")
-    with pytest.raises(UsageError, match="nothing to read: give --context"):
-        example_for("m", None, None, 0)
-
-
-def test_text_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("été\n", encoding="utf-8")
-    assert read_text(f"@{tmp_path / 'text.txt'}") == "été\n"
-    assert read_text("me@home") == "me@home"
-    assert read_text("") == ""
-    with pytest.raises(UsageError, match="there is no file"):
-        read_text(f"@{tmp_path / 'gone.txt'}")
-    with pytest.raises(UsageError, match="is a folder"):
-        read_text(f"@{tmp_path}")

@@ -1,0 +1,46 @@
+"""What a user gives to be read and asked, and the bundled models' own example where nothing is given."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from kvsearch.errors import UsageError
+from kvsearch.models.loading import BUNDLED
+from kvsearch.plan.files import read_bytes
+from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.synthetic.language import Document
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+
+
+def given_text(value: str) -> str:
+    """Return the text itself, or the content of FILE for "@FILE"."""
+    return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
+
+
+def expected_reply(seed: int) -> str:
+    """Return the right answer to the bundled models' own example."""
+    return " ".join(_own_example(seed).questions[0].answer)
+
+
+def _own_example(seed: int) -> Document:
+    return SyntheticTask("multikey").document(random.Random(seed))
+
+
+def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
+    """Return context, prompt and plain prompt format; bundled models have an example of their own.
+
+    Raises:
+        UsageError: another model, and no text to read.
+    """
+    if model in BUNDLED:
+        if context is None:
+            document = _own_example(seed)
+            context, asked = " ".join(document.words[1:]), " ".join(document.questions[0].prompt)
+            return context, prompt or asked, SyntheticTask.prompt
+        return context, prompt or "", SyntheticTask.prompt
+    if context is None and prompt is None:
+        raise UsageError("there is nothing to read: give --context (compressed), --prompt, or both")
+    if context is None:
+        return str(prompt), "", "{question}"
+    return context, prompt or "", PLAIN_PROMPT if prompt else "{question}"
