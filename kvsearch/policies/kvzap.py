@@ -100,13 +100,13 @@ Steps = tuple[tuple[Tensor, Tensor], ...]  # weight and bias of each linear map
 
 
 @constant
-def _layers(digest: str, device: Any) -> list[Steps]:
+def _layers(digest: str, device: Any) -> tuple[Steps, ...]:
     """Return the linear maps of every layer, as `_read` does, on a device; compiled code has them for a constant."""
     return _read(digest, device)
 
 
 @lru_cache(maxsize=4)
-def _read(digest: str, device: Any) -> list[Steps]:
+def _read(digest: str, device: Any) -> tuple[Steps, ...]:
     """Return the linear maps of every layer, fp32; UsageError if the weights are not here, or not KVzap's."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -134,7 +134,7 @@ def _read(digest: str, device: Any) -> list[Steps]:
     if not all(bool(part.isfinite().all()) for steps in found for pair in steps for part in pair):
         raise UsageError(f"{path}: some of its weights are not finite")
     _check_config(path, found)
-    return [tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in found]
+    return tuple(tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in found)
 
 
 def _maps(tensors: dict[str, Tensor], name: str) -> Steps | None:

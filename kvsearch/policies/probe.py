@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvsearch.errors import UsageError
 from kvsearch.kernels.compiled import constant
@@ -20,22 +20,28 @@ METHOD = "probe"  # of the profile that has the weights
 OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
 # no regression reads the spread: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
-ARRAYS: dict[str, tuple[str, ...]] = {  # what a head has, F features and K hidden units
-    "center": ("F",),
-    "scale": ("F",),
-    "linear": ("F",),
-    "hidden": ("F", "K"),
-    "hidden_bias": ("K",),
-    "output": ("K",),
-    "bias": (),
-}
 LEAST = 1e-8
 MOST_LOG = 60.0  # scores stay finite in fp32
 ANCHOR = "anchor"  # running state: the mean direction of the prompt's keys
 
 
-@dataclass(frozen=True)
-class Weights:
+class Coefficients(NamedTuple):
+    """What the heads have, [L, Hkv, ...], of F features and K hidden units; compiled code takes it for a constant."""
+
+    center: Tensor  # [..., F]
+    scale: Tensor  # [..., F]
+    linear: Tensor  # [..., F]
+    hidden: Tensor  # [..., F, K]
+    hidden_bias: Tensor  # [..., K]
+    output: Tensor  # [..., K]
+    bias: Tensor  # [...]
+
+
+_TAILS: tuple[tuple[str, ...], ...] = (("F",), ("F",), ("F",), ("F", "K"), ("K",), ("K",), ())
+ARRAYS = dict(zip(Coefficients._fields, _TAILS, strict=True))
+
+
+class Weights(NamedTuple):
     """A fitted ranking: what it looks at, and one regression for each of [L, Hkv] heads on F standardised features.
 
     log importance = linear . z + output . gelu(hidden z + hidden_bias) + bias, with z = (x - center) / scale.
@@ -43,25 +49,25 @@ class Weights:
 
     features: tuple[str, ...]
     layers: tuple[int, ...]  # the model layer of each row
-    arrays: dict[str, Tensor]  # center, scale, linear [L, Hkv, F]; hidden [L, Hkv, F, K]; ...; bias [L, Hkv]
+    arrays: Coefficients
 
     def log_importance(self, x: Tensor, layer: int, seen: Observation | None = None) -> Tensor:
         """Return the fitted log importance of entries with features [B, Hkv, T, F] in a model layer, [B, Hkv, T].
 
         `seen` is where the entries are from, if its rows may be of one kv head each.
         """
-        part = {name: self.of(name, layer, seen) for name in self.arrays}
-        z = (x - part["center"][..., None, :]) / part["scale"][..., None, :]
-        score = (z @ part["linear"][..., None])[..., 0] + part["bias"][..., None]
-        if part["hidden"].shape[-1]:
-            inner = F.gelu(z @ part["hidden"] + part["hidden_bias"][..., None, :])
-            score = score + (inner @ part["output"][..., None])[..., 0]
+        center, scale, linear, hidden, hidden_bias, output, bias = (self.of(a, layer, seen) for a in self.arrays)
+        z = (x - center[..., None, :]) / scale[..., None, :]
+        score = (z @ linear[..., None])[..., 0] + bias[..., None]
+        if hidden.shape[-1]:
+            inner = F.gelu(z @ hidden + hidden_bias[..., None, :])
+            score = score + (inner @ output[..., None])[..., 0]
         return score
 
-    def of(self, name: str, layer: int, seen: Observation | None = None) -> Tensor:
-        """Return an array in a model layer, by kv head [1, Hkv, ...], or as `seen` has its rows [B, 1, ...]."""
-        array = self.arrays[name][self.layers.index(layer)]
-        return array[None] if seen is None else heads_of(array, seen)
+    def of(self, array: Tensor, layer: int, seen: Observation | None = None) -> Tensor:
+        """Return one of `arrays` in a model layer, by kv head [1, Hkv, ...], or as `seen` has its rows [B, 1, ...]."""
+        mine = array[self.layers.index(layer)]
+        return mine[None] if seen is None else heads_of(mine, seen)
 
 
 def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
@@ -158,7 +164,7 @@ class Probe(Calibrated):
         shape = seen.keys.shape[:3]
         fitted, first = self._on(seen), 0
         parts: list[Tensor] = []
-        average = fitted.of("center", seen.layer, seen)[..., None, :].expand(*shape, -1)
+        average = fitted.of(fitted.arrays.center, seen.layer, seen)[..., None, :].expand(*shape, -1)
         for name in fitted.features:
             if name == "keydiff":
                 anchor = step.cached.state.heads[ANCHOR].view(*shape[:2], -1)
@@ -204,5 +210,5 @@ def _read(digest: str, device: Any) -> Weights:
     require_arrays(profile, ARRAYS, {"F": column_count(names, profile.metadata.model.head_dim)})
     if not bool((profile.arrays["scale"] > 0).all()):
         raise UsageError(f"the weights of policy {METHOD} cannot be used: a scale is not above 0; fit them again")
-    arrays = {name: torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in ARRAYS}
-    return Weights(names, profile.metadata.layers, arrays)
+    arrays = (torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in Coefficients._fields)
+    return Weights(names, profile.metadata.layers, Coefficients(*arrays))

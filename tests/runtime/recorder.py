@@ -6,12 +6,15 @@ writes the very tensors that the step did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from kvsearch.runtime.graphs import Captured
@@ -40,11 +43,34 @@ class Writing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append((func, args, given, tensors(result)))
         return result
 
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Write down what Triton's interpreter launches, too, with the very arguments that it is given now."""
+        interpreter = sys.modules.get("triton.runtime.interpreter")
+        if interpreter is None:
+            yield
+            return
+        run = interpreter.InterpretedFunction.run
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                run(kernel, *args, **kwargs)
+
+        def written_down(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            for tensor in tensors((args, kwargs)):
+                self._remember(tensor)
+            launch(kernel, *args, **kwargs)
+            self.calls.append((launch, (kernel, *args), kwargs, []))
+
+        with patch.object(interpreter.InterpretedFunction, "run", written_down):
+            yield
+
     def _remember(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in self.before:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-            self.before[memory.data_ptr()] = (whole, whole.clone())
+            with _disable_current_modes():
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+                self.before[memory.data_ptr()] = (whole, whole.clone())
 
     def restore(self) -> None:
         for whole, content in self.before.values():
@@ -68,7 +94,7 @@ class Recorder:
     def capture(self, step: Callable[[], Any]) -> Captured:
         writing = Writing()
         try:
-            with writing:
+            with writing, writing.launches():
                 output = step()
         finally:
             writing.restore()

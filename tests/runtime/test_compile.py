@@ -9,25 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.policies import create_policy
+from kvsearch.policies import create_policy, policy_names
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from tests.families import build, prompts
 from tests.policies.contract import rope
+from tests.policies.probes import example, zap
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.policies import SMALL
 
-KINDS = ("streaming{'sinks': 2}", "h2o", "tova", "cake{'window': 3, 'kernel': 3}", "d2o{'sinks': 1}", "keydiff",
-         "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", "vatp{'sinks': 1}")  # fmt: skip
+EVEN, RAGGED = (7, 7), (7, 10)  # budgets of two heads
 
 
 def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, object]:
     """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end."""
-    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, budgets, 0)), SMALL[name]
+    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 6, budgets, 0)), SMALL[name]
     holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
     assert isinstance(holder, Decoding)
+    holder.reserve(6)  # so that steps are alike
     run, outputs = made(lambda *states: holder.step(*states, layer.logits)), []
     for index, states in enumerate(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True)):
         holder.foresee()
@@ -37,25 +38,35 @@ def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("name", SMALL)
 @torch.no_grad()
-def test_a_step_compiles_without_a_break(name: str) -> None:
-    for budgets in ((7, 7), (7, 10)):
-        torch._dynamo.reset()
-        whole, plain = (
-            steps(name, budgets, made)
-            for made in (lambda f: torch.compile(f, fullgraph=True, backend="eager"), lambda f: f)
-        )
-        assert torch.equal(whole[0], plain[0])
-        assert whole[1] == plain[1]
+def test_a_step_compiles_without_a_break(name: str, budgets: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    whole, plain = (
+        steps(name, budgets, made)
+        for made in (lambda f: torch.compile(f, fullgraph=True, backend="eager"), lambda f: f)
+    )
+    assert torch.equal(whole[0], plain[0])
+    assert whole[1] == plain[1]
+
+
+WHOLE = {"h2o": create_policy("h2o"), "kvzap": zap(1, 2, 64)}  # KVzap reads hidden states: a layer alone has none
+
+
+def test_every_policy_is_compiled() -> None:
+    here = {policy.name for policy in (*SMALL.values(), *WHOLE.values())}
+    assert {name for name in policy_names() if example(name).no_decode_rule() is None} == here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phases", [("prefill",), ("prefill", "decode")])
+@pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize(("name", "phases"), [("h2o", 1), ("h2o", 2), ("kvzap", 2)])
 @torch.no_grad()
-def test_a_step_of_a_whole_model_compiles_without_a_break(phases: tuple[str, ...]) -> None:
+def test_a_step_of_a_whole_model_compiles_without_a_break(name: str, phases: int, budgets: tuple[int, int]) -> None:
     model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, 20, pads=5)
-    program = Program.of_policy(model, create_policy("h2o"), dict.fromkeys(phases, lambda _: np.array([[6, 11]])))
+    tables = dict.fromkeys(("prefill", "decode")[:phases], lambda _: np.array([budgets]))
+    program = Program.of_policy(model, WHOLE[name], tables)
     everything, found = torch.ones(2, 1, 1, 1, dtype=torch.bool), []
     for compiled in (True, False):
         torch._dynamo.reset()

@@ -81,7 +81,7 @@ def calibrate_probe(
         "features": options.looked_at, "few_contexts": few, "spread_heads": int((spread & ~fitted.unseen).sum()),
         "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in fitted.unseen.nonzero().tolist()),
     }  # fmt: skip
-    arrays = {name: array.numpy() for name, array in weights.arrays.items()}
+    arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
     return contexts.profile(METHOD, {**arrays, **judged}, settings)
 
 

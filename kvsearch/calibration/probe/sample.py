@@ -27,7 +27,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import Arrays, Steps
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies.generic import SINKS, SPREAD
-from kvsearch.policies.probe import Weights
+from kvsearch.policies.probe import Coefficients, Weights
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
@@ -74,7 +74,7 @@ class Fitted(NamedTuple):
         picked = [mixed(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
         arrays = {name: torch.stack([getattr(fit, name) for fit in picked]) for name in Fit._fields}
         center, scale = (torch.stack(parts) for parts in zip(*self.standards, strict=True))
-        return Weights(features, layers, {"center": center, "scale": scale, **arrays})
+        return Weights(features, layers, Coefficients(center, scale, **arrays))
 
 
 def places_drawn(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> dict[int, Tensor]:

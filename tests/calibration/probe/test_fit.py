@@ -13,14 +13,14 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
-from kvsearch.policies.probe import Weights
+from kvsearch.policies.probe import Coefficients, Weights
 
 
 def predicted(fit: Fit, z: Tensor) -> Tensor:
     heads, size = fit.linear.shape
-    arrays = {"center": torch.zeros(1, heads, size), "scale": torch.ones(1, heads, size)}
-    arrays |= {name: getattr(fit, name)[None] for name in Fit._fields}
-    return Weights((), (0,), arrays).log_importance(z[None], 0)[0]
+    arrays = {name: getattr(fit, name)[None] for name in Fit._fields}
+    everything = Coefficients(torch.zeros(1, heads, size), torch.ones(1, heads, size), **arrays)
+    return Weights((), (0,), everything).log_importance(z[None], 0)[0]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.generic import GOLDEN
-from kvsearch.policies.probe import ARRAYS, Weights
+from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -210,7 +210,7 @@ def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: Calibratio
     assert found.metadata.provenance.settings["features"] == ("value_norm", "spread")
     told = [line for line in RankingView(found).remarks() if line.startswith("nothing that was asked")]
     assert told == ["nothing that was asked looks at the context in 1 kv head (1.1 by layer): even ranking there"]
-    arrays = {name: torch.from_numpy(found.arrays[name].copy()) for name in ARRAYS}
+    arrays = Coefficients(*(torch.from_numpy(found.arrays[name].copy()) for name in Coefficients._fields))
     x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN).frac()], 1)
     score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
     assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
