@@ -24,8 +24,9 @@ from kvsearch.errors import KvsearchWarning, UsageError
 from kvsearch.kernels import attention as kernels
 from kvsearch.kernels.dispatch import serves
 from kvsearch.policies.decoding import Cached
+from kvsearch.runtime.blocks import AnyBlock
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.storage import Block, RaggedStore
+from kvsearch.runtime.storage import RaggedStore
 
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
@@ -128,20 +129,20 @@ def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tenso
     parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
     output = store.join(
         [
-            _block_attention(block, part, rows, logits, block.segments % store.heads)
+            _block_attention(block, part, rows, logits, store.heads)
             for block, part in zip(store.blocks, parts, strict=True)
         ]
     )
     return output.view(batch, query_heads, rows, -1)
 
 
-def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads: Tensor) -> Tensor:
+def _block_attention(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: int) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
-    if serves(query, block.keys, block.values):
-        positions = block.positions if block.gaps else None
-        held = kernels.Entries(block.keys, block.values, block.columns, positions=positions)
-        made, _ = kernels.attend(query[:, 0], held, how.scaling, how.softcap, how.sinks_of(heads), rows)
+    own = held.segments if how.sinks is None else held.segments % heads
+    if serves(query, held.keys, held.values):
+        made, _ = kernels.attend(query[:, 0], held.for_kernels(), how.scaling, how.softcap, how.sinks_of(own), rows)
         return made.unsqueeze(1)
+    block = held.aligned()
     count = block.columns
     keys, values = block.keys.narrow(1, 0, count).unsqueeze(1), block.values.narrow(1, 0, count).unsqueeze(1)
     bias = block.bias
@@ -155,7 +156,7 @@ def _block_attention(block: Block, query: Tensor, rows: int, how: Logits, heads:
     logits = how.of(query, keys)
     if bias is not None:
         logits = logits + bias
-    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), heads).view_as(logits)
+    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), own).view_as(logits)
     return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsearch.runtime.storage import GROWTH, MIN_SPARE
+from kvsearch.runtime.blocks import GROWTH, MIN_SPARE
 
 
 class Board:

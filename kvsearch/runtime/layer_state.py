@@ -15,12 +15,13 @@ from torch import Tensor
 from kvsearch.errors import UsageError
 from kvsearch.policies import Policy
 from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.blocks import GROWTH, MIN_SPARE, Block
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.rule import StepRule
 from kvsearch.runtime.slots import SlotBlock, SlotStore
-from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Block, RaggedStore
+from kvsearch.runtime.storage import RaggedStore
 
 Tensors = dict[str, Tensor]
 KINDS = (("entries", 2), ("heads", 1))  # of running state, and how many dimensions of it are those of a block
@@ -34,7 +35,7 @@ def of_holder(holder: RaggedStore | Decoding) -> Tensors:
 def _of_ragged(store: RaggedStore) -> Tensors:
     tensors = {"tokens": store.tokens, "longest": store.longest, "appended": torch.tensor(store.appended)}
     tensors["even"] = torch.tensor(store.even)
-    for number, block in enumerate(store.blocks):
+    for number, block in enumerate(block for one in store.blocks for block in one.grouped()):
         positions = block.positions[:, : block.end]
         entries = {"keys": block.keys[:, : block.end], "values": block.values[:, : block.end]}
         part = {name: _blank(states, positions) for name, states in entries.items()}
@@ -150,9 +151,9 @@ def _ragged(given: Given, of: Whole) -> RaggedStore:
         blocks.append(Block(segments, keys, values, positions, size[1], bool(part.take("padded", torch.bool))))
         part.done()
     _require_all((block.segments for block in blocks), batch * heads)
-    store = RaggedStore(blocks, heads, tokens, even)
-    store.appended, store.longest = appended, longest
-    return store
+    if appended > min(block.end for block in blocks):
+        raise ValueError(f"{appended} tokens came after the prompt, and some heads hold fewer")
+    return RaggedStore.of_blocks(blocks, heads, tokens, even, appended, longest)
 
 
 def _decoding(given: Given, policy: Policy, rotary: Rotary, layer: int, of: Whole) -> Decoding:

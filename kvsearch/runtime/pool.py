@@ -9,19 +9,23 @@ import torch
 from torch import Tensor
 
 from kvsearch.arrays import Ints
+from kvsearch.errors import InternalError
+from kvsearch.kernels.dispatch import serves
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.blocks import AnyBlock, Block, dense_blocks, regrouped
+from kvsearch.runtime.flat import FlatBlock
 from kvsearch.runtime.slots import SlotSource
-from kvsearch.runtime.storage import Block, RaggedStore, bucket, dense_blocks, regrouped, right_aligned
+from kvsearch.runtime.storage import RaggedStore
 
 
 @dataclass
 class Part:
-    """Some segments: `block` with, per column, the rank of its entry in its segment and the decode phase's state."""
+    """Some segments: `block` with the rank of each entry in its segment and the decode phase's state."""
 
-    block: Block
-    ranks: Tensor  # [S, capacity] int32
-    state: dict[str, Tensor]  # [S, capacity, ...]
+    block: AnyBlock
+    ranks: Tensor  # int32, as the block's positions: [S, capacity] or [N]
+    state: dict[str, Tensor]  # [S, capacity, ...] or [N, ...]
     counts: Ints  # [S] entries
 
     def trimmed(self, budgets: Ints) -> list[Part]:
@@ -29,21 +33,12 @@ class Part:
         counts = np.minimum(self.counts, budgets)
         if (counts == self.counts).all():
             return [self]
-        device = self.ranks.device
-        keep = (self.block.positions >= 0) & (self.ranks < torch.from_numpy(budgets).to(device)[:, None])
-        return [self._taken(np.array(rows), counts, keep) for rows in bucket(counts.tolist(), device)]
-
-    def _taken(self, rows: Ints, counts: Ints, keep: Tensor) -> Part:
-        width = int(counts[rows].max())
-        index = torch.from_numpy(rows).to(keep.device)
-        columns, filled = right_aligned(keep[index], width)
-        where = (index[:, None], columns)
-        old = self.block
-        padded = bool((counts[rows] < width).any())
-        positions = old.positions[where].masked_fill(~filled, -1) if padded else old.positions[where]
-        block = Block(old.segments[index], old.keys[where], old.values[where], positions, width, padded)
-        state = {name: tensor[where] for name, tensor in self.state.items()}
-        return Part(block, self.ranks[where], state, counts[rows])
+        limits = self.block.spread(torch.from_numpy(budgets).to(self.ranks.device))
+        keep = (self.block.positions >= 0) & (self.ranks < limits)
+        return [
+            Part(block, self.ranks[where], {name: held[where] for name, held in self.state.items()}, counts[rows])
+            for block, where, rows in self.block.kept(keep, counts)
+        ]
 
 
 @dataclass
@@ -58,14 +53,19 @@ class EntryPool:
     per_head: dict[str, Tensor] = field(default_factory=dict)  # state per segment, [B * Hkv, ...]
 
     @classmethod
-    def take(cls, observation: Observation, ranks: Tensor, budgets: Ints, state: State) -> EntryPool:
+    def take(cls, observation: Observation, ranks: Tensor, budgets: Ints, state: State | None) -> EntryPool:
         """Copy what is ranked below `budgets` [B, Hkv] out of a dense prompt.
 
-        `ranks` [B, Hkv, T] int, `state` as `StepRule.start` gives it.
+        `ranks` [B, Hkv, T] int, `state` as `StepRule.start` gives it; None: there is no decode phase.
         """
         lengths = observation.lengths.tolist()
         keep = (ranks < torch.from_numpy(budgets).to(ranks.device)[..., None]) & observation.valid[:, None]
         counts = np.minimum(budgets, np.array(lengths)[:, None]).flatten()
+        heads, tokens, layer = keep.shape[1], observation.seen.int(), observation.layer
+        if state is None and serves(observation.keys, observation.values):
+            whole, places = FlatBlock.pack(observation.keys, observation.values, keep, observation.index, counts)
+            return cls([Part(whole, ranks.flatten()[places].int(), {}, counts)], heads, tokens, lengths, layer)
+        state = State() if state is None else state
         flat_ranks = ranks.flatten(0, 1)
         flat_state = {name: tensor.flatten(0, 1) for name, tensor in state.entries.items()}
         parts = []
@@ -75,7 +75,7 @@ class EntryPool:
             mine = counts[block.segments.cpu().numpy()]
             parts.append(Part(block, flat_ranks[where].int(), held, mine))
         per_head = {name: tensor.flatten(0, 1) for name, tensor in state.heads.items()}
-        return cls(parts, keep.shape[1], observation.seen.int(), lengths, observation.layer, per_head)
+        return cls(parts, heads, tokens, lengths, layer, per_head)
 
     @property
     def batch(self) -> int:
@@ -99,6 +99,8 @@ class EntryPool:
         sources = []
         for part in self.parts:
             block, names = part.block, part.block.segments
+            if not isinstance(block, Block):
+                raise InternalError("a decode phase was not foreseen when a prompt's entries were taken")
             counts = torch.from_numpy(part.counts).to(names.device)[:, None]
             place = torch.arange(int(part.counts.max()), device=names.device)
             order = torch.where(place < counts, place + block.keys.shape[1] - counts, -1)
@@ -110,11 +112,7 @@ class EntryPool:
 
     def nbytes(self) -> int:
         """Return the bytes of storage allocated: entries, ranks and state."""
-        held = [
-            tensor
-            for part in self.parts
-            for tensor in (part.block.keys, part.block.values, part.block.positions, part.ranks, *part.state.values())
-        ]
+        held = [tensor for part in self.parts for tensor in (*part.block.tensors(), part.ranks, *part.state.values())]
         return sum(tensor.untyped_storage().nbytes() for tensor in [*held, *self.per_head.values()])
 
     def entries(self) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from kvsearch.arrays import Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.blocks import right_aligned
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.eviction import Kept
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.replay_state import Start
 from kvsearch.runtime.rule import StepRule
-from kvsearch.runtime.storage import right_aligned
 
 States = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
 

@@ -17,7 +17,6 @@ from kvsearch.arrays import Ints
 from kvsearch.budgets.dynamic import Allocation, Shares
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.decoding import State
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.demand import LayerDemands
@@ -162,7 +161,7 @@ class Sharing:
         return evict(observation, rule(self._phases.prefill), rule(self._phases.decode), rotary)
 
     def _pool(self, index: int, observation: Observation, demands: LayerDemands, rotary: Rotary) -> Waiting:
-        rule, state = None, State()
+        rule, state = None, None
         decode, prefill = self._phases.decode, self._phases.prefill
         if decode is not None and index in decode.rows:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing

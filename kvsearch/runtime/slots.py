@@ -20,8 +20,8 @@ from torch import Tensor
 from kvsearch.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
+from kvsearch.runtime.blocks import GROWTH, MIN_SPARE, Segmented, bucket, index_of
 from kvsearch.runtime.rule import Leaving, Limits, StepRule
-from kvsearch.runtime.storage import GROWTH, MIN_SPARE, Segmented, bucket, index_of
 
 
 class Turn(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvsearch.kernels.dispatch import interpreted
+from tests.kernels.serving import interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -14,8 +14,5 @@ def kernels() -> Iterator[None]:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: the tests with device cuda run the kernels themselves")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns
-    with interpreted():
+    with interpreter():
         yield
-    torch.use_deterministic_algorithms(before)

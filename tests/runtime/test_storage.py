@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -8,12 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.runtime import storage
+from kvsearch import errors
+from kvsearch.errors import KvsearchWarning
+from kvsearch.kernels import attention
+from kvsearch.kernels.dispatch import interpreted
+from kvsearch.runtime import blocks, flat
 from kvsearch.runtime.attention import ragged_attention
+from kvsearch.runtime.blocks import bucket
+from kvsearch.runtime.layer_state import Given, Whole, _ragged, of_holder
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.storage import RaggedStore, bucket
+from kvsearch.runtime.storage import RaggedStore
 from tests.examples import fixed
-from tests.families import DEVICES
+from tests.runtime.places import INTERPRETER, PLACES, at
 
 CPU = torch.device("cpu")
 
@@ -28,7 +35,7 @@ class TestBucket:
         widths = [max(lengths[index] for index in members) for members in groups]
         assert all(a < b for a, b in pairwise(widths))
         waste = sum(width * len(members) for width, members in zip(widths, groups, strict=True)) - sum(lengths)
-        assert 0 <= waste <= storage.WASTE * sum(lengths)
+        assert 0 <= waste <= blocks.WASTE * sum(lengths)
 
     def test_equal_lengths_share_one_block(self) -> None:
         assert bucket([7, 7, 7], CPU) == [[0, 1, 2]]
@@ -58,6 +65,7 @@ class Pair:
         share = torch.rand(batch, heads, 1, generator=self.generator)
         self.held = (torch.rand(batch, heads, length, generator=self.generator) < share).to(device)
         self.index = torch.arange(length, device=device).expand(batch, -1)
+        self.tokens = torch.full((batch,), length, device=device)
         self.store = RaggedStore.pack(self.keys, self.values, self.held, self.index)
 
     def normal(self, *shape: int) -> Tensor:
@@ -73,29 +81,56 @@ class Pair:
 
     def append(self, count: int, pads: int) -> None:
         """Add `count` tokens; the first sequence gets `pads` pads in front."""
-        keys, values = self.normal(self.batch, self.heads, count, 4), self.normal(self.batch, self.heads, count, 6)
         real = torch.ones(self.batch, count, dtype=torch.bool, device=self.device)
         real[0, :pads] = False
-        self.store.append(keys, values, real if pads else None)
-        new = torch.where(real, self.index.amax(-1, keepdim=True) + real.cumsum(-1), -1)
+        self.store.append(*self._arrive(real), real if pads else None)
+
+    def put(self, count: int, room: int) -> None:
+        """Add `count` tokens as decode steps do that are captured, with room for `room` of them at a time."""
+        self.store.reserve(room)
+        for _ in range(count):
+            self.store.foresee()
+            before = self.lasting()
+            self.store.put(*self._arrive(torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)))
+            assert self.lasting() == before
+            self.store.tidy()
+
+    def lasting(self) -> list[int]:
+        """Where the tensors of the store lie."""
+        return [tensor.data_ptr() for block in self.store.blocks for tensor in block.tensors()]
+
+    def _arrive(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        count = real.shape[1]
+        keys, values = self.normal(self.batch, self.heads, count, 4), self.normal(self.batch, self.heads, count, 6)
+        new = torch.where(real, self.tokens[:, None] + real.cumsum(-1) - 1, -1)
+        self.tokens = self.tokens + real.sum(-1)
         self.index = torch.cat([self.index, new], 1)
         self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         self.held = torch.cat([self.held, real[:, None].expand(-1, self.heads, -1)], 2)
+        return keys, values
 
     def crop(self, count: int) -> None:
         self.store.crop(count)
         self.keys, self.values, self.held = (
             t[:, :, : self.length - count] for t in (self.keys, self.values, self.held)
         )
+        self.tokens = self.tokens - (self.index[:, self.length :] >= 0).sum(-1)
         self.index = self.index[:, : self.length]
 
     def select(self, rows: list[int]) -> None:
         self.store = self.store.select_rows(rows)
         self.keys, self.values, self.held = self.keys[rows], self.values[rows], self.held[rows]
-        self.index = self.index[rows]
+        self.index, self.tokens = self.index[rows], self.tokens[rows]
+
+    def reload(self) -> None:
+        """Write the store to a file's tensors and read them again."""
+        tensors = of_holder(self.store)
+        shape = self.batch, self.heads, self.heads, self.length
+        self.store = _ragged(Given(tensors, torch.device(self.device)), Whole(*shape, self.keys.dtype))
 
     def check(self, rows: int, softcap: float | None = None) -> None:
         assert torch.equal(self.store.entries(), self.held.sum(-1).cpu())
+        assert self.store.tokens.tolist() == self.tokens.tolist()
         for sequence in range(self.batch):
             for head in range(self.heads):
                 expected = self.index[sequence, self.held[sequence, head]].tolist()
@@ -113,58 +148,68 @@ class Pair:
 
 steps = st.one_of(
     st.tuples(st.just("append"), st.integers(1, 5), st.integers(0, 4)),
+    st.tuples(st.just("put"), st.integers(1, 5), st.integers(1, 4)),
     st.tuples(st.just("crop"), st.integers(1, 5), st.just(0)),
     st.tuples(st.just("select"), st.integers(0, 2**12), st.just(0)),
+    st.tuples(st.just("reload"), st.just(0), st.just(0)),
 )
+History = list[tuple[str, int, int]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@fixed()
-@given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
-    st.sampled_from([None, 2.0]),
-)  # fmt: skip
-def test_any_history_equals_a_dense_cache_with_a_mask(
-    device: str,
-    batch: int,
-    heads: int,
-    length: int,
-    seed: int,
-    history: list[tuple[str, int, int]],
-    softcap: float | None,
-) -> None:
-    pair = Pair(batch, heads, length, seed, device)
-    for what, amount, pads in history:
+def follow(pair: Pair, history: History, softcap: float | None) -> None:
+    for what, amount, extra in history:
         rows = 1
         if what == "append":
-            pair.append(amount, min(pads, amount - 1))
+            pair.append(amount, min(extra, amount - 1))
             rows = amount
+        elif what == "put":
+            pair.put(amount, extra)
         elif what == "crop":
             pair.crop(min(amount, pair.store.appended))
-        else:
+        elif what == "select":
             pair.select([amount // 3**i % pair.batch for i in range(1 + amount % 4)])
+        else:
+            pair.reload()
         if pair.length:
             pair.check(rows, softcap)
     assert pair.store.batch == pair.batch
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_room_grows_by_an_eighth(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MIN_SPARE", 2)
-    pair = Pair(1, 2, 64, 3, device)
-    before = pair.store.nbytes()
-    assert all(block.keys.shape[1] == block.end for block in pair.store.blocks)
-    for _ in range(20):
-        pair.append(1, 0)
-        pair.check(1)
-    assert before < pair.store.nbytes()
-    assert all(block.keys.shape[1] <= 1.125 * block.end + 3 for block in pair.store.blocks)
+@pytest.mark.parametrize("place", PLACES)
+@fixed(25)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
+    st.sampled_from([None, 2.0]),
+)  # fmt: skip
+def test_any_history_equals_a_dense_cache_with_a_mask(
+    place: str, batch: int, heads: int, length: int, seed: int, history: History, softcap: float | None
+) -> None:
+    with at(place) as device:
+        follow(Pair(batch, heads, length, seed, device), history, softcap)
 
 
-def test_packing_leaves_the_dense_layer_alone() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_room_grows_by_an_eighth(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MIN_SPARE", 2)
+    monkeypatch.setattr(flat, "MIN_SPARE", 2)
+    with at(place) as device:
+        pair = Pair(1, 2, 64, 3, device)
+        before, row = pair.store.nbytes(), 2 * 4 * (4 + 6 + 1)  # bytes of a token
+        entries = int(pair.store.entries().sum())
+        assert row * entries / 2 <= before <= 1.1 * row * entries / 2 + 100
+        for token in range(20):
+            pair.append(1, 0)
+            pair.check(1)
+            assert pair.store.nbytes() <= 1.125 * (before + row * token) + 3 * row
+        assert before < pair.store.nbytes()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_packing_leaves_the_dense_layer_alone(place: str) -> None:
     keys, values = torch.randn(2, 2, 8, 4), torch.randn(2, 2, 8, 4)
     before = keys.clone(), values.clone()
-    store = RaggedStore.pack(keys, values, torch.rand(2, 2, 8) < 0.5, torch.arange(8).expand(2, -1))
+    with at(place):
+        store = RaggedStore.pack(keys, values, torch.ones(2, 2, 8) > 0.5, torch.arange(8).expand(2, -1))
     for block in store.blocks:
         block.keys.zero_()
         block.values.zero_()
@@ -172,10 +217,105 @@ def test_packing_leaves_the_dense_layer_alone() -> None:
     assert torch.equal(values, before[1])
 
 
-def test_positions_are_those_given() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_positions_are_those_given(place: str) -> None:
     keep = torch.tensor([[[True, False, True]], [[False, True, True]]])
     positions = torch.tensor([[10, 11, 12], [20, 21, 22]])
-    store = RaggedStore.pack(torch.zeros(2, 1, 3, 2), torch.zeros(2, 1, 3, 2), keep, positions)
+    with at(place):
+        store = RaggedStore.pack(torch.zeros(2, 1, 3, 2), torch.zeros(2, 1, 3, 2), keep, positions)
     assert store.kept_positions(0, 0) == [10, 12]
     assert store.kept_positions(1, 0) == [21, 22]
     assert store.kept_positions(2, 0) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@fixed(15)
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=3), st.integers(0, 3))
+def test_joined_stores_hold_what_each_did(place: str, seeds: list[int], forgotten: int) -> None:
+    with at(place) as device:
+        pairs = [Pair(1 + seed % 2, 2, 9 + seed % 3, seed, device) for seed in seeds]
+        if forgotten:  # leaves room behind
+            pairs[0].append(forgotten, 0)
+            pairs[0].crop(forgotten)
+        store = RaggedStore.joined([pair.store for pair in pairs])
+        row = 0
+        for pair in pairs:
+            own = list(range(row, row + pair.batch))
+            pair.store, row = store.select_rows(own), row + pair.batch
+            pair.append(3, 1)
+            pair.check(3)
+        assert store.batch == row
+
+
+class TestFlat:
+    """What only the flat form does."""
+
+    @pytest.fixture(autouse=True)
+    def served(self) -> Iterator[None]:
+        if INTERPRETER not in PLACES:
+            pytest.skip("kernels are not interpreted here")
+        with at(INTERPRETER):
+            yield
+
+    def test_no_padding_is_stored_and_attention_is_one_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keep = torch.zeros(2, 4, 500, dtype=torch.bool)
+        for segment, length in enumerate([500, 0, 3, 77, 130, 1, 18, 250]):
+            keep[segment // 4, segment % 4, :length] = True
+        keys, values = torch.randn(2, 4, 500, 4), torch.randn(2, 4, 500, 6)
+        store = RaggedStore.pack(keys, values, keep, torch.arange(500).expand(2, -1))
+        entries = int(keep.sum())
+        assert [block.keys.shape for block in store.blocks] == [(entries, 4)]
+        assert store.nbytes() <= entries * 4 * (4 + 6 + 1) + 8 * 8 * 4
+        calls, attend = [], attention.attend
+        monkeypatch.setattr(attention, "attend", lambda *given: (calls.append(1), attend(*given))[1])
+        store.append(torch.randn(2, 4, 1, 4), torch.randn(2, 4, 1, 6))
+        ragged_attention(store, torch.randn(2, 8, 1, 4), Logits(0.3))
+        assert calls == [1]
+
+    @fixed(25)
+    @given(st.integers(0, 99), st.lists(steps, max_size=4))
+    def test_files_are_those_of_the_cpu(self, seed: int, history: History) -> None:
+        """What is written of either form is the same to the bit, and can be read as either."""
+        flat_pair = Pair(2, 2, 1 + seed % 40, seed)
+        with interpreted(False):
+            dense_pair = Pair(2, 2, 1 + seed % 40, seed)
+        for what, amount, extra in history:
+            if what in ("append", "crop"):
+                for pair in (flat_pair, dense_pair):
+                    if what == "append":
+                        pair.append(amount, min(extra, amount - 1))
+                    else:
+                        pair.crop(min(amount, pair.store.appended))
+        written, expected = (of_holder(pair.store) for pair in (flat_pair, dense_pair))
+        assert isinstance(flat_pair.store.blocks[0], flat.FlatBlock)
+        assert not isinstance(dense_pair.store.blocks[0], flat.FlatBlock)
+        assert written.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensor.dtype == written[name].dtype
+            assert torch.equal(tensor, written[name]), name
+        dense_pair.reload()  # where kernels serve
+        assert isinstance(dense_pair.store.blocks[0], flat.FlatBlock)
+        with interpreted(False):
+            flat_pair.reload()
+            assert not isinstance(flat_pair.store.blocks[0], flat.FlatBlock)
+        for pair in (flat_pair, dense_pair):
+            pair.append(2, 1)
+            pair.check(2)
+
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    def test_a_call_that_kernels_do_not_serve_is_answered(self, softcap: float | None) -> None:
+        pair = Pair(2, 3, 30, 1)
+        for count, pads in ((1, 0), (4, 2)):
+            pair.append(count, pads)
+            with interpreted(False):
+                pair.check(count, softcap)
+        pair.put(3, 8)
+        with interpreted(False):
+            pair.check(1, softcap)
+
+    def test_heads_too_wide_for_kernels_stay_in_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(errors, "_said", set())
+        keys = torch.randn(1, 2, 5, 320)
+        with pytest.warns(KvsearchWarning, match="heads of 320"):
+            store = RaggedStore.pack(keys, keys, torch.ones(1, 2, 5) > 0, torch.arange(5)[None])
+        assert not isinstance(store.blocks[0], flat.FlatBlock)

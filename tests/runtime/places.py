@@ -1,0 +1,26 @@
+"""Where the runtime's tests run: on all devices, and on the CPU with kernels in Triton's interpreter.
+
+Entries lie in dense blocks on the CPU and flat where kernels serve, so what is tested at all places holds of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from tests.families import DEVICES
+from tests.kernels.serving import interpreter
+
+INTERPRETER = "interpreter"
+PLACES = [*DEVICES, *([INTERPRETER] if DEVICES == ["cpu"] and find_spec("triton") is not None else [])]
+
+
+@contextmanager
+def at(place: str) -> Iterator[str]:
+    """Be at a place for a while, on the device that this yields."""
+    if place != INTERPRETER:
+        yield place
+        return
+    with interpreter():
+        yield "cpu"
