@@ -8,8 +8,9 @@ A fake accelerator (tests/device) on host memory counts what torch launches, wha
 to the device. The model is a Llama of two layers, 8 query heads and 8 kv heads; a count is that of a whole forward
 pass, embedding, rotary tables and head included, divided by the layers. "kernels" are those of the usual decode step,
 "most" those of the dearest of twelve (policies score anew now and then), and so are waits and copies. Attention is one
-kernel; a sort is one, too, though it is several on a GPU. `--lines` adds the source lines of
-kvsearch that most of the last step comes from, and all that wait or copy.
+kernel; a sort is one, too, though it is several on a GPU. Budgets "flat" are the ragged ones, of plans without a decode
+phase, stored as where Triton's kernels serve; the others are what every other device runs. `--lines` adds the source
+lines of kvsearch that most of the last step comes from, and all that wait or copy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,7 +34,7 @@ from kvsearch.runtime.attention import NAME, using
 from tests.device import counting
 from tests.device.accelerator import device
 
-BUDGETS = {"even": counting.even, "ragged": counting.ragged}
+BUDGETS = {"even": counting.even, "ragged": counting.ragged, "flat": counting.ragged}
 
 
 def kinds(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
@@ -41,7 +43,7 @@ def kinds(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, str, str,
         yield name, "", "", partial(counting.stock, model, static=static)
     for name, phases, budgets in product(args.policies.split(","), args.phases.split(","), args.budgets.split(",")):
         policy = create(name, model)
-        if phases == "both" and policy.no_decode_rule() is not None:
+        if phases == "both" and (budgets == "flat" or policy.no_decode_rule() is not None):
             continue
         yield name, phases, budgets, maker(model, policy, phases, budgets)
 
@@ -79,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default=",".join(policy_names()))
     parser.add_argument("--phases", default="prefill,both", help="prefill, both, or both of these")
-    parser.add_argument("--budgets", default="even,ragged")
+    parser.add_argument("--budgets", default="even,ragged,flat")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lines", type=int, default=0, help="source lines to show")
@@ -94,12 +96,13 @@ def main() -> None:
           f"{'policy':20} {'phases':9} {'budgets':7} | {'kernels':>8} {'waits':>6} {'copies':>6} | "
           f"{'kernels':>8} {'most':>7} {'waits':>6} {'copies':>6}")  # fmt: skip
     for name, phases, budgets, make in kinds(model, args):
-        found = counting.costs(model, make, ids)
-        print(f"{name:20} {phases:9} {budgets:7} | {found.prefill.kernels:8.1f} {found.prefill.waits:6.1f} "
-              f"{found.prefill.copies:6.1f} | {found.step.kernels:8.1f} {found.most.kernels:7.1f} "
-              f"{found.most.waits:6.1f} {found.most.copies:6.1f}", flush=True)  # fmt: skip
-        if args.lines and phases:
-            print_lines(model, make, ids, args.lines)
+        with counting.flat() if budgets == "flat" else nullcontext():
+            found = counting.costs(model, make, ids)
+            print(f"{name:20} {phases:9} {budgets:7} | {found.prefill.kernels:8.1f} {found.prefill.waits:6.1f} "
+                  f"{found.prefill.copies:6.1f} | {found.step.kernels:8.1f} {found.most.kernels:7.1f} "
+                  f"{found.most.waits:6.1f} {found.most.copies:6.1f}", flush=True)  # fmt: skip
+            if args.lines and phases:
+                print_lines(model, make, ids, args.lines)
 
 
 if __name__ == "__main__":

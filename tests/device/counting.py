@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import kvsearch
+from kvsearch.kernels import attention as kernels
+from kvsearch.kernels.attention import Entries
 from kvsearch.policies import Policy
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime import PlanCache, Program, attention, storage
 from kvsearch.runtime.attention import NAME, using
 from kvsearch.runtime.fork import prefill_all
 from tests.device.accelerator import events, recording
@@ -74,6 +77,23 @@ def stock(model: Any, *, static: bool) -> Any:
     """Return a cache of transformers' own."""
     room = LENGTH + STEPS
     return StaticCache(config=model.config, max_cache_len=room) if static else DynamicCache(config=model.config)
+
+
+@contextmanager
+def flat() -> Iterator[None]:
+    """Let plans without a decode phase store entries as where kernels serve; attention is one kernel, of zeros."""
+
+    def attend(query: torch.Tensor, held: Entries, *_: Any) -> tuple[torch.Tensor, None]:
+        return query.new_zeros(*query.shape[:2], held.values.shape[-1]), None
+
+    with ExitStack() as stack:
+        for module, name, made in (
+            (storage, "serves", lambda *_: True),
+            (attention, "serves", lambda *_: True),
+            (kernels, "attend", attend),
+        ):
+            stack.enter_context(patch.object(module, name, made))
+        yield
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ What a launch is given is written down once: grids, widths and chunks must hold 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 from kvsearch.kernels import chunked
 from kvsearch.kernels.dispatch import interpreted
 from kvsearch.policies import create_policy
-from kvsearch.runtime import Program, attach, decoding
+from kvsearch.runtime import Program, attach, decoding, steps
+from kvsearch.runtime.attach import PlannedModel
+from kvsearch.runtime.flat import FlatBlock
 from kvsearch.runtime.graphs import capturing
 from tests.families import build, prompts
 from tests.runtime.recorder import Recorder
@@ -71,3 +75,79 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
     torch.testing.assert_close(found[1], expected[1], atol=2e-5, rtol=0)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[2], expected[2])
+
+
+class TestFlat:
+    """Without a decode phase all entries of a layer lie behind one another."""
+
+    @pytest.fixture
+    def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The columns of every launch of attention that was not a replay."""
+        found: list[int] = []
+        launch = chunked.Chunked.launch
+
+        def noted(made: chunked.Chunked, *args: Any, **kwargs: Any) -> None:
+            found.append(made.columns)
+            launch(made, *args, **kwargs)
+
+        monkeypatch.setattr(chunked.Chunked, "launch", noted)
+        return found
+
+    def planned(self) -> PlannedModel:
+        """Budgets that differ between heads; streaming keeps the same entries whatever rounds how."""
+        model: Any = build("llama", num_hidden_layers=2)
+        budgets = np.array([[6, 11], [3, 17]])
+        return attach(model, Program.of_policy(model, create_policy("streaming"), {"prefill": lambda _: budgets}))
+
+    def say(self, run: PlannedModel) -> tuple[Tensor, Tensor]:
+        ids, mask = prompts(2, 24, pads=5)
+        with run:
+            made = run.generate(
+                ids, attention_mask=mask, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        return made.sequences, torch.stack(made.logits)
+
+    @pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+    @pytest.mark.parametrize("room", [6, 512])
+    def test_replayed_steps_are_those_of_the_cpu(
+        self, room: int, widths: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where room runs out and graphs of what was there before are dropped."""
+        monkeypatch.setattr(steps, "ROOM", room)
+        with interpreted(False):
+            expected = self.say(self.planned())
+        assert not widths
+        recorder, run = Recorder(), self.planned()
+        with capturing(lambda _: recorder):
+            tokens, logits = self.say(run)
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(logits, expected[1], atol=2e-5, rtol=0)
+        captured = recorder.log.count("captured")
+        assert captured == (3 if room == 6 else 1)
+        assert recorder.log.count("replayed") >= TOKENS - 1 - 2 * captured
+        assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in rooms(room)}
+        for layer in run.cache.planned.values():
+            (block,) = layer.holder.blocks  # type: ignore[union-attr]
+            assert isinstance(block, FlatBlock)
+            assert not block.fixed  # the cache is left as others leave it
+
+    def test_a_conversation_goes_on(self) -> None:
+        """What was captured leaves the cache as other steps do: to be cropped, and continued with and without."""
+        found = []
+        for turns in ((True, True), (True, False), (False, False)):
+            run, ids = self.planned(), prompts(1, 24)[0]
+            for captured in turns:
+                ids = torch.cat([ids, prompts(1, 3, seed=2)[0]], 1)
+                given = {} if run.cache is None else {"past_key_values": run.cache}
+                with capturing((lambda _: Recorder()) if captured else None), run:
+                    ids = run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **given)
+            run.cache.crop(-2)
+            found.append((ids.tolist(), run.cache.entries().tolist(), run.cache.kept_positions(0)))
+        assert found[0] == found[1] == found[2]
+
+
+def rooms(room: int) -> range:
+    """How many tokens there is room for, in turn."""
+    most = min(room, TOKENS)
+    return range(most, TOKENS + 1, most)

@@ -12,10 +12,9 @@ from kvsearch.kernels.dispatch import interpreted
 from kvsearch.kernels.step import step
 from kvsearch.policies import create_policy
 from kvsearch.runtime import fused
-from tests.runtime import test_eviction, test_families
+from tests.runtime import test_families, test_generate, test_sharing
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.test_decode_rule import begin, feed
-from tests.runtime.test_storage import Pair
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +35,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(fused, "step", stepped)
     yield calls
     assert calls
-
-
-def test_a_store_with_a_history() -> None:
-    pair = Pair(2, 2, 30, 0)
-    pair.append(4, 2)
-    pair.check(4, 2.0)
-    pair.crop(2)
-    pair.select([1, 0, 1])
-    pair.append(1, 0)
-    pair.check(1)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "tova", "cake", "scissorhands", "cam", "d2o", "vatp", "snapkv"])
@@ -77,8 +66,30 @@ def test_decode_rules_over_several_chunks(name: str) -> None:
     assert held(holder) == held(expected)
 
 
-def test_models_under_eviction_equal_masking() -> None:
-    test_eviction.test_a_padded_second_turn_equals_masking("gemma2", "cpu")
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_generating(way: str) -> None:
+    test_generate.test_evicted_prompts_generate_what_masking_does("llama", way, "cpu")
+
+
+def test_drafts() -> None:
+    test_generate.test_prompt_lookup_decoding_equals_plain_decoding("llama", 3, "cpu")
+
+
+def test_questions_about_one_context() -> None:
+    test_generate.test_another_question_about_the_same_context("llama", "cpu")
+    test_generate.test_copies_of_a_prompts_cache_go_separate_ways("cpu")
+
+
+@pytest.mark.parametrize("how", ["adakv", "lava"])
+def test_budgets_of_the_prompt(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = test_sharing.test_trimming_layer_by_layer_ends_where_deciding_at_the_end_would
+    trimmed(how, test_sharing.SINGLE[0], monkeypatch)
+    test_sharing.test_decoding_equals_masking(how, "llama", "cpu")
+
+
+def test_decode_budgets_of_the_prompt() -> None:
+    """A pool that a decode phase follows is handed on to its slots."""
+    test_sharing.test_a_decode_phase_alone_shares_too()
 
 
 def test_learned_sinks_stay() -> None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import product
 
-from tests.families import DEVICES
+import pytest
+
+from tests.families import DEVICES, FAMILIES
 from tests.kernels.serving import interpreter
 
 INTERPRETER = "interpreter"
 PLACES = [*DEVICES, *([INTERPRETER] if DEVICES == ["cpu"] and find_spec("triton") is not None else [])]
+_few = [(family, place) for family in ("llama", "gemma2") for place in PLACES if place == INTERPRETER]
+places = pytest.mark.parametrize("device", PLACES, indirect=True)
+families = pytest.mark.parametrize(("family", "device"), [*product(FAMILIES, DEVICES), *_few], indirect=["device"])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import build, prompts
 from tests.runtime.helpers import (
     Eviction,
     assert_close,
@@ -27,9 +27,7 @@ from tests.runtime.helpers import (
     random_eviction,
     running,
 )
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-families = pytest.mark.parametrize("family", FAMILIES)
+from tests.runtime.places import families, places
 
 
 @families
@@ -47,6 +45,7 @@ def test_decoding_equals_masking(family: str, exact: bool, device: str) -> None:
     assert cache.get_seq_length() == 48
 
 
+@places
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_one_kv_head_and_one_per_query_head(kv_heads: int, device: str) -> None:
     model = build("llama", device, num_key_value_heads=kv_heads)
@@ -108,6 +107,7 @@ def test_every_policy_fills_its_budget(family: str, policy: str, device: str) ->
         assert max(cache.kept_positions(layer, 0, 1)) < 10
 
 
+@places
 @pytest.mark.parametrize("policy", ["full", "streaming", "snapkv", "keydiff", "expected_attention"])
 def test_prompts_of_one_token(policy: str, device: str) -> None:
     model = build("qwen3", device)
@@ -122,6 +122,7 @@ def test_prompts_of_one_token(policy: str, device: str) -> None:
     assert_close(torch.cat(planned, 1), stock[0])
 
 
+@places
 def test_layers_without_a_plan_keep_their_cache(device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(2, 30, pads=5, device=device)
@@ -134,6 +135,7 @@ def test_layers_without_a_plan_keep_their_cache(device: str) -> None:
     assert cache.layers[0].keys.shape[2] == 34
 
 
+@places
 def test_budgets_follow_each_sequences_own_length(device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(2, 40, pads=24, device=device)
@@ -152,6 +154,7 @@ def test_budgets_follow_each_sequences_own_length(device: str) -> None:
     assert cache.kept_positions(0, 0, 0) == [0, 1, 2, 15]
 
 
+@places
 def test_a_proportional_plan_scales_with_each_sequence(device: str) -> None:
     model = build("llama", device)
     plan = plan_for(model, [[10, 20], None, [5, 40], [30, 15]], scaling="proportional", length=80, floor=5)
@@ -163,6 +166,7 @@ def test_a_proportional_plan_scales_with_each_sequence(device: str) -> None:
         assert cache.entries()[:, row].tolist() == budgets_at(plan, "prefill", length).tolist()
 
 
+@places
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @torch.no_grad()
@@ -184,6 +188,7 @@ def test_masks_of_four_dimensions(family: str, dtype: torch.dtype, device: str) 
         assert held_tokens(given, layer, 2, 2) == held_tokens(flat, layer, 2, 2)
 
 
+@places
 def test_left_padding_keeps_the_same_tokens(device: str) -> None:
     """Also where positions are not given, so that the padding shifts them."""
     model = build("qwen3", device)
@@ -205,6 +210,7 @@ def test_left_padding_keeps_the_same_tokens(device: str) -> None:
                     assert shifted.kept_positions(layer, 0, head) == expected
 
 
+@places
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_an_empty_budget_is_survived(family: str, device: str) -> None:
     model = build(family, device)
@@ -219,6 +225,7 @@ def test_an_empty_budget_is_survived(family: str, device: str) -> None:
     assert cache.entries().tolist() == [[[5, 5], [7, 7]]] * len(nothing)
 
 
+@places
 def test_two_caches_of_one_model_do_not_disturb_each_other(device: str) -> None:
     model = build("llama", device)
     prompt: list[Any] = [prompts(2, 30, pads=pads, device=device, seed=pads) for pads in (3, 8)]

@@ -10,11 +10,9 @@ from transformers import DynamicCache
 
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import build, prompts
 from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-families = pytest.mark.parametrize("family", FAMILIES)
+from tests.runtime.places import families, places
 
 
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, **kwargs: Any) -> Any:
@@ -36,6 +34,7 @@ def test_full_budgets_are_bit_identical(family: str, dtype: torch.dtype, device:
     assert all(torch.equal(a, b) for a, b in zip(planned.logits, stock.logits, strict=True))
 
 
+@places
 def test_a_later_turn_is_bit_identical_too(device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(1, 30, device=device)
