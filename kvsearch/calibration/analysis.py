@@ -14,6 +14,7 @@ from kvsearch.arrays import Floats
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.errors import UsageError
 from kvsearch.plan import Profile
+from kvsearch.plan.parsing import shown
 from kvsearch.plan.signals import BY_PATTERN, CONTEXT, ROWS_ENTROPY
 
 STABLE, DOUBTFUL = 0.8, 0.5
@@ -227,7 +228,7 @@ def _nearest(ratio: float) -> int:
 
 def _array(profile: Profile, name: str) -> NDArray[Any]:
     if name not in profile.arrays:
-        raise UsageError(f"this {profile.metadata.method!r} profile has no {name!r}: it was not measured")
+        raise UsageError(f"this {shown(profile.metadata.method)} profile has no {name!r}: it was not measured")
     return profile.arrays[name]
 
 

@@ -192,7 +192,9 @@ class Profile:
             raise UsageError(f"a global eviction ratio lies between 0 and 1, got {ratio}: say 0.8 to keep a fifth")
         if EVICTED_RATIO not in self.arrays:
             known = ", ".join(TABLED)
-            raise UsageError(f"this {self.metadata.method!r} profile has no {EVICTED_RATIO!r} table: calibrate {known}")
+            raise UsageError(
+                f"this {shown(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
+            )
         table = self.arrays[EVICTED_RATIO].astype(np.float64)
         position = min(ratio * (GRID + 1), float(GRID))
         nearest = round(position)

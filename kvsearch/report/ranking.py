@@ -153,9 +153,9 @@ class RankingView:
         """See `View.parts`."""
         metadata, at = self.profile.metadata, self.settings["at"]
         told = {**origin(metadata, "contexts"), "asked for": ", ".join(self.settings["targets"])}
-        if "features" in self.settings:
-            told["features"] = ", ".join(self.settings["features"])
-        if "bank" in self.settings:
+        if (features := self.settings.get("features")) is not None:
+            told["features"] = ", ".join(features)
+        if self.settings.get("bank") is not None:
             told["bank"] = f"{self.settings['bank']} queries for every head, chosen by {self.settings['chosen_by']}"
         yield from facts(told)
         columns, names = ["ranking", *(f"{budget:.0%}" for budget in at)], self.settings["rankings"]
