@@ -14,6 +14,8 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from kvsearch.runtime.flat import FlatBlock
+from tests.device import counting
 from tests.families import build, prompts
 from tests.policies.contract import rope
 from tests.policies.probes import example, zap
@@ -62,8 +64,19 @@ def test_every_policy_is_compiled() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize(("name", "phases"), [("h2o", 1), ("h2o", 2), ("kvzap", 2)])
-@torch.no_grad()
 def test_a_step_of_a_whole_model_compiles_without_a_break(name: str, phases: int, budgets: tuple[int, int]) -> None:
+    compiles_whole(name, phases, budgets)
+
+
+@pytest.mark.slow
+def test_a_step_over_flat_entries_does_too() -> None:
+    with counting.flat():
+        cache = compiles_whole("h2o", 1, RAGGED)
+    assert isinstance(cache.planned[0].holder.blocks[0], FlatBlock)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def compiles_whole(name: str, phases: int, budgets: tuple[int, int]) -> PlanCache:
     model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, 20, pads=5)
     tables = dict.fromkeys(("prefill", "decode")[:phases], lambda _: np.array([budgets]))
     program = Program.of_policy(model, WHOLE[name], tables)
@@ -83,6 +96,7 @@ def test_a_step_of_a_whole_model_compiles_without_a_break(name: str, phases: int
         found.append((logits, cache.entries()))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+    return cache
 
 
 @torch.no_grad()
