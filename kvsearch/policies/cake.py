@@ -58,12 +58,11 @@ class CAKE(Policy):
 
     def step(self, step: Step) -> Tensor:
         """Return the step's own row, pooled over the candidates held, [S, C] fp32; +inf for the last `protect`."""
-        positions = step.cached.positions
-        outside = step.cached.held & (positions < (step.seen - self.protect)[:, None])
-        order = torch.argsort(positions, dim=-1)  # slots without an entry come first, the window last
-        row = pool_positions(step.row.gather(-1, order)[:, None], self.kernel, self.pooling, outside.gather(-1, order))
-        pooled = torch.empty_like(step.row).scatter_(-1, order, row[:, 0])
-        return pooled.masked_fill(~outside, float("inf"))
+        positions, order = step.cached.positions.sort(-1)  # slots without an entry come first, with 0, the window last
+        window = positions >= (step.seen - self.protect)[:, None]
+        row = step.row.gather(-1, order).masked_fill_(window, 0.0)
+        pooled = pool_positions(row[:, None], self.kernel, self.pooling)[:, 0].masked_fill_(window, float("inf"))
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
 
 def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import window_rows
-from kvsearch.policies.tensors import F, Tensor, torch
+from kvsearch.policies.tensors import Tensor, torch
 
 LOW, MASS, RING = "low", "mass", "ring"
 LONGEST = 2**15 - 1  # rows of history: counts are int16
@@ -111,31 +111,40 @@ class Scissorhands(Policy):
 
     def step(self, step: Step) -> Tensor:
         """Place by persistence and attention received in each segment, [S, C] fp32."""
-        state, held = step.cached.state.entries, step.cached.held
-        is_low = held & (step.row < 1 / held.sum(-1, keepdim=True))
+        state, positions = step.cached.state.entries, step.cached.positions
+        held = None if step.full else step.cached.held
+        if held is None:
+            is_low = step.row < 1 / positions.shape[1]
+        else:
+            is_low = held & (step.row < held.sum(-1, keepdim=True).reciprocal())
         byte, bit = self._slot((step.seen - 1)[:, None, None])
-        byte = byte.expand(*held.shape, 1)
+        byte = byte.expand(*positions.shape, 1)
         now = state[RING].gather(-1, byte)
-        state[LOW] += is_low.short() - ((now & bit) != 0)[..., 0].short()  # in, and out of the history
-        state[RING].scatter_(-1, byte, (now & ~bit) | (is_low[..., None] * bit))
+        # 1 into the history, -1 out of it; as a byte -1 is 255, which times a bit takes the bit away
+        change = is_low.view(torch.int8) - ((now & bit) != 0)[..., 0].view(torch.int8)
+        state[LOW] += change
+        state[RING].scatter_(-1, byte, now.addcmul(change.view(torch.uint8)[..., None], bit))
         state[MASS] += step.row
-        seen = (step.seen[:, None] - step.cached.positions).clamp(max=self.history)
+        seen = (step.seen[:, None] - positions).clamp(1, self.history)
         return places(state[LOW], seen, state[MASS], held)
 
     def _slot(self, token: Tensor) -> tuple[Tensor, Tensor]:
         """Return the byte of the ring and bit in it, as a uint8 mask, of the row of a token."""
         slot = token % self.history
-        return slot // 8, torch.bitwise_left_shift(torch.ones_like(slot), slot % 8).to(torch.uint8)
+        return slot // 8, torch.bitwise_left_shift(1, slot % 8).to(torch.uint8)
 
 
-def places(low: Tensor, seen: Tensor, mass: Tensor, real: Tensor) -> Tensor:
+def places(low: Tensor, seen: Tensor, mass: Tensor, real: Tensor | None) -> Tensor:
     """Place of the `real` entries by 1 - low / seen, then by mass, counted from 0, all [N, M]; equal entries share one.
 
-    low / seen <= 1 and seen < 2^15. Two different ratios differ by more than 2^-30, so that their first 31 bits tell
-    them apart; the bits of a mass, which is not negative, are in the order of the masses.
+    The others come behind them; None: all are real. low / seen <= 1 and 0 < seen < 2^15. Two different ratios differ by
+    more than 2^-30, so that their first 31 bits tell them apart; the bits of a mass, which is not negative, are in the
+    order of the masses.
     """
-    ratio = (low.long() << SCALE_BITS) // seen.clamp(min=1)
-    key = ((2**SCALE_BITS - ratio) << SCALE_BITS) | mass.view(torch.int32).long()
-    ordered, order = key.masked_fill(~real, -1).sort(-1)
-    differs = (ordered[:, 1:] != ordered[:, :-1]) & (ordered[:, :-1] >= 0)
-    return torch.empty_like(mass).scatter_(-1, order, F.pad(differs.cumsum(-1), (1, 0)).float())
+    ratio = (low.long() << SCALE_BITS) // seen
+    key = torch.sub(mass.view(torch.int32), ratio, alpha=2**SCALE_BITS)
+    if real is not None:
+        key.masked_fill_(~real, torch.iinfo(torch.int64).max)  # behind all others
+    ordered, order = key.sort(-1)
+    differs = ordered[:, 1:] != ordered[:, :-1]
+    return torch.zeros_like(mass).scatter_(-1, order[:, 1:], differs.cumsum(-1, dtype=torch.float32))

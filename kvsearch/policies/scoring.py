@@ -192,14 +192,15 @@ def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:
     return scores.amax(dim) if how == "max" else scores.mean(dim)
 
 
-def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor) -> Tensor:
+def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor | None = None) -> Tensor:
     """Pool along positions, stride 1, over the candidates only (scores [B, Hkv, T], candidates [B, T] bool).
 
-    Max pooling pads with -inf; average pooling pads with 0 and always divides by the kernel.
+    Max pooling pads with -inf; average pooling pads with 0 and always divides by the kernel. Without `candidates` the
+    scores, 0 or more, are 0 beside them.
     """
     if kernel <= 1 or pooling == "none":
         return scores
-    outside = ~candidates[:, None]
-    if pooling == "max":
-        return F.max_pool1d(scores.masked_fill(outside, float("-inf")), kernel, 1, kernel // 2)
-    return F.avg_pool1d(scores.masked_fill(outside, 0.0), kernel, 1, kernel // 2)
+    empty = float("-inf") if pooling == "max" else 0.0
+    if candidates is not None:
+        scores = scores.masked_fill(~candidates[:, None], empty)
+    return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)

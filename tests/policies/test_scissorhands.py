@@ -164,7 +164,7 @@ masses = st.floats(0, 1e6, width=32) | st.sampled_from([0.0, 1.0, 1.000000119209
 @properties
 @given(st.lists(st.tuples(counts, masses), min_size=1, max_size=8), st.integers(0, 3))
 def test_places_are_exact(entries: list[tuple[tuple[int, int], float]], absent: int) -> None:
-    low, seen, mass = ([0] * absent + list(part) for part in zip(*((*c, m) for c, m in entries), strict=True))
+    low, seen, mass = ([1] * absent + list(part) for part in zip(*((*c, m) for c, m in entries), strict=True))
     real = torch.tensor([[False] * absent + [True] * len(entries)])
     found = places(torch.tensor([low]).short(), torch.tensor([seen]), torch.tensor([mass]).float(), real)
     assert found.dtype == torch.float32
@@ -223,7 +223,25 @@ def test_a_decode_step() -> None:
     assert entries[LOW].tolist() == [[2, 0, 0, 0, 1]]
     assert entries[RING].tolist() == [[[0b110], [0], [0], [0], [0b100]]]
     torch.testing.assert_close(entries[MASS], torch.tensor([[0.9, 0.3, 0.0, 1.7, 0.4]]))
-    assert policy.step(arriving()).tolist() == [[0.0, 2.0, 0.0, 3.0, 1.0]]
+    assert policy.step(arriving()).tolist() == [[0.0, 2.0, 4.0, 3.0, 1.0]]  # what is empty comes last
+
+
+@pytest.mark.parametrize("history", [2, 3, 11])
+def test_full_segments_are_those_without_an_empty_slot(history: int) -> None:
+    """Nothing is masked then; a share of a third is even as it is elsewhere."""
+    found = []
+    for full in (False, True):
+        step = step_at([2, 5, 4], [0.1, 0.9 - 1 / 3, 1 / 3])
+        generator = torch.Generator().manual_seed(history)
+        marks = torch.randint(0, 2 ** min(history, 8), (1, 3, -(-history // 8)), generator=generator, dtype=torch.uint8)
+        state = State(
+            {LOW: torch.tensor([[2, 1, 1]]).short(), MASS: torch.rand(1, 3, generator=generator), RING: marks}
+        )
+        step = dataclasses.replace(step, full=full, cached=dataclasses.replace(step.cached, state=state))
+        found.append((Scissorhands(history=history, window=1).step(step).tolist(), state.entries))
+    assert found[0][0] == found[1][0]
+    for name, tensor in found[0][1].items():
+        assert torch.equal(tensor, found[1][1][name]), name
 
 
 def test_an_even_share_is_not_low_while_decoding() -> None:

@@ -5,6 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
+def limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES: tl.constexpr):
+    """Return whether a token comes to a segment, its tokens with that one, first and recent ones that stay, budget."""
+    arrived = 1
+    if PAUSES:
+        arrived = (tl.load(Active + seg) != 0).to(tl.int32)
+    seen = tl.load(Clock + seg) + arrived
+    return arrived, seen, tl.load(First + seg), tl.load(Recent + seg), tl.load(Budgets + seg)
+
+
+@triton.jit
 def mean_row(Logit, peak, total, seg, m, n, width, M, l_col):
     """Return the mean softmax of a segment's M queries in slots n [BN]."""
     s = tl.load(Logit + (seg * M + m[:, None]) * l_col + n[None, :], mask=(m < M)[:, None] & (n < width)[None, :],

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvsearch.kernels.jit.attention import normalisers
-from kvsearch.kernels.jit.leaving import choose, close, mean_row
+from kvsearch.kernels.jit.leaving import choose, close, limits_of, mean_row
 
 HIGHEST = tl.constexpr(2**63 - 1)
 
@@ -21,11 +21,7 @@ def leave_persistent(
     `Low` [S, C] int16 counts the rows of the last HISTORY in which an entry got less than an even share, `Ring`
     [S, C, BYTES] uint8 has a bit for each of them, `Mass` [S, C] fp32 the attention received.
     """
-    arrived = 1
-    if PAUSES:
-        arrived = (tl.load(Active + seg) != 0).to(tl.int32)
-    seen = tl.load(Clock + seg) + arrived
-    first, recent, budget = tl.load(First + seg), tl.load(Recent + seg), tl.load(Budgets + seg)
+    arrived, seen, first, recent, budget = limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES)
     m = tl.arange(0, BM)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
     Positions += seg * p_seg
@@ -85,11 +81,7 @@ def leave_pooled(
     `Order` [S, width] int64 are the slots by ascending position, `Row` [S, width] fp32 is scratch. The last PROTECT
     tokens are no neighbours, and have no priority.
     """
-    arrived = 1
-    if PAUSES:
-        arrived = (tl.load(Active + seg) != 0).to(tl.int32)
-    seen = tl.load(Clock + seg) + arrived
-    first, recent, budget = tl.load(First + seg), tl.load(Recent + seg), tl.load(Budgets + seg)
+    arrived, seen, first, recent, budget = limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES)
     m = tl.arange(0, BM)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
     Positions += seg * p_seg

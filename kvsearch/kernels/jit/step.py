@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvsearch.kernels.jit.attention import merge_output, normalisers
-from kvsearch.kernels.jit.leaving import choose, close, mean_row
+from kvsearch.kernels.jit.leaving import choose, close, limits_of, mean_row
 from kvsearch.kernels.jit.rules import leave_persistent, leave_pooled
 
 
@@ -82,14 +82,10 @@ def leave(
     SINKS: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """Update the state, free the slot of the lowest entry where there are too many, and say where the next one goes."""
-    arrived = 1
-    if PAUSES:
-        arrived = (tl.load(Active + seg) != 0).to(tl.int32)
-    seen = tl.load(Clock + seg) + arrived
+    arrived, seen, first, recent, budget = limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES)
     slot = tl.load(Slot + seg)
     if PAUSES:
         slot = tl.where(arrived != 0, slot, -1)
-    first, recent, budget = tl.load(First + seg), tl.load(Recent + seg), tl.load(Budgets + seg)
     m = tl.arange(0, BM)
     if RULE == "mass":
         peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
