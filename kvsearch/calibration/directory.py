@@ -10,6 +10,7 @@ from kvsearch.errors import UsageError
 from kvsearch.plan.parsing import read_json
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.temporary import TEMPORARY
+from kvsearch.plan.weights import is_weights
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import other_kind
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
@@ -144,7 +145,8 @@ def check_new(directory: Path, force: bool) -> None:
     nameless = not names or has_samples(directory) or (PROFILE in names and CONFIG not in names)  # ours all the same
     if not nameless if there is None else there.job != "calibrate":
         raise other_kind(directory, "calibrate")
-    if not force and names - {CONFIG, CONTEXTS}:
+    weights = {name for name in names if is_weights(name)}  # they are written before the profile that names them
+    if not force and names - {CONFIG, CONTEXTS} - weights:
         raise UsageError(
             f"{directory} exists and is not empty: choose another directory, or --force to replace its results"
         )

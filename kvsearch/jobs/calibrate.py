@@ -42,7 +42,7 @@ from kvsearch.progress import Progress
 from kvsearch.runs.contexts import CONTEXTS
 from kvsearch.runs.directory import begin
 from kvsearch.runs.identity import CONFIG, RunConfig
-from kvsearch.runs.sums import finish, read_sums, require_unchanged
+from kvsearch.runs.sums import finish, finish_late, require_unchanged
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -293,8 +293,7 @@ def calibrate(options: CalibrateOptions, talk: Talk) -> Profile:
         talk.say(FINISHED)
         profile = load_profile(place)
         write_contexts(options.output, {"fitted": texts.hashes})  # the last file of a calibration but its checksums
-        if PROFILE not in read_sums(options.output):
-            finish(options.output, WRITTEN)
+        finish_late(options.output, PROFILE, WRITTEN)
         return profile
     loaded = loaded or options.load(options.model, talk)
 

@@ -142,14 +142,16 @@ def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: i
     from kvsearch.runs.contexts import CONTEXTS, write_contexts
     from kvsearch.runs.directory import CONFIG, LEDGER, write_json
     from kvsearch.runs.lock import locked
-    from kvsearch.runs.sums import finish, require_unchanged
+    from kvsearch.runs.sums import finish, finish_late, require_unchanged
     from kvsearch.search.ledger import require_same
     from kvsearch.search.settings import SearchLimits
 
+    written = (CONFIG, LEDGER, CONTEXTS, FOUND, "*.safetensors")
     with locked(options.output):
         if (options.output / FOUND).exists():
             require_same(options.output, configuration(options, searches), unknown=SEARCHED)
             require_unchanged(options.output, FOUND, "restore it, or delete it and repeat the command")
+            finish_late(options.output, FOUND, written)
             return refined(options.output, searches)
         with opened(options, searches, talk) as (ready, executor, run), talk.progress("candidates") as progress:
             write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
@@ -159,7 +161,7 @@ def refine(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: i
                 outcome = search.search(executor, run.ledger, limits, watcher, f"budget {search.budget}: ")
                 found[str(search.budget)] = _as_json(search, outcome)
             write_json(run.directory / FOUND, found)
-            finish(run.directory, (CONFIG, LEDGER, CONTEXTS, FOUND, "*.safetensors"))
+            finish(run.directory, written)
         return refined(options.output, searches)
 
 

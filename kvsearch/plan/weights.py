@@ -8,6 +8,7 @@ Reading a plan or profile makes its weights known to this process, writing one p
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvsearch.plan.files import atomic_write, read_bytes
 from kvsearch.plan.schema import PolicySpec
 
 WEIGHTS = "weights"  # the parameter
+_NAME = re.compile(r"\w+-[0-9a-f]{12}\.safetensors")
 _known: dict[str, tuple[Path, bytes]] = {}  # by SHA-256: where they were read, and what they are
 
 
@@ -39,6 +41,11 @@ def weights_file(spec: PolicySpec, beside: str | Path) -> Path | None:
     """Return where the weights of a policy lie beside a file; None if it has none."""
     digest = spec.params.get(WEIGHTS)
     return Path(beside).parent / f"{spec.name}-{digest[:12]}.safetensors" if isinstance(digest, str) else None
+
+
+def is_weights(name: str) -> bool:
+    """Tell whether a file has a name as `weights_file` gives."""
+    return _NAME.fullmatch(name) is not None
 
 
 def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:

@@ -36,6 +36,12 @@ def finish(directory: Path, patterns: Sequence[str]) -> None:
     _write(directory, {**_others(directory, patterns), **found})
 
 
+def finish_late(directory: Path, name: str, patterns: Sequence[str]) -> None:
+    """Do as `finish` where the finished file of that name has no checksum: its job was stopped before its last act."""
+    if name not in read_sums(directory):
+        finish(directory, patterns)
+
+
 def unfinish(directory: Path, patterns: Sequence[str] | None = None) -> None:
     """Take the lines of what matches out again, None: all, as a job begins that writes it; errors as for `finish`."""
     if (directory / SUMS).exists():

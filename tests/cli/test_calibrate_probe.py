@@ -80,6 +80,31 @@ def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, sh
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
 
 
+def test_a_calibration_over_it_that_was_stopped_after_its_weights_were_written(
+    run: Run, ranking: Path, short: Path, tmp_path: Path
+) -> None:
+    words = (
+        "calibrate",
+        "bundled",
+        "--policy",
+        f"probe={ranking}",
+        "--no-check",
+        "--data",
+        short,
+        "-o",
+        tmp_path / "a",
+    )
+    code, _, talk = run(*words)
+    assert code == 0, talk
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    for name in ("profile.safetensors", "contexts.json", "SHA256SUMS"):
+        (tmp_path / "a" / name).unlink()
+    assert any(name.startswith("probe-") for name in whole)
+    code, _, talk = run(*words)
+    assert code == 0, talk
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == whole
+
+
 def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
     code, out, talk = run(
         "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",

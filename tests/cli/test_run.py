@@ -144,11 +144,14 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, finished: tuple[Path, str]) -> None:
     directory, _ = finished
-    before = result(directory)
+    before, sums = result(directory), directory / "refine" / "SHA256SUMS"
+    sealed = sums.read_bytes()
+    sums.unlink()  # as where the search was stopped before its last act
     code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
     assert code == 0
     assert "this run was finished: nothing was left to do" in talk
     assert result(directory) == before
+    assert sums.read_bytes() == sealed
 
 
 @pytest.mark.slow

@@ -69,8 +69,7 @@ class Undisturbed:
             return f"ends, and leaves {left}"
         if after == self.wanted or is_other:
             return None
-        again = self.writer.again or ""
-        ended = run_in(folder, [*words, *(again.split() if stopped.code else [])])
+        ended = run_in(folder, [*words, *(self.writer.again or "").split()])
         if ended.code:
             return f"given again it ends with {ended.code}: {ended.last}"
         return self._difference(tree_of(folder))
