@@ -84,11 +84,12 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
             count = real.sum(-2)[:, :, :1]
             chunk_mean = probability.sum(-2) / count.clamp(min=1)
             chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
-            total = rows[:, part] + count
-            share, apart = count / total.clamp(min=1), chunk_mean - mean[:, part]
-            scatter[:, part] += chunk_scatter + apart.square() * rows[:, part] * share
-            mean[:, part] += apart * share
-            rows[:, part] = total
+            total = rows[part] + count
+            some = *part, slice(None), slice(probability.shape[-1])
+            share, apart = count / total.clamp(min=1), chunk_mean - mean[some]
+            scatter[some] += chunk_scatter + apart.square() * rows[part] * share
+            mean[some] += apart * share
+            rows[part] = total
         return mean, scatter / (rows - 1).clamp(min=1)
 
     return observation.shared(("row moments", window), compute)

@@ -157,23 +157,29 @@ def lowest(
     The bits of a float that is not negative are in the order of the floats, so that a priority and a position make one
     whole number that has no equals: a single reduction finds it.
     """
-    bits = priorities.view(torch.int32)
-    if signed:  # the other way round below 0, and -0 is 0
-        bits = torch.where(bits < 0, torch.iinfo(torch.int32).min - bits, bits)
-    order = torch.add(positions, bits, alpha=-(2**32))
+    order = torch.add(positions, _bits(priorities, signed), alpha=-(2**32))
     if outside is not None:
         order.masked_fill_(outside, torch.iinfo(torch.int64).min)
     return torch.argmax(order, -1) if out is None else torch.argmax(order, -1, out=out)
 
 
-def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor, most: int) -> Tensor:
     """Return the `counts` [S] entries to keep in each segment, [S, C] bool: protected ones, then by priority.
 
-    Ties go to the lower position.
+    Ties go to the lower position, which is below 2^30. No count is above `most`.
     """
-    order = torch.argsort(positions, dim=-1, stable=True)
-    for key in (priorities, protected.int() + (positions >= 0).int()):  # the last sort decides first
-        order = order.gather(-1, torch.argsort(key.gather(-1, order), dim=-1, stable=True, descending=True))
-    rank = torch.arange(positions.shape[-1], device=positions.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, rank)
-    return (ranks < counts[:, None]) & (positions >= 0)
+    held = positions >= 0
+    # whole numbers without equals: fewer than 2^61 by priority and position, and protected ones above them
+    order = torch.add(-positions, _bits(priorities, signed=True), alpha=2**30)
+    order = torch.add(order, protected, alpha=2**62).masked_fill_(~held, torch.iinfo(torch.int64).min)
+    found = order.topk(min(most, positions.shape[1])).indices
+    counted = torch.arange(found.shape[1], device=found.device) < counts[:, None]
+    return torch.zeros_like(held).scatter_(1, found, counted) & held
+
+
+def _bits(priorities: Tensor, signed: bool) -> Tensor:
+    """Return whole numbers in the order of fp32 `priorities`, int32; of those that are not `signed`, their bits."""
+    bits = priorities.view(torch.int32)
+    if signed:  # the other way round below 0, and -0 is 0
+        bits = torch.where(bits < 0, torch.iinfo(torch.int32).min - bits, bits)
+    return bits

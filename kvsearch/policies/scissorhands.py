@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.scoring import window_rows
+from kvsearch.policies.scoring import Part, window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 LOW, MASS, RING = "low", "mass", "ring"
@@ -62,37 +62,41 @@ class Scissorhands(Policy):
             mass = torch.zeros_like(low, dtype=torch.float32)
             ring = low.new_zeros(*shape, -(-self.history // 8), dtype=torch.uint8)
             for part, at, is_low, row in self._rows(observation):
-                low[:, part] += is_low.sum(2, dtype=torch.int16)
-                mass[:, part] += row.sum(2)
+                some = *part, slice(row.shape[-1])
+                low[some] += is_low.sum(2, dtype=torch.int16)
+                mass[some] += row.sum(2)
                 byte, bit = self._slot(at[:, None, None])
                 marks = is_low.transpose(-1, -2) * bit
-                ring[:, part].scatter_add_(-1, byte.expand(marks.shape), marks)
+                ring[some].scatter_add_(-1, byte.expand(marks.shape), marks)
             return low, mass, ring
 
         return observation.shared(("scissorhands", self.history), compute)
 
-    def _rows(self, observation: Observation) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield the history, some kv heads and rows at a time.
+    def _rows(self, observation: Observation) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
+        """Yield the history, some sequences, kv heads and rows at a time.
 
-        Yields (kv heads, index of every row's token [B, rows], whether entries are low [B, heads, rows, T] bool, their
-        attention, mean over the group).
+        Yields (sequences and kv heads, index of every row's token [b, rows], whether entries are low [b, h, rows, N]
+        bool, their attention, mean over the group); see `window_rows`.
         """
         index = observation.index
-        ordered, padding = index.contiguous(), (index < 0).sum(-1, keepdim=True)
-        columns, real = torch.arange(index.shape[1], device=index.device), (index >= 0)[:, None, None]
-        rows = min(self.history, observation.last_queries.shape[2])
-        first = observation.seen[:, None] - rows
-        done, before = 0, slice(0)
+        padding = (index < 0).sum(-1, keepdim=True)
+        columns = torch.arange(index.shape[1], device=index.device)
+        count = min(self.history, observation.last_queries.shape[2])
+        rows = observation.seen[:, None] - count + torch.arange(count, device=index.device)
+        # padding, index -1, comes first; a row sees what is no later than itself
+        ends = torch.searchsorted(index.contiguous(), rows, right=True)
+        visible = ((columns < ends[..., None]) & (columns >= padding[..., None]))[:, None]  # [B, 1, count, T]
+        even = (1 / (ends - padding))[:, None, :, None]
+        done, before = 0, None
         for part, probability in window_rows(observation, self.history):
             done, before = (done if part == before else 0), part
-            at = first + torch.arange(done, done + probability.shape[-2], device=index.device)
+            here = part[0], slice(None), slice(done, done + probability.shape[-2]), slice(probability.shape[-1])
             done += probability.shape[-2]
-            # padding, index -1, comes first; a row sees what is no later than itself
-            ends = torch.searchsorted(ordered, at, right=True)
-            even = 1 / (ends - padding)[:, None, :, None]
-            row = probability.mean(2)
-            is_low = (row < even) & (columns < ends[:, None, :, None])
-            yield part, at, is_low & real, row
+            row, *others = probability.unbind(2)
+            for other in others:  # the mean, in place: new memory would take longer than to fill it
+                row += other
+            row /= len(others) + 1
+            yield part, rows[part[0], here[2]], (row < even[here]) & visible[here], row
 
     # --- decoding -------------------------------------------------------------------------------------------------
 

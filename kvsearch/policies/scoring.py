@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 from kvsearch.policies.base import Observation
@@ -12,39 +14,76 @@ if TYPE_CHECKING:
     from kvsearch.kernels.scoring import Rows
 
 SCRATCH_BYTES = 48 * 2**20
-CACHE_BYTES = 8 * 2**20  # scratch of a chunk that a CPU's cache can hold
+CACHE_BYTES = 2 * 2**20  # scratch of a chunk that the cache of a CPU's core can hold
+
+Part = tuple[slice, slice]  # some sequences and kv heads of a batch
 
 
-def window_rows(observation: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
+class Scratch:
+    """Memory for an fp32 table of every chunk, one after the other: new memory takes a CPU longer than to fill it."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._memory = torch.empty(elements, dtype=torch.float32, device=device)
+
+    def table(self, *shape: int) -> Tensor:
+        """Return a table of some shape, which holds what the one before it held."""
+        return self._memory[: math.prod(shape)].view(shape)
+
+
+def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, Tensor]]:
     """Yield the attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
 
-    Yields (kv heads, probabilities [B, heads, G, rows, T] fp32), heads ascending and, within the same heads, rows in
-    order. Rows that see nothing are all zero, padding keys get nothing.
+    Yields (sequences and kv heads, their probabilities [b, h, G, rows, N] fp32), both ascending and, within the same
+    ones, rows in order. Columns from N on, the next of the last row, get nothing; N is T where there is no other chunk
+    of rows. Rows that see nothing are all zero, padding keys get nothing. Probabilities may be changed, and are lost
+    when the next ones are asked for.
     """
-    queries, keys = observation.last_queries, observation.keys
+    queries, keys = observation.last_queries.detach(), observation.keys.detach()
     rows = min(window, queries.shape[2])
     batch, heads, length, dim = keys.shape
     group = observation.group
     queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
     at = _places(observation, rows)
     column = observation.index[:, None]
-    visible = ((column >= 0) & (column <= at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
-    blind = ~visible.any(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
+    hidden = ((column < 0) | (column > at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
+    blind = hidden.all(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
     # looked at while a prompt is read, on a CPU: a decode step, and another device, is not waited for
     some_blind = keys.device.type != "cpu" or observation.token_index is not None or bool(blind.any())
-    row_bytes = 8 * batch * group * length
-    most = chunk_bytes(keys.device)
-    row_step = min(rows, max(1, most // row_bytes))
-    head_step = max(1, most // (row_bytes * rows))
-    for first in range(0, heads, head_step):
-        part = slice(first, first + head_step)
-        head_keys = keys[:, part, None].float().transpose(-1, -2)
-        for row in range(0, rows, row_step):
-            some = slice(row, row + row_step)
-            logits = queries[:, part, :, some].float() @ head_keys
-            sinks = observation.sinks_of(part)
-            probability = attention(logits, observation.scaling, observation.softcap, ~visible[:, :, :, some], sinks)
-            yield part, probability.masked_fill_(blind[:, :, :, some], 0.0) if some_blind else probability
+    scratch: tuple[Scratch, Scratch] | None = None
+    for part, some in _parts(batch, heads, rows, chunk_bytes(keys.device) // (8 * group * length)):
+        chosen = queries[part][:, :, :, some]
+        # evicted entries leave no trace of which column a row is
+        end = length if observation.token_index is not None else length - rows + some.stop
+        shape = (*chosen.shape[:4], end)
+        if scratch is None:  # the first part is the largest
+            size = math.prod(chosen.shape[:4]) * length
+            scratch = Scratch(size, keys.device), Scratch(size, keys.device)
+        # the query heads of a kv head are rows of one matrix, so that no key is copied
+        packed = chosen.float().reshape(-1, group * chosen.shape[3], dim)
+        transposed = keys[part][:, :, :end].float().flatten(0, 1).transpose(-1, -2)
+        logits = torch.bmm(packed, transposed, out=scratch[0].table(len(packed), packed.shape[1], end)).view(shape)
+        logits *= observation.scaling
+        if observation.softcap is not None:
+            logits = logits.div_(observation.softcap).tanh_().mul_(observation.softcap)
+        rest = part[0], slice(None), slice(None), some
+        logits.masked_fill_(hidden[rest][..., :end], float("-inf"))
+        sinks = observation.sinks_of(part[1])
+        if sinks is not None and len(sinks) > 1:
+            sinks = sinks[part[0]]
+        probability = softmax(logits, sinks, scratch[1].table(*shape))
+        yield part, probability.masked_fill_(blind[rest], 0.0) if some_blind else probability
+
+
+def _parts(batch: int, heads: int, rows: int, most: int) -> Iterator[tuple[Part, slice]]:
+    """Yield sequences, kv heads and rows to take at a time, `most` rows or fewer in all, if that is not none."""
+    together = max(1, most // rows)  # kv heads with all of their rows
+    head_step, row_step = min(heads, together), min(rows, max(1, most))
+    step = max(1, together // heads) if head_step == heads else 1
+    for sequence in range(0, batch, step):
+        for head in range(0, heads, head_step):
+            for row in range(0, rows, row_step):
+                part = slice(sequence, sequence + step), slice(head, head + head_step)
+                yield part, slice(row, min(rows, row + row_step))
 
 
 def _places(observation: Observation, rows: int) -> Tensor:
@@ -66,23 +105,13 @@ def served_rows(observation: Observation, window: int) -> Rows | None:
     return Rows(queries, keys, observation.index, places, observation.scaling, observation.softcap, sinks)
 
 
-def attention(
-    logits: Tensor, scaling: float, softcap: float | None, hidden: Tensor, sinks: Tensor | None = None
-) -> Tensor:
-    """Take the softmax over the last axis of scaled, soft-capped fp32 `logits` (changed in place) outside `hidden`."""
-    logits *= scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return softmax(logits.masked_fill_(hidden, float("-inf")), sinks)
-
-
-def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return the softmax of fp32 `scores` over the last axis, beside a further logit `sinks` [..., 1] that is no entry.
 
-    Without sinks a row that is -inf everywhere is NaN, with them it is 0.
+    Without sinks a row that is -inf everywhere is NaN, with them it is 0. `out` may be used for the result.
     """
     if sinks is None:
-        return scores.softmax(-1)
+        return torch.softmax(scores, -1, out=out)
     most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
     weights = (scores - most).exp()
     return weights / (weights.sum(-1, keepdim=True) + (sinks - most).exp())
@@ -120,7 +149,7 @@ def _window_sums(observation: Observation, window: int) -> Tensor:
     batch, heads, length, _ = observation.keys.shape
     total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
     for part, probability in window_rows(observation, window):
-        total[:, part] += probability.sum(-2)
+        total[part][..., : probability.shape[-1]] += probability.sum(-2)
     return total.flatten(1, 2)
 
 
@@ -147,26 +176,31 @@ def column_sums(
         places, beside = index[:, -queries.shape[2] :], None if sinks is None else sinks[None]
         return Rows(queries, keys, index, places, scaling, softcap, beside, causal=True).received("mean")
     rows, width = queries.shape[2], queries.shape[1] // heads
-    packed = queries.reshape(batch * heads, width, rows, -1)
-    transposed = keys.flatten(0, 1).transpose(-1, -2)
+    packed = queries.detach().reshape(batch * heads, width, rows, -1)
+    transposed = keys.detach().flatten(0, 1).transpose(-1, -2)
     padding = ~valid.repeat_interleave(heads, 0)
     padded = length  # how many columns may have padding; only a CPU is asked which have any
     if valid.device.type == "cpu":
         padded = int(torch.arange(1, length + 1).masked_fill(valid.all(0), 0).amax())
     beside = None if sinks is None else sinks.repeat(batch, 1)[:, :, None, None]
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
-    for part, first, last in _chunks(batch * heads, rows, width * length, keys.device):
+    together, step = _chunks(batch * heads, rows, width * length, keys.device)
+    size = together * width * step * length
+    scratch = Scratch(size, keys.device), Scratch(size, keys.device)
+    later = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
+    for head, first in product(range(0, batch * heads, together), range(0, rows, step)):
+        part, last = slice(head, head + together), min(rows, first + step)
         count, end = last - first, length - rows + last  # `end` is what the chunk's last row sees
-        logits = packed[part, :, first:last].float().flatten(1, 2) @ transposed[part, :, :end].float()
+        query, key = packed[part, :, first:last].float().flatten(1, 2), transposed[part, :, :end].float()
+        logits = torch.bmm(query, key, out=scratch[0].table(len(query), width * count, end))
         logits = logits.mul_(scaling).view(-1, width, count, end)
         if softcap is not None:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
-        later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-        logits[..., end - count :].masked_fill_(later, float("-inf"))
+        logits[..., end - count :].masked_fill_(later[:count, :count], float("-inf"))
         if padded:
             some = slice(min(padded, end))
             logits[..., some].masked_fill_(padding[part, None, None, some], float("-inf"))
-        probability = softmax(logits, None if beside is None else beside[part])
+        probability = softmax(logits, None if beside is None else beside[part], scratch[1].table(*logits.shape))
         if padded > end - count:
             probability.masked_fill_(padding[part, None, end - count : end, None], 0.0)
         total[part, :end] += probability.sum((1, 2)) / width
@@ -178,13 +212,10 @@ def chunk_bytes(device: torch.device) -> int:
     return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
 
 
-def _chunks(segments: int, rows: int, row_size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Yield heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
+def _chunks(segments: int, rows: int, row_size: int, device: torch.device) -> tuple[int, int]:
+    """Return how many heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
     together = 1 if device.type == "cpu" else segments
-    step = max(1, chunk_bytes(device) // (8 * together * row_size))
-    for head in range(0, segments, together):
-        for first in range(0, rows, step):
-            yield slice(head, head + together), first, min(rows, first + step)
+    return together, min(rows, max(1, chunk_bytes(device) // (8 * together * row_size)))
 
 
 def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:

@@ -297,7 +297,7 @@ class StepRule:
             held = cached.held.sum(-1)
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
             stay = torch.where(over, limits.stays, held)
-            keep = best(priorities, protected, positions, stay)
+            keep = best(priorities, protected, positions, stay, plan.longest)
             leaving = slots_of(cached.held & ~keep, positions, plan.most)
             cached = replace(cached, most_staying=plan.longest)
         if self.policy.merges:

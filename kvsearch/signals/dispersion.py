@@ -19,9 +19,15 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     where all layers have as many). Where there is no candidate both are 0.
     """
     inside = observation.candidates(0, window)
+    outside = ~inside[:, None, None, None]
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
-    for _, probability in window_rows(observation, window):
-        terms = probability.add(TINY).log_().mul_(probability).masked_fill_(~inside[:, None, None, None], 0.0)
-        entropy -= terms.sum((1, 2, 3, 4))
+    for (some, _), probability in window_rows(observation, window):
+        terms = (
+            probability.add(TINY)
+            .log_()
+            .mul_(probability)
+            .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)
+        )
+        entropy[some] -= terms.sum((1, 2, 3, 4))
     variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
     return entropy.clamp(min=0.0) / window_size(observation, window), variance

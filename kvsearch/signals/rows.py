@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvsearch.policies.scoring import softmax
-
-SCRATCH_BYTES = 64 * 2**20
+from kvsearch.policies.scoring import chunk_bytes, softmax
 
 
 def score_rows(
@@ -23,13 +21,15 @@ def score_rows(
     """
     batch, heads, length, _ = keys.shape
     rows = query.shape[2]
-    queries = query.reshape(batch, heads, -1, rows, query.shape[-1])
+    queries = query.reshape(batch, heads, -1, query.shape[-1])  # a kv head's query heads as rows of one matrix
+    group = query.shape[1] // heads
     later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
     hidden = later if valid is None else later | ~valid[:, None, None, None]
-    step = max(1, SCRATCH_BYTES // (4 * tables * batch * queries.shape[2] * rows * length))
+    step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
-        scores = queries[:, part].float() @ keys[:, part, None].float().transpose(-1, -2) * scaling
+        scores = queries[:, part].float() @ keys[:, part].float().transpose(-1, -2) * scaling
+        scores = scores.view(batch, -1, group, rows, length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         yield part, scores.masked_fill_(hidden, float("-inf"))

@@ -7,17 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from kvsearch.calibration.polykv.ablations import needs_of
+from kvsearch.calibration.polykv.continuations import Sample
+from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, replay_bytes
+from kvsearch.calibration.polykv.tree import Tree
 from kvsearch.errors import EnvironmentFault, KvsearchWarning
 from kvsearch.evaluation.answer import CompressedContext
 from kvsearch.evaluation.speed import peak_bytes
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.memory import default_memory, free_bytes
-from kvsearch.policies import create_policy
+from kvsearch.policies import cam, create_policy, merging, scoring
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME, using
 from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.replay import Replays
 from kvsearch.runtime.room import prompt_bytes
 from tests import tiny
+from tests.calibration.polykv.test_layer_sweep import NAMES, batch, small, tried
 from tests.cli.conftest import invoke
 from tests.device.accelerator import backend, device, room
 from tests.families import build, prompts
@@ -26,6 +32,9 @@ from tests.runtime.policies import SMALL, for_model
 
 HERE = 1  # the device
 LENGTH, WIDTH, HIDDEN = 1024, 96, 64  # tokens, and what a layer computes with, as `tests.families` has them
+
+
+CHUNK = 2**16  # bytes of scratch that do not grow with the prompts
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,30 @@ def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
         assert_close(prefill_all(model, [parts], ids, mask, chunk), expected)
     for layer in range(4):
         assert held_tokens(parts, layer, 2, 2) == held_tokens(whole, layer, 2, 2)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no pattern more, and of the one that takes most not much less, beside the scratch of chunks."""
+    for module in (scoring, merging, cam):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", CHUNK)
+    model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
+    what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
+    needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases))
+    size, work = ModelSize.of(model), SweepWork(((500, (12,)),) * 3, tried=1)
+    expected = together * replay_bytes(size, work, 3)
+    taken = {}
+    with using(model, NAME):
+        tree = Tree(model, needs, *prompts.padded(model.device))
+        after = prompts.continuations([Sample(row, 0) for row in range(3)], model.device)
+        with tree.baseline_pass(after.tokens, after.rows) as baseline:
+            layers = [baseline.layers[index].followed for index in what.layers[:together]]
+            for item in what.of_layer:
+                rules = what.rules(item)
+                Replays(layers).under(*rules)  # scores and ranks of the prompts are kept, and counted elsewhere
+                taken[item] = peak_bytes(model.device, lambda rules=rules: Replays(layers).under(*rules))  # type: ignore[misc]
+    assert max(taken.values()) <= expected + CHUNK
+    assert max(taken.values()) >= 0.7 * expected
 
 
 def test_generate_reads_in_chunks(model: Any) -> None:

@@ -97,7 +97,7 @@ def leaving_slots(policy: Policy, step: Step, priorities: Tensor, budget: int) -
     budgets = torch.full_like(used, budget)
     sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
     stay = torch.where(used > budgets, budgets + 1 - policy.drop_at(budget), used)
-    keep = best(priorities, protected_slots(positions, step.seen, sinks, recent), positions, stay)
+    keep = best(priorities, protected_slots(positions, step.seen, sinks, recent), positions, stay, int(stay.max()))
     lists = []
     for held, kept, position in zip(step.cached.held, keep, positions, strict=True):
         lists.append(sorted(torch.nonzero(held & ~kept).flatten().tolist(), key=position.tolist().__getitem__))

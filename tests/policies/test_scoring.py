@@ -1,34 +1,75 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvsearch.policies import scoring
+from kvsearch.policies import Observation, scoring
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.contract import Case, observe
 
 CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
-ROW = 8 * 2 * 2 * 40  # bytes of one row's logits and attention: two sequences, two query heads, 40 keys
+ROW = 8 * 2 * 40  # bytes of logits and attention of a row of one kv head: two query heads, 40 keys
 
 
 @pytest.mark.parametrize(
-    ("scratch", "rows", "heads"),
-    [(1, 1, 1), (2 * ROW, 2, 1), (5 * ROW, 5, 1), (3 * 5 * ROW, 5, 3), (10**9, 5, 6)],
-)
+    ("scratch", "rows", "heads", "sequences"),
+    [
+        (1, 1, 1, 1), (2 * ROW, 2, 1, 1), (5 * ROW, 5, 1, 1), (3 * 5 * ROW, 5, 3, 1), (6 * 5 * ROW, 5, 6, 1),
+        (10**9, 5, 6, 2),
+    ],
+)  # fmt: skip
 def test_scratch_memory_changes_nothing_but_the_steps(
-    monkeypatch: pytest.MonkeyPatch, scratch: int, rows: int, heads: int
+    monkeypatch: pytest.MonkeyPatch, scratch: int, rows: int, heads: int, sequences: int
 ) -> None:
     policy = SnapKV(window=5, kernel=3)
     expected = policy.score(observe(policy, CASE))
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     observation = observe(policy, CASE)
     torch.testing.assert_close(policy.score(observation), expected, rtol=1e-6, atol=0)
-    steps = [(part.indices(6)[:2], probability.shape[-2]) for part, probability in window_rows(observation, 5)]
-    assert steps == [
-        ((head, min(head + heads, 6)), min(rows, 5 - row)) for head in range(0, 6, heads) for row in range(0, 5, rows)
+    steps = [
+        (part[0].indices(2)[:2], part[1].indices(6)[:2], tuple(probability.shape[-2:]))
+        for part, probability in window_rows(observation, 5)
     ]
+    assert steps == [
+        ((first, first + sequences), (head, head + heads), (last - row, 35 + last))
+        for first in range(0, 2, sequences)
+        for head in range(0, 6, heads)
+        for row in range(0, 5, rows)
+        for last in [min(row + rows, 5)]
+    ]
+
+
+def test_a_row_of_a_sparse_prompt_may_see_any_column() -> None:
+    """Of five tokens the second and third are gone: three entries, and a window of two rows of four."""
+    observation = observe(SnapKV(window=4), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
+    assert observation.queries is not None
+    sparse = dataclasses.replace(
+        observation,
+        queries=torch.cat([observation.queries, observation.queries[:, :, :1]], 2),
+        token_index=torch.tensor([[0, 3, 4]]),
+        token_count=torch.tensor([5]),
+    )
+    found = torch.cat([rows for _, rows in window_rows(sparse, 4)], -2)[0, 0, 0]
+    assert ((found > 0) == torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)).all()
+
+
+def test_queries_with_gradients_are_scored_without() -> None:
+    observation = observe(SnapKV(window=5), CASE)
+    assert observation.queries is not None
+    expected = mean_window_attention(observation, 5), column_sums(observation.queries, *seen(observation))
+    learning = dataclasses.replace(observation, queries=observation.queries.clone().requires_grad_())
+    assert learning.queries is not None
+    found = mean_window_attention(learning, 5), column_sums(learning.queries, *seen(learning))
+    assert all(torch.equal(one, other) and not one.requires_grad for one, other in zip(found, expected, strict=True))
+
+
+def seen(observation: Observation) -> tuple[Tensor, Tensor, float]:
+    return observation.keys, observation.valid, observation.scaling
 
 
 class Largest(TorchDispatchMode):
@@ -68,8 +109,6 @@ def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
 
 
 def test_soft_capped_logits() -> None:
-    import dataclasses
-
     observation = observe(SnapKV(window=2), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
     assert observation.queries is not None
     capped = dataclasses.replace(observation, softcap=0.5)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.signals import rows as module
+from kvsearch.policies import scoring
 from kvsearch.signals.entropy import mean_entropy, mean_row, row_entropy
 from kvsearch.signals.rows import score_rows
 from tests.examples import at_most
@@ -100,7 +100,7 @@ def test_rows_without_a_choice_are_left_out() -> None:
 @pytest.mark.parametrize("pads", [0, 3, 6, 8])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_it_is_the_entropy_of_every_row(pads: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)  # one kv head at a time
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 1)  # one kv head at a time
     query, keys = observe()
     valid = padded(2, 9, pads)
     entropy, mean = row_entropy(query, keys, 0.3, softcap, valid), mean_row(query, keys, 0.3, softcap, valid)

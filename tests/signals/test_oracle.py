@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsearch.policies import scoring
 from kvsearch.policies.projection import projected_norms
-from kvsearch.signals import rows
 from kvsearch.signals.oracle import importance_rows
 
 BATCH, HEADS, GROUP, ROWS, CONTEXT, DIM, WIDTH = 2, 3, 4, 5, 17, 8, 24
@@ -88,7 +88,7 @@ def test_the_size_of_the_scratch_memory_changes_nothing(scratch: int, monkeypatc
     query, keys, values, weight = random_states()
     norms = projected_norms(values, weight, "l2")
     whole = importance_rows(query, keys, norms, CONTEXT, 0.4)
-    monkeypatch.setattr(rows, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     torch.testing.assert_close(importance_rows(query, keys, norms, CONTEXT, 0.4), whole, rtol=1e-6, atol=1e-7)
 
 

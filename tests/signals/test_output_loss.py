@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.signals import rows as module
+from kvsearch.policies import scoring
 from kvsearch.signals.output_loss import attention_change, loss_bounds, output_loss
 
 
@@ -182,7 +182,7 @@ def test_kv_heads_are_taken_in_parts_that_fit_the_scratch(monkeypatch: pytest.Mo
     keys, values = torch.randn(2, 2, 4, 7, 4, generator=generator)
     shown[..., 6] = shown[..., 5] = shown[..., 4] = True
     whole = attention_change(query, keys, values, shown, 0.5)
-    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scoring, "CACHE_BYTES", 1)
     parts = attention_change(query, keys, values, shown, 0.5)
     assert torch.equal(whole.outputs, parts.outputs)
     assert torch.equal(whole.evicted, parts.evicted)

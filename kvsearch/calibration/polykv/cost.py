@@ -195,7 +195,7 @@ def memory_of(size: ModelSize, work: SweepWork, max_memory: int | None = None) -
     baseline = rows * count * states * size.bytes
     head = rows * count * size.vocabulary * (FP32 + size.bytes)
     reading, fixed = batch * length * size.activations, baseline + head
-    group, layer = rows * count * size.activations, _replayed(size, work, rows)
+    group, layer = rows * count * size.activations, replay_bytes(size, work, rows)
     minimum = cache + observed + max(reading, fixed + group + layer)
     if max_memory is not None and minimum > max_memory:
         advice = "lower --batch or raise" if batch > 1 else "shorten the texts or raise"
@@ -213,8 +213,11 @@ def memory_of(size: ModelSize, work: SweepWork, max_memory: int | None = None) -
     return Memory(cache, observed, minimum, layers, groups, peak)
 
 
-def _replayed(size: ModelSize, work: SweepWork, rows: int) -> int:
-    """Return what the replays of one layer take: copies of keys and values, a token's logits, and all outputs."""
+def replay_bytes(size: ModelSize, work: SweepWork, rows: int) -> int:
+    """Return what the replays of one layer take for `rows` continuations: copies of keys and values, logits, outputs.
+
+    The scratch of a chunk, see `policies.scoring.chunk_bytes`, is not counted: it does not grow with the prompts.
+    """
     length, count = work.longest
     entry = 2 * size.kv_heads * size.head_dim * size.bytes
     column = 2 * entry + REPLAY_TABLES * FP32 * size.heads + STATE_BYTES * size.kv_heads

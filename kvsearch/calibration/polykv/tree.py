@@ -21,7 +21,7 @@ from kvsearch.errors import IncompatibleError
 from kvsearch.models.architecture import decoder, text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.attention import Output, causal_mask
+from kvsearch.runtime.attention import Output, additive_mask, causal_mask
 from kvsearch.runtime.cache import stateful_layers, stock_layers
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer, States
@@ -120,14 +120,16 @@ def shared_attention(
     visible = seen if seen.dtype == torch.bool else seen >= 0
     # own columns of other groups are computed in vain: an eighth of all at most
     step = min(max(1, length // (8 * count)), max(1, SCRATCH_BYTES // (4 * batch * query_heads * count * length)))
-    outputs = []
+    outputs, masks = [], _apart(visible, min(step, groups), query_heads // heads, length)
+    if logits.plain:
+        masks = additive_mask(masks, query.dtype)
     for first in range(0, groups, step):
         part = queries[first : first + step].permute(1, 2, 0, 3, 4, 5)  # [B, Hkv, groups, G, K, D]
         keys, values = (
             torch.cat([far, near[first : first + step].permute(1, 2, 0, 3, 4).flatten(2, 3)], 2)
             for far, near in zip(past, own, strict=True)
         )
-        mask = _apart(visible, part.shape[2], part.shape[3], length)
+        mask = masks[:, :, : part[0, 0, ..., 0].numel(), : keys.shape[2]]  # of the first groups is that of fewer
         output = _attention(part, keys, values, mask, logits)
         outputs.append(output.view(*part.shape[:-1], -1).permute(2, 0, 1, 3, 4, 5))
     return torch.cat(outputs).flatten(2, 3).flatten(0, 1)
@@ -146,7 +148,7 @@ def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
 def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits: Logits) -> Tensor:
     """Attend [B, Hkv, groups, G, K, D] to keys [B, Hkv, N, D] and values [B, Hkv, N, Dv], [B, Hkv, groups * G * K, Dv].
 
-    `mask` is [B or 1, 1, groups * G * K, N] bool.
+    `mask` is [B or 1, 1, groups * G * K, N], additive where logits are plain, else bool.
     """
     batch, heads, groups, width = query.shape[:4]
     query, length = query.flatten(2, 4), keys.shape[2]

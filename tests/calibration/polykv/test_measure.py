@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.signals.table import SignalTable
+from tests.calibration.polykv.test_layer_sweep import NAMES, small
 from tests.tiny import calibration_data, loaded
 
 OPTIONS = PolykvOptions(budgets=(8, 24), entropy_rows=8, batch=2)
@@ -75,6 +78,23 @@ def test_larger_budgets_disturb_less(made: Profile) -> None:
     """On average: a quarter of a prompt against half of it and more."""
     table = SignalTable(made)
     assert table.measured("error", "prefill", 24).mean() < table.measured("error", "prefill", 8).mean()
+
+
+def test_a_model_in_half_precision_is_measured_like_its_weights_in_fp32() -> None:
+    """Under nine patterns, whose ranks serve both budgets: rounding moves some entries, and means of signals hardly."""
+    half = loaded()
+    half.model.to(torch.bfloat16)
+    whole = replace(half, model=copy.deepcopy(half.model).float())
+    patterns, options = small(NAMES[:9]), changed(budgets=(9, 24))
+    exact, swept, naive = (
+        calibrate_polykv(model, DATA, options.model_copy(update={"naive": naive}), patterns).arrays
+        for model, naive in ((whole, False), (half, False), (half, True))
+    )
+    for name, close, rounding in (("cosine", 0.03, 0.015), ("relative_error", 0.04, 0.015), ("nll", 0.2, 0.06)):
+        means = [arrays[name].mean((0, 3)) for arrays in (swept, exact, naive)]  # by budget, phase and pattern
+        np.testing.assert_allclose(means[0], means[1], rtol=0, atol=close, err_msg=name)
+        np.testing.assert_allclose(means[0], means[2], rtol=0, atol=rounding, err_msg=name)
+    np.testing.assert_allclose(swept["mean_entropy"], exact["mean_entropy"], rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
