@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> Non
     program = Program.uniform(model, create_policy("snapkv"), lambda length: length // 2)
     ids, mask = prompts(2, LENGTH, device=str(model.device))
     needed = 2 * LENGTH * (6 * 4 * (2 * 32 * 4 + 4) + 8 * 2 * 32 * 4)
-    with room(needed - 10**7 // 2, HERE), attach(model, program) as planned:
+    with room(needed - 10**7, HERE), attach(model, program) as planned:
         backend().reset_peak(HERE)
         before = backend().peak_bytes(HERE)
         with pytest.raises(EnvironmentFault, match=r"needs 0\.02 GB .* 2 prompts of up to 1,024 tokens.* 0\.01 GB are"):
