@@ -9,29 +9,32 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from kvsearch.plan import Profile
+from kvsearch.plan.fields import Index
 from kvsearch.plan.parsing import shown
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.files.stored import Stored, damaged, stored
 from kvsearch.runs.estimates import Number
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
-Whole = Annotated[int, Field(strict=True)]  # views read the settings themselves: a number in quotes is none to them
 
 
 class _Ranking(Stored):
-    """The settings of a fitted ranking: what it was compared with, at which shares of a context."""
+    """The settings of a fitted ranking: what it was compared with, at which shares of a context.
+
+    Views read the settings themselves, so that a number in quotes is none here.
+    """
 
     rankings: Annotated[tuple[str, ...], Field(min_length=2)]  # the fit first
     at: Annotated[tuple[Number, ...], Field(min_length=1)]
     targets: Names
-    contexts: tuple[Whole, Whole, Whole]  # to fit on, to choose on, to report on
+    contexts: tuple[Index, Index, Index]  # to fit on, to choose on, to report on
     features: Names | None = None
-    bank: Whole | None = None
+    bank: Index | None = None
     chosen_by: str | None = None
     left_out: str | None = None
-    left_out_questions: Whole | None = None
-    kinds: Whole | None = None
-    without_questions: Whole = 0
+    left_out_questions: Index | None = None
+    kinds: Index | None = None
+    without_questions: Index = 0
     unseen_heads: tuple[str, ...] = ()
 
 
@@ -41,7 +44,7 @@ class _Cake(Stored):
     tau1: Number
     tau2: Number
     exponents: str = "fixed"
-    tuned_for: Whole | None = None
+    tuned_for: Index | None = None
     fit_ratio: Number | None = None
 
     @model_validator(mode="after")
